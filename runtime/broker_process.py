@@ -1,0 +1,187 @@
+"""One broker JVM as an operating-system process: spawn and reap, pid file, ports, the question "are you ready?"."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.broker_config import NodePlan
+from runtime.errors import PlumbingError
+
+# Runs as a tiny Python that becomes the JVM: asks the kernel for a SIGTERM at its parent's death, whatever the parent
+# dies of. (subprocess' preexec_fn would run Python between fork and exec, which may deadlock beside other threads.)
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 15)\n"
+    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
+_METADATA, _METADATA_VERSION = 3, 4
+
+
+class BrokerError(PlumbingError):
+    """The embedded broker cannot start or go on; says why and what to change."""
+
+
+class Jvm:
+    """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
+
+    That thread lives as long as the JVM: the kernel's parent-death signal follows the thread that forked.
+    """
+
+    def __init__(self, command: list[str], output: Path, *, outlive_parent: bool) -> None:
+        self._command = command if outlive_parent else _guarded(command)
+        self._output = output
+        self._spawned = threading.Event()
+        self._exited = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure: OSError | None = None
+        threading.Thread(target=self._run, name="broker-jvm", daemon=True).start()
+        self._spawned.wait()
+        if self._failure is not None:
+            raise BrokerError(f"cannot run {command[0]}: {self._failure}") from self._failure
+
+    def _run(self) -> None:
+        try:
+            with self._output.open("wb") as output:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+        except OSError as error:
+            self._failure = error
+            return
+        finally:
+            self._spawned.set()
+        self._process.wait()
+        self._exited.set()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell tells it (128 + signal number); None while the JVM runs."""
+        if not self._exited.is_set() or self._process is None or self._process.returncode is None:
+            return None
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        if not self._exited.is_set():
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when it has exited."""
+        return self._exited.wait(timeout_s)
+
+
+def _guarded(command: list[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def read_pid(plan: NodePlan) -> int | None:
+    """The pid of this node's running broker, whoever started it; None if there is none (a pid file may be stale)."""
+    try:
+        pid = int(plan.pid_file.read_text(encoding="ascii"))
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, ValueError):
+        return None
+    return pid if os.fsencode(plan.properties) in command.split(b"\0") else None
+
+
+def stop_pids(plans: list[NodePlan], timeout_s: float) -> list[int]:
+    """SIGTERM the running brokers of `plans`, wait, then SIGKILL; return the pids that were stopped."""
+    running = {plan.node: pid for plan in plans if (pid := read_pid(plan)) is not None}
+    for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 5.0)):
+        for plan in plans:
+            if (pid := read_pid(plan)) is not None:
+                _send(pid, number)
+        if wait_gone(plans, patience_s):
+            break
+    for plan in plans:
+        plan.pid_file.unlink(missing_ok=True)
+    return list(running.values())
+
+
+def wait_gone(plans: list[NodePlan], timeout_s: float) -> bool:
+    """True once no broker of `plans` runs."""
+    deadline = time.monotonic() + timeout_s
+    while any(read_pid(plan) is not None for plan in plans):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it exited by itself between the look and the signal
+
+
+def check_port_free(host: str, port: int, what: str) -> None:
+    """Raises BrokerError if something listens there: a JVM would say so only after seconds, in its log."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BrokerError(
+                f"port {port} ({what}) is not free: {error.strerror}. Stop what listens there, "
+                "or choose another port with --port or the setting broker.port"
+            ) from error
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What a node answers about its cluster: its id, and the ids of the brokers that serve (are not fenced)."""
+
+    cluster_id: str | None
+    brokers: frozenset[int]
+
+
+def ask_cluster(host: str, port: int, timeout_s: float = 1.0) -> ClusterView | None:
+    """One Kafka Metadata request without topics; None if nothing that speaks Kafka answers in time."""
+    client = b"clawstream"
+    request = struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client)) + client + struct.pack(">i?", 0, False)
+    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            with connection.makefile("rb") as stream:
+                (size,) = struct.unpack(">i", stream.read(4))
+                return parse_metadata(stream.read(size))
+    except (OSError, struct.error, UnicodeDecodeError):
+        return None
+
+
+def parse_metadata(body: bytes) -> ClusterView:
+    """Body of a Metadata response, version 4: correlation id, throttle time, brokers, cluster id, ..."""
+    (count,) = struct.unpack_from(">i", body, 8)
+    at = 12
+    brokers = set()
+    for _ in range(count):
+        (broker,) = struct.unpack_from(">i", body, at)
+        brokers.add(broker)
+        _, at = _read_string(body, at + 4)  # host
+        _, at = _read_string(body, at + 4)  # rack, after the port
+    cluster_id, _ = _read_string(body, at)
+    return ClusterView(cluster_id, frozenset(brokers))
+
+
+def _read_string(body: bytes, at: int) -> tuple[str | None, int]:
+    (length,) = struct.unpack_from(">h", body, at)
+    if length < 0:
+        return None, at + 2
+    return body[at + 2 : at + 2 + length].decode(), at + 2 + length
