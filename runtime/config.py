@@ -1,0 +1,69 @@
+"""Reads the settings: YAML file < `CLAWSTREAM__A__B` in the environment < `a.b=c` words. Errors name the path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+PREFIX = "CLAWSTREAM__"
+
+
+def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+    *heads, last = path.split(".")
+    for head in heads:
+        node = tree.setdefault(head, {})
+        if not isinstance(node, dict):
+            raise SettingsError(f"setting {path}: {head} has a value already, it can't have parts")
+        tree = node
+    tree[last] = value
+
+
+def _scalar(text: str, path: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise SettingsError(f"setting {path}: {text!r} is not valid YAML: {e}") from e
+
+
+def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings. Raises SettingsError with one line for each wrong path."""
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            loaded = yaml.safe_load(file.read_text())
+        except (OSError, yaml.YAMLError) as e:
+            raise SettingsError(f"settings file {file}: {e}") from e
+        if loaded is not None and not isinstance(loaded, dict):
+            raise SettingsError(f"settings file {file}: the top must be a mapping")
+        tree = loaded or {}
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(PREFIX):
+            path = name[len(PREFIX) :].lower().replace("__", ".")
+            _set(tree, path, _scalar(text, path))
+    for word in words:
+        path, sep, text = word.partition("=")
+        if not sep or not path:
+            raise SettingsError(f"word {word!r}: settings are written a.b=c")
+        _set(tree, path, _scalar(text, path))
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as e:
+        lines = [
+            f"setting {'.'.join(map(str, i['loc'])) or '(all)'}: {i['msg']}, got {i['input']!r:.80}" for i in e.errors()
+        ]
+        raise SettingsError("\n".join(lines)) from e
+
+
+def words_of(settings: Settings) -> list[str]:
+    """Words that give a child process exactly these settings."""
+    import json
+
+    return [f"{k}={json.dumps(v)}" for k, v in settings.model_dump(mode="json", exclude_defaults=True).items()]

@@ -1,0 +1,122 @@
+"""Records on topics: making the topics, announcing schemas, decoding what others wrote, and dead letters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from runtime.kafka import Cluster, Record
+from runtime.telemetry import logger
+from schemas.codec import Codec, Event
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import DeadLetter, SchemaPublished
+from schemas.settings import Settings
+from schemas.topics import TopicSpec
+
+REFRESH_INTERVAL_S = 5.0
+
+
+def now_micros() -> int:
+    """Wall clock in microseconds. For information in records; nothing is decided by it."""
+    return time.time_ns() // 1000
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """The cluster that the settings name."""
+    return Cluster(settings.bootstrap_servers, settings.kafka.client_options)
+
+
+def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()) -> list[str]:
+    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race."""
+    kafka, topics = settings.kafka, settings.kafka.topics
+    there = cluster.topics()
+    made = []
+    for spec in (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra):
+        if spec.name not in there and cluster.create_topic(
+            spec.name, spec.partitions, spec.config, kafka.replication_factor, kafka.min_insync_replicas
+        ):
+            made.append(spec.name)
+    if topics.schemas in made:
+        publish_schemas(cluster, topics.schemas)
+    return made
+
+
+def publish_schemas(cluster: Cluster, topic: str) -> None:
+    """Put the current schemas on the schemas topic, where older readers find them. Compacted: repeating does no harm."""
+    codec, producer = Codec(), cluster.producer()
+    for record in codec.published(now_micros()):
+        producer.put(topic, record.fingerprint.encode(), codec.encode(record))
+    producer.flush()
+    producer.close()
+
+
+class Decoder:
+    """Decodes values; a fingerprint that is not known is looked up on the schemas topic once more before it is an error.
+
+    One a process. Not thread-safe. `refresh` reads the whole schemas topic (compacted, a few records), at most every 5 s.
+    """
+
+    def __init__(self, cluster: Cluster, schemas_topic: str, codec: Codec | None = None) -> None:
+        self.codec = codec or Codec()
+        self._cluster, self._topic = cluster, schemas_topic
+        self._refreshed_at: float | None = None
+
+    def decode(self, value: bytes | None) -> Event:
+        """The record. Raises Undecodable, or UnknownSchema after a refresh."""
+        try:
+            return self.codec.decode(value)
+        except UnknownSchema:
+            if not self._refresh():
+                raise
+            return self.codec.decode(value)
+
+    def _refresh(self) -> bool:
+        now = time.monotonic()
+        if self._refreshed_at is not None and now - self._refreshed_at < REFRESH_INTERVAL_S:
+            return False
+        self._refreshed_at = now
+        for record in self._cluster.read_all(self._topic):
+            try:
+                announced = self.codec.decode(record.value)
+                if isinstance(announced, SchemaPublished):
+                    self.codec.announce(announced.schema_json)
+            except (Undecodable, UnknownSchema) as e:
+                logger().warning("schema_unreadable", offset=record.offset, error=str(e))
+        return True
+
+
+def dead_letter(record: Record, topic_id: str, process: str, reason: str, detail: str) -> DeadLetter:
+    """The dead letter of a record: all that is needed to repair and replay it."""
+    return DeadLetter(
+        topic=record.topic,
+        topic_id=topic_id,
+        partition=record.partition,
+        offset=record.offset,
+        key=record.key,
+        value=record.value,
+        timestamp_ms=record.timestamp_ms,
+        process=process,
+        reason=reason,
+        detail=detail[:8000],
+        created_at=now_micros(),
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Dead-letter reason of a decoding error."""
+    return "unknown_schema" if isinstance(error, UnknownSchema) else "undecodable"
+
+
+def decode_all(
+    decoder: Decoder, records: Iterable[Record], bury: Callable[[Record, str, str], None]
+) -> list[tuple[Record, Event]]:
+    """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. Tombstones are dropped."""
+    out = []
+    for record in records:
+        if record.value is None:
+            continue
+        try:
+            out.append((record, decoder.decode(record.value)))
+        except (Undecodable, UnknownSchema) as e:
+            bury(record, reason_of(e), str(e))
+    return out

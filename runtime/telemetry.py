@@ -1,0 +1,44 @@
+"""Logs: readable on a terminal, JSON lines elsewhere. Never a key, a prompt or a token."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure(process: str, level: str = "info") -> None:
+    """Set up structlog and the standard library's logging for this process. Call once, from its entry point."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    terminal = sys.stderr.isatty()
+    render: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.format_exc_info, render],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            render,
+        ],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    structlog.contextvars.bind_contextvars(process=process)
+
+
+def logger() -> Any:
+    """A bound logger: `log.info("event_name", key=value)`."""
+    return structlog.get_logger()

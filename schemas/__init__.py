@@ -1,0 +1,1 @@
+"""The contract between processes: records, topics, ids, encoding, settings. Pure: no I/O beyond reading its own files."""

@@ -1,0 +1,231 @@
+"""Avro single-object encoding of the records, and decoding of what any version of us wrote.
+
+A value is `C3 01`, the CRC-64-AVRO fingerprint of the writer's schema (8 bytes, little-endian), then the Avro body
+(https://avro.apache.org/docs/1.12.0/specification/#single-object-encoding). Confluent framing (`00`, schema id as big-endian
+int32, body) is read as well, for ids that were announced to the codec. The schema of a value is one of the shipped ones
+(current or archived) or one announced on the schemas topic; nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import fastavro
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+from schemas import events
+from schemas.errors import Undecodable, UnknownSchema
+
+MAGIC = b"\xc3\x01"
+CONFLUENT_MAGIC = 0
+AVRO_DIR = Path(__file__).parent / "avro"
+NAMESPACE = "clawstream"
+Event = Any  # any class of schemas.events; the union of all of them would say no more
+
+TOP_LEVEL: tuple[type, ...] = (
+    events.Step, events.SessionEvent, events.Tick, events.Reward, events.Curation,
+    events.AssemblyMarker, events.AssemblyDelta, events.AssemblySnapshot, events.Trajectory, events.StepMark,
+    events.Candidate, events.AdmissionPolicy, events.RunEnded, events.ReadyBatch, events.Refused, events.Late,
+    events.PolicyApplied, events.WeightVersion, events.WorkerStatus, events.SchemaPublished, events.DeadLetter,
+)  # fmt: skip
+
+
+def fingerprint_of(schema: Any) -> str:
+    """CRC-64-AVRO of the schema's parsing canonical form: 16 hex digits, in the byte order of the header."""
+    return fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")  # type: ignore[no-any-return]
+
+
+@cache
+def shipped(name: str) -> dict[str, Any]:
+    """The current schema of a record, as its file says it."""
+    return json.loads((AVRO_DIR / f"{name}.avsc").read_text())  # type: ignore[no-any-return]
+
+
+@cache
+def archived() -> tuple[dict[str, Any], ...]:
+    """Every released schema that is not the current one."""
+    return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
+
+
+def _parse(schema: Any) -> Any:
+    """The schema as fastavro wants it. Logical types go: times stay integers, as the records say; fingerprints don't see them."""
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {k: strip(v) for k, v in node.items() if k != "logicalType"}
+        return [strip(v) for v in node] if isinstance(node, list) else node
+
+    return fastavro.parse_schema(strip(schema), {})
+
+
+def _record_type(hint: Any) -> type | None:
+    """The record class inside a field's type (`X`, `X | None`, `tuple[X, ...]`), or None for plain values."""
+    for t in typing.get_args(hint) or (hint,):
+        if is_dataclass(t):
+            return typing.cast(type, t)
+    return None
+
+
+@cache
+def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
+    """A function from the record to the dict that fastavro takes, compiled once for the class."""
+    hints = typing.get_type_hints(cls)
+    names = tuple(f.name for f in fields(cls))
+    get = attrgetter(*names) if len(names) > 1 else lambda v, g=attrgetter(names[0]): (g(v),)
+    nested = [(n, _flattener(r), _is_list(hints[n])) for n in names if (r := _record_type(hints[n])) is not None]
+
+    def flatten(record: Any) -> dict[str, Any]:
+        d = dict(zip(names, get(record), strict=True))
+        for name, inner, is_list in nested:
+            value = d[name]
+            if value:
+                d[name] = [inner(v) for v in value] if is_list else inner(value)
+        return d
+
+    return flatten
+
+
+@cache
+def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
+    """A function from fastavro's dict to the record; unknown fields are dropped, lists become tuples."""
+    hints = typing.get_type_hints(cls)
+    names = frozenset(hints)
+    convert: dict[str, Callable[[Any], Any]] = {}
+    for name, hint in hints.items():
+        inner = _record_type(hint)
+        is_list = _is_list(hint)
+        if inner is not None:
+            build = _builder(inner)
+            convert[name] = (lambda b: lambda v: tuple(map(b, v)))(build) if is_list else build
+        elif is_list:
+            convert[name] = tuple
+
+    def build_record(d: dict[str, Any]) -> Any:
+        if d.keys() - names:
+            d = {k: v for k, v in d.items() if k in names}
+        for name, conv in convert.items():
+            if d.get(name) is not None:
+                d[name] = conv(d[name])
+        return cls(**d)
+
+    return build_record
+
+
+def _is_list(hint: Any) -> bool:
+    if typing.get_origin(hint) is tuple:
+        return True
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_is_list(a) for a in typing.get_args(hint))
+    return False
+
+
+class Codec:
+    """Encodes records and decodes values. Holds the known writer schemas; a new one is added by `announce`.
+
+    One codec a process. `decode` is pure but for the parsed-schema table.
+    """
+
+    def __init__(self) -> None:
+        self._writers: dict[bytes, tuple[Any, str]] = {}
+        self._confluent: dict[int, bytes] = {}
+        self._current: dict[type, tuple[bytes, Any]] = {}
+        self._readers: dict[str, tuple[Any, type, bytes]] = {}
+        for cls in TOP_LEVEL:
+            schema = shipped(cls.__name__)
+            parsed = _parse(schema)
+            header = bytes.fromhex(fingerprint_of(schema))
+            self._current[cls] = (MAGIC + header, parsed)
+            self._readers[cls.__name__] = (parsed, cls, header)
+            self._writers[header] = (parsed, cls.__name__)
+        for schema in archived():
+            self.announce(json.dumps(schema))
+
+    def announce(self, schema_json: str, confluent_id: int | None = None) -> str:
+        """Make a writer's schema known. Returns its fingerprint in hex; Undecodable when it is no record schema."""
+        try:
+            schema = json.loads(schema_json)
+            header = bytes.fromhex(fingerprint_of(schema))
+            if header not in self._writers:
+                parsed = _parse(schema)
+                self._writers[header] = (parsed, parsed["name"].rpartition(".")[2])
+        except (ValueError, TypeError, KeyError, fastavro.schema.SchemaParseException) as e:
+            raise Undecodable(f"not an Avro record schema: {e}") from e
+        if confluent_id is not None:
+            self._confluent[confluent_id] = header
+        return header.hex()
+
+    def published(self, created_at: int) -> list[events.SchemaPublished]:
+        """The current schemas, for the schemas topic. created_at: microseconds."""
+        return [
+            events.SchemaPublished(
+                fingerprint=header.hex(), name=f"{NAMESPACE}.{name}",
+                schema_json=json.dumps(shipped(name), separators=(",", ":")), created_at=created_at,
+            )
+            for name, (_, _, header) in self._readers.items()
+        ]  # fmt: skip
+
+    def encode(self, event: Event) -> bytes:
+        """The record in single-object encoding with its current schema. Raises ValueError or TypeError on wrong field types."""
+        header, parsed = self._current[type(event)]
+        out = io.BytesIO()
+        out.write(header)
+        fastavro.schemaless_writer(out, parsed, _flattener(event.__class__)(event))
+        return out.getvalue()
+
+    def header_of(self, cls: type) -> bytes:
+        """The 10 bytes with which every value of this class begins when written by the current schema."""
+        return self._current[cls][0]
+
+    def type_name(self, value: bytes) -> str:
+        """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
+        return self._writer_of(value)[1]
+
+    def decode(self, value: bytes | None) -> Event:
+        """The record in `value`, in today's shape. Raises Undecodable or UnknownSchema."""
+        if value is None:
+            raise Undecodable("no value (a tombstone) where a record was expected")
+        writer, name, body = self._writer_of(value)
+        reader = self._readers.get(name)
+        if reader is None:
+            raise UnknownSchema(fingerprint_of(writer))
+        parsed, cls, _ = reader
+        stream = io.BytesIO(value)
+        stream.seek(body)
+        try:
+            plain = fastavro.schemaless_reader(stream, writer, None if writer is parsed else parsed)
+            if stream.read(1):
+                raise Undecodable(f"bytes after the end of a {name}")
+            return _builder(cls)(typing.cast("dict[str, Any]", plain))
+        except (EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError) as e:
+            raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
+        except fastavro.read.SchemaResolutionError as e:
+            raise Undecodable(f"a {name} whose schema can't be read as today's: {e}") from e
+
+    def _writer_of(self, value: bytes) -> tuple[Any, str, int]:
+        if value[:2] == MAGIC and len(value) >= 10:
+            found = self._writers.get(value[2:10])
+            if found is None:
+                raise UnknownSchema(value[2:10].hex())
+            return (*found, 10)
+        if value[:1] == b"\x00" and len(value) >= 5:
+            (number,) = struct.unpack_from(">i", value, 1)
+            header = self._confluent.get(number)
+            if header is None:
+                raise UnknownSchema(f"confluent id {number}")
+            return (*self._writers[header], 5)
+        raise Undecodable(f"{len(value)} bytes that begin with {value[:10].hex()}: no Avro single-object header")
+
+
+def without_kafka(event: Event) -> Mapping[str, Any]:
+    """The record as plain dicts and lists, for JSON and tests."""
+    return _flattener(event.__class__)(event)

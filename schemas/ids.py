@@ -1,0 +1,95 @@
+"""Ids: how calls, steps, trajectories and weight versions are named. Stateless and cheap to parse.
+
+trajectory key   what routes a record; the Kafka key is its UTF-8
+call id          <trajectory key>~<ulid>
+step id          <call id>.<choice index>
+trajectory id    the key; inside an anonymous bucket <key>~<ulid> of its first call
+version id       <run id>/<sync index>.<attempt>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NamedTuple
+
+from ulid import ULID
+
+from schemas.errors import InvalidId
+
+RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
+# A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate ids elsewhere.
+TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
+GROUP_ID = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
+VERSION_ID = re.compile(r"([a-z0-9-]{1,64})/(\d{1,18})\.(\d{1,18})")
+
+
+class Version(NamedTuple):
+    """A parsed version id."""
+
+    run_id: str
+    sync_index: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}/{self.sync_index}.{self.attempt}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id`, or raise InvalidId."""
+    if not RUN_ID.fullmatch(run_id):
+        raise InvalidId(f"run id {run_id[:80]!r}: must match [a-z0-9-]{{1,64}}")
+    return run_id
+
+
+def check_trajectory_key(key: str) -> str:
+    """Return `key`, or raise InvalidId."""
+    if not TRAJECTORY_KEY.fullmatch(key):
+        raise InvalidId(f"trajectory key {key[:80]!r}: must be 1 to 200 of A-Z a-z 0-9 . _ : @ = + -")
+    return key
+
+
+def check_group_id(group_id: str) -> str:
+    """Return `group_id`, or raise InvalidId."""
+    if not GROUP_ID.fullmatch(group_id):
+        raise InvalidId(f"group id {group_id[:80]!r}: must be 1 to 200 printable characters")
+    return group_id
+
+
+def new_call_id(trajectory_key: str) -> str:
+    """A fresh call id; ulids sort by time of creation."""
+    return f"{trajectory_key}~{ULID()}"
+
+
+def new_event_id() -> str:
+    """A fresh event id."""
+    return str(ULID())
+
+
+def step_id(call_id: str, choice_index: int) -> str:
+    """Step id of the choice_index-th choice of a call."""
+    return f"{call_id}.{choice_index}"
+
+
+def key_of_step(step: str) -> str:
+    """Trajectory key inside a step or call id; InvalidId when there is none."""
+    key, sep, rest = step.rpartition("~")
+    if not sep or not key or not rest:
+        raise InvalidId(f"step id {step[:80]!r}: must be <trajectory key>~<ulid>.<choice>")
+    return check_trajectory_key(key)
+
+
+def version_id(run_id: str, sync_index: int, attempt: int) -> str:
+    """Version id `<run>/<sync_index>.<attempt>`."""
+    return str(Version(check_run_id(run_id), sync_index, attempt))
+
+
+def parse_version(version: str) -> Version | None:
+    """The parts of a version id; None for any other label, such as the engine's `default`."""
+    m = VERSION_ID.fullmatch(version)
+    return Version(m[1], int(m[2]), int(m[3])) if m else None
+
+
+def stable_id(*parts: str) -> str:
+    """A deterministic event id: the same parts always give the same 32 hex digits."""
+    return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,282 @@
+"""All settings, in one frozen tree. A name carries its unit; the line beside it says why one would change it.
+
+Read once, at the start of a process, by `runtime.config.load`: YAML < `CLAWSTREAM__A__B` in the environment < `a.b=c` words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from schemas.events import Channel, Outcome
+from schemas.ids import RUN_ID
+from schemas.topics import Topics
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class KafkaSettings(_Section):
+    """Which cluster, and how its topics are made."""
+
+    bootstrap_servers: str | None = Field(None, description="another cluster than the embedded broker")
+    client_options: Mapping[str, str] = Field({}, description="librdkafka options, e.g. security.protocol, sasl.*")
+    topic_prefix: str = Field("claw", pattern=r"^[a-z0-9_-]{1,32}$", description="several installations on one cluster")
+    partitions: Count = Field(12, description="P of the keyed topics; fixed once they exist")
+    replication_factor: Count = Field(1, description="3 on a cluster of three or more brokers")
+    min_insync_replicas: Count = Field(1, description="2 with a replication factor of 3")
+    steps_retention_s: Positive = Field(30 * 86400.0, description="how long raw steps stay replayable from Kafka")
+
+    @property
+    def topics(self) -> Topics:
+        return Topics(self.topic_prefix)
+
+
+class BrokerSettings(_Section):
+    """The embedded Apache Kafka; unused when kafka.bootstrap_servers names another cluster."""
+
+    data_dir: Path | None = Field(None, description="a faster or larger disk; default <data_dir>/broker")
+    port: Port = Field(19092, description="the port is taken")
+    nodes: Annotated[int, Field(ge=1, le=5)] = Field(1, description="3: try replication on one machine")
+    heap_mb: Annotated[int, Field(ge=200)] = Field(300, description="many partitions or large records")
+    java: str | None = Field(None, description="a Java >= 17 of your own instead of the packaged one")
+    jars_dir: Path | None = Field(None, description="shared cache of Kafka's jars; default ~/.cache/clawstream")
+
+
+class GatewaySettings(_Section):
+    """Where agents point their base_url."""
+
+    gateway_id: str = Field("gateway-0", description="several gateways: one name each")
+    host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
+    port: Port = Field(8100, description="the port is taken")
+    public_url: str | None = Field(None, description="behind a load balancer: the URL that agents are given")
+    upstreams: tuple[str, ...] = Field((), description="engines that do not report on the workers topic")
+    acks: Literal["all", "none"] = Field(
+        "all", description="none: reply before the step is on Kafka; a crash may lose it"
+    )
+    produce_timeout_s: Positive = Field(5.0, description="wait for Kafka's acknowledgement before the step is spooled")
+    spool_dir: Path | None = Field(None, description="persistent volume for the spool; default <data_dir>/spool")
+    spool_max_bytes: Count = Field(1 << 30, description="longer Kafka outages")
+    max_body_bytes: Count = Field(8 << 20, description="very long prompts or images")
+    max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
+    upstream_timeout_s: Positive = Field(600.0, description="very long generations")
+    worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
+    session_secret: str | None = Field(None, description="several gateways on several machines: the same for all")
+
+
+class JobsSettings(_Section):
+    """The stream jobs `assemble` and `reward`."""
+
+    worker_id: str = Field("0", description="several workers: one fixed name each")
+    batch_records: Count = Field(500, description="latency against throughput")
+    snapshot_min_bytes: Count = Field(4 << 20, description="shorter recovery against more state log")
+    session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
+    tick_interval_s: Positive = Field(1.0, description="resolution of time-outs")
+    trajectory_timeout_s: Positive = Field(3600.0, description="agents that think longer between two calls")
+    closed_horizon_s: Positive = Field(
+        86400.0, description="how long after closing a reward still finds its trajectory"
+    )
+    closed_max: Count = Field(50_000, description="memory of closed trajectories a partition")
+    orphan_after_s: Positive = Field(600.0, description="rewards that come long before their steps")
+    cache_mb: Count = Field(1024, description="memory for payload of open trajectories")
+    reward_functions: Mapping[str, tuple[str, ...]] = Field(
+        {}, description="run id (or *) to `name@version` or `package.module:function@version`"
+    )
+    web_port: Port = Field(6066, description="the port is taken")
+
+
+class PolicySettings(_Section):
+    """The admission policy of the run, published when it differs from the one in force."""
+
+    group_size: Count = Field(8, description="members a group")
+    min_members: Count = Field(2, description="usable members of a short group")
+    required_rewards: tuple[str, ...] = Field((), description="`source` or `source/name` each member needs")
+    reward_weights: Mapping[str, float] = Field({}, description="`source/name` to weight in the training reward")
+    reward_deadline_s: Positive = Field(600.0, description="slow reward models or people")
+    group_deadline_s: Positive = Field(1800.0, description="stragglers of a group")
+    max_staleness: Annotated[int, Field(ge=0)] | None = Field(None, description="versions; how far off-policy")
+    drop_zero_variance: bool = Field(True, description="keep groups whose rewards are all equal")
+    min_trainable_tokens: Annotated[int, Field(ge=0)] = Field(1, description="drop near-empty replies")
+    max_trajectory_tokens: Count | None = Field(None, description="memory of the trainer")
+    train_outcomes: tuple[Outcome, ...] = Field(("completed", "failed"), description="train on time-outs too")
+    batch_groups: Count = Field(16, description="groups a batch")
+    batch_tokens: Count | None = Field(None, description="close a batch early at this many trainable tokens")
+    sync_every: Count = Field(1, description="batches a weight version; fixed for the run")
+    val_groups: Count = Field(64, description="groups a validation batch")
+    val_deadline_s: Positive = Field(60.0, description="close a validation batch that stays short")
+    algorithm: str = Field("grpo", description="what the trainer does")
+    min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="drop low-quality trajectories")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PolicySettings:
+        if self.min_members > self.group_size:
+            raise ValueError(f"min_members {self.min_members} is above group_size {self.group_size}")
+        if self.algorithm == "grpo" and self.group_size < 2:
+            raise ValueError("grpo needs groups of at least 2: with one member every advantage is zero")
+        return self
+
+
+class AdmitSettings(_Section):
+    """The admission process: one active for each run and channel."""
+
+    channels: tuple[Channel, ...] = Field(("train", "val"), description="one process for each channel instead")
+    policy: PolicySettings = PolicySettings()
+
+
+class LakeSettings(_Section):
+    """The Delta Lake writer."""
+
+    uri: str | None = Field(None, description="another disk or an object store; default <data_dir>/lake")
+    storage_options: Mapping[str, str] = Field({}, description="credentials and options of the object store")
+    flush_interval_s: Positive = Field(2.0, description="fresher tables against more small files")
+    flush_rows: Count = Field(2000, description="memory against more commits")
+    dedupe_window: Count = Field(200_000, description="ids a table remembers to drop re-sent records")
+
+
+class TrainerSettings(_Section):
+    """The learner."""
+
+    model_path: Path | None = Field(None, description="Hugging Face directory of the initial weights")
+    weights_dir: Path | None = Field(None, description="where versions are published; default <data_dir>/weights")
+    checkpoint_dir: Path | None = Field(None, description="default <data_dir>/checkpoints")
+    keep_checkpoints: Count = Field(2, description="disk")
+    keep_versions: Count = Field(5, description="disk; workers load only the newest")
+    sync_every: Count = Field(1, description="must equal admit.policy.sync_every")
+    max_versions: Annotated[int, Field(ge=0)] | None = Field(None, description="stop after this many versions")
+    lr: Positive = Field(1e-6, description="learning rate at the first version")
+    lr_final: Positive | None = Field(None, description="falls linearly to it at max_versions; default: constant")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    max_grad_norm: Positive = Field(1.0, description="clipping")
+    minibatches: Count = Field(2, description="optimiser steps a batch and epoch")
+    epochs: Count = Field(1, description="passes over a batch")
+    micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
+    is_truncation: Positive = Field(2.0, description="upper bound of the token-level importance ratio")
+    advantage_std_offset: Annotated[float, Field(ge=0)] = Field(
+        0.3, description="added to a group's standard deviation, so that nearly solved groups do not shout"
+    )
+    temperature: Positive = Field(
+        1.0, description="sampling temperature of the agents, for recomputed log-probabilities"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu although there is a GPU")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="memory")
+    threads: Count = Field(1, description="CPU cores for torch")
+    seed: int = Field(0, description="repeat runs")
+
+
+class RolloutSettings(_Section):
+    """A rollout worker and its vLLM server."""
+
+    worker_id: str = Field("worker-0", description="several workers: one name each")
+    attach_url: str | None = Field(None, description="a vLLM server that runs already, instead of starting one")
+    model_path: Path | None = Field(None, description="directory the engine boots with; default trainer.model_path")
+    host: str = Field("127.0.0.1", description="gateways on other machines")
+    port: Port = Field(8200, description="the port is taken")
+    served_model_name: str = Field("policy", description="the name that agents ask for")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="float32 for exact agreement")
+    max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
+    max_num_seqs: Count = Field(256, description="requests in one engine step")
+    kv_cache_mb: Count = Field(1024, description="memory for the KV cache on CPU")
+    tool_parser: str | None = Field(None, description="vLLM tool-call parser")
+    tool_parser_plugin: Path | None = Field(None, description="file that registers a parser of your own")
+    reasoning_parser: str | None = Field(None, description="vLLM reasoning parser")
+    extra_args: tuple[str, ...] = Field((), description="any further vLLM argument")
+    heartbeat_s: Positive = Field(2.0, description="how soon a dead worker is noticed")
+    startup_timeout_s: Positive = Field(600.0, description="large models")
+    serve_base: bool = Field(False, description="serve the boot weights before the first version exists")
+
+
+class UpSettings(_Section):
+    """`clawstream up`: all processes on one machine."""
+
+    processes: tuple[str, ...] = Field(
+        ("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"),
+        description="leave some out, or run them elsewhere",
+    )
+    restart_delay_s: Positive = Field(1.0, description="wait before a restart; doubles up to 30 s while it fails")
+    drain_timeout_s: Positive = Field(60.0, description="longest wait for lag 0 when stopping")
+    stop_timeout_s: Positive = Field(20.0, description="longest wait for one process to end before SIGKILL")
+
+
+class DemoSettings(_Section):
+    """`clawstream demo`."""
+
+    seed: int = Field(0, description="another run")
+    versions: Count = Field(45, description="shorter or longer training")
+    groups_per_batch: Count = Field(16, description="groups a batch")
+    concurrency: Count = Field(128, description="agents at once")
+    eval_tasks: Count = Field(200, description="held-out tasks before and after")
+    warm_start_steps: Count = Field(250, description="supervised steps before RL")
+    staleness: Annotated[int, Field(ge=0)] = Field(1, description="versions that rollouts may run ahead")
+    stream_share: Annotated[float, Field(ge=0, le=1)] = Field(0.25, description="share of episodes that stream")
+
+
+class Settings(_Section):
+    """Everything. The name of a field, with dots, is the name on the command line."""
+
+    run_id: str = Field("default", pattern=f"^{RUN_ID.pattern}$", description="experiments side by side")
+    data_dir: Path = Field(Path("data"), description="where everything is kept")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="more or fewer lines")
+    kafka: KafkaSettings = KafkaSettings()
+    broker: BrokerSettings = BrokerSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    jobs: JobsSettings = JobsSettings()
+    admit: AdmitSettings = AdmitSettings()
+    lake: LakeSettings = LakeSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    up: UpSettings = UpSettings()
+    demo: DemoSettings = DemoSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if 2 * self.jobs.trajectory_timeout_s > self.kafka.steps_retention_s:
+            raise ValueError(
+                f"jobs.trajectory_timeout_s={self.jobs.trajectory_timeout_s:g} is above half of "
+                f"kafka.steps_retention_s={self.kafka.steps_retention_s:g}: payload could be gone before its trajectory closes"
+            )
+        if self.jobs.closed_horizon_s <= self.admit.policy.reward_deadline_s:
+            raise ValueError("jobs.closed_horizon_s must exceed admit.policy.reward_deadline_s")
+        if self.trainer.sync_every != self.admit.policy.sync_every:
+            raise ValueError(
+                f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
+                f"{self.admit.policy.sync_every}: staleness is judged for the version that will train a batch"
+            )
+        return self
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """The cluster everything talks to."""
+        if self.kafka.bootstrap_servers:
+            return self.kafka.bootstrap_servers
+        step = 10
+        return ",".join(f"127.0.0.1:{self.broker.port + step * i}" for i in range(self.broker.nodes))
+
+    @property
+    def broker_dir(self) -> Path:
+        return self.broker.data_dir or self.data_dir / "broker"
+
+    @property
+    def lake_uri(self) -> str:
+        return self.lake.uri or str((self.data_dir / "lake").absolute())
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.gateway.spool_dir or self.data_dir / "spool"
+
+    @property
+    def weights_dir(self) -> Path:
+        return (self.trainer.weights_dir or self.data_dir / "weights").absolute()
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return (self.trainer.checkpoint_dir or self.data_dir / "checkpoints").absolute()
