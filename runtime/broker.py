@@ -23,6 +23,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,26 +144,26 @@ class EmbeddedBroker:
 
     def kill(self, node: int = 1) -> None:
         """SIGKILL the node and wait until it is gone."""
-        jvm = self._jvm(node)
-        jvm.signal(signal.SIGKILL)
-        if not jvm.wait(STOP_TIMEOUT_S):
-            raise BrokerError(f"broker node {node}, pid {jvm.pid}, does not die of SIGKILL")
+        self._jvm(node).end(patience_s=0.0)
 
     def restart(self, node: int = 1) -> None:
-        """Stop the node if it runs, start it on its data, return when it serves clients again."""
+        """Stop the node if it runs, start it on its data, return when it serves clients again.
+
+        Its copies may still be catching up with those of the other nodes then.
+        """
         plan = self.plans[node]
-        if self._jvm(node).exit_code is None:
-            stop_pids([plan], STOP_TIMEOUT_S)
+        self._jvm(node).end(STOP_TIMEOUT_S)
         with _one_starter(self.data_dir):
             self._launch(plan, find_java(self._java_setting), ensure_jars(self._jars_setting))
             self._await_ready(plan, everyone=frozenset({node}))
 
     def stop(self) -> None:
         """SIGTERM every node, wait 10 s, SIGKILL what is left. Nothing to stop is fine."""
-        stop_pids([self.plans[node] for node in self._jvms], STOP_TIMEOUT_S)
+        for jvm in self._jvms.values():
+            jvm.signal(signal.SIGTERM)  # all at once: the last one of three would wait for a quorum that is gone
         for node, jvm in self._jvms.items():
-            if not jvm.wait(STOP_TIMEOUT_S):
-                raise BrokerError(f"broker node {node}, pid {jvm.pid}, cannot be stopped")
+            jvm.end(STOP_TIMEOUT_S)
+            self.plans[node].pid_file.unlink(missing_ok=True)
         self._jvms.clear()
 
     def __enter__(self) -> Self:
@@ -321,24 +322,27 @@ def _new_cluster_id() -> str:
 
 def _format_new(plans: list[NodePlan], java: Java, jars_dir: Path, cluster_id: str) -> None:
     """Format the nodes that have no records yet, all at once; a formatted directory appears whole or not at all."""
-    formatting = []
-    for plan in plans:
-        if plan.records.exists():
-            continue
-        fresh = plan.directory / "formatting"
-        shutil.rmtree(fresh, ignore_errors=True)
-        plan.directory.mkdir(parents=True, exist_ok=True)
-        properties = plan.directory / "formatting.properties"
-        properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
-        command = config.format_command(java, jars_dir, properties, cluster_id)
-        tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        formatting.append((plan, fresh, properties, tool))
-    for plan, fresh, properties, tool in formatting:
-        output, _ = tool.communicate(timeout=READY_TIMEOUT_S)
-        if tool.returncode != 0:
-            raise BrokerError(f"formatting {plan.directory} failed with {tool.returncode}:\n{output}")
-        properties.unlink()
-        fresh.rename(plan.records)
+    new = [plan for plan in plans if not plan.records.exists()]
+    with ThreadPoolExecutor(max_workers=len(plans)) as pool:
+        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id) for plan in new]:
+            formatted.result()
+
+
+def _format(plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str) -> None:
+    fresh = plan.directory / "formatting"
+    shutil.rmtree(fresh, ignore_errors=True)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    properties = plan.directory / "formatting.properties"
+    properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
+    command = config.format_command(java, jars_dir, properties, cluster_id)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=READY_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        raise BrokerError(f"formatting {plan.directory} failed:\n{error.stdout}{error.stderr}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BrokerError(f"formatting {plan.directory} failed: {error}") from error
+    properties.unlink()
+    fresh.rename(plan.records)
 
 
 def _last_lines(plan: NodePlan) -> str:

@@ -24,6 +24,7 @@ _DIE_WITH_PARENT = (
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
     "os.execvp(sys.argv[2], sys.argv[2:])\n"
 )
+KILL_TIMEOUT_S = 10.0
 _METADATA, _METADATA_VERSION = 3, 4
 
 
@@ -81,9 +82,14 @@ class Jvm:
         if not self._exited.is_set():
             self._process.send_signal(number)
 
-    def wait(self, timeout_s: float) -> bool:
-        """True when it has exited."""
-        return self._exited.wait(timeout_s)
+    def end(self, patience_s: float) -> None:
+        """SIGTERM, SIGKILL after `patience_s` (0: at once); return when it is gone. Gone already is fine."""
+        if patience_s > 0:
+            self.signal(signal.SIGTERM)
+            self._exited.wait(patience_s)
+        self.signal(signal.SIGKILL)
+        if not self._exited.wait(KILL_TIMEOUT_S):
+            raise BrokerError(f"broker process {self.pid} does not die of SIGKILL (is its disk stuck?)")
 
 
 def _guarded(command: list[str]) -> list[str]:
@@ -103,7 +109,7 @@ def read_pid(plan: NodePlan) -> int | None:
 def stop_pids(plans: list[NodePlan], timeout_s: float) -> list[int]:
     """SIGTERM the running brokers of `plans`, wait, then SIGKILL; return the pids that were stopped."""
     running = {plan.node: pid for plan in plans if (pid := read_pid(plan)) is not None}
-    for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 5.0)):
+    for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
         for plan in plans:
             if (pid := read_pid(plan)) is not None:
                 _send(pid, number)

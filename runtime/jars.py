@@ -146,9 +146,11 @@ def java_feature_version(settings: str) -> int | None:
 
 def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:
     """Download one jar below `directory` from the Maven repositories of the user's jgo configuration."""
-    from jgo.config import GlobalSettings
-    from jgo.maven import MavenContext
-
+    try:
+        from jgo.config import GlobalSettings
+        from jgo.maven import MavenContext
+    except ImportError as error:
+        raise JarsError("Kafka's jars are not here and jgo is not installed: install the `broker` extra") from error
     maven = MavenContext(
         repo_cache=directory,
         remote_repos=GlobalSettings.load().repositories or None,

@@ -1,0 +1,257 @@
+"""The embedded broker, for real: JVMs, files, kill -9. Each test has its own data directory and ports."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
+
+from runtime import broker as broker_cli
+from runtime.broker import BrokerError, EmbeddedBroker, NodeStatus
+
+START_LIMIT_S = 15.0
+
+
+def free_port(nodes: int = 1) -> int:
+    """A port such that all ports of a cluster of `nodes` are free; below the ephemeral range."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        try:
+            for offset in range(nodes):
+                for one in (port + 10 * offset, port + 10 * offset + 1):
+                    with socket.socket() as probe:
+                        probe.bind(("127.0.0.1", one))
+        except OSError:
+            continue
+        return port
+
+
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def create_topic(servers: str, name: str, partitions: int = 1) -> None:
+    admin = AdminClient({"bootstrap.servers": servers})  # named: its futures fail once it is garbage
+    for future in admin.create_topics([NewTopic(name, partitions)]).values():
+        future.result(20)
+
+
+def read_all(servers: str, topic: str, partitions: int = 1) -> list[int]:
+    """Every record's number from the start to the end of the topic as it is now."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": "reader", "enable.auto.commit": False})
+    ends = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=20)[1] for p in range(partitions)}
+    consumer.assign([TopicPartition(topic, p, 0) for p, end in ends.items() if end])
+    numbers: list[int] = []
+    while len(numbers) < sum(ends.values()):
+        message = consumer.poll(20)
+        assert message is not None and message.error() is None
+        value = message.value()
+        assert value is not None
+        numbers.append(int(value))
+    consumer.close()
+    return numbers
+
+
+class SteadyProducer:
+    """Produces numbers in the background with acks=all and idempotence, and notes which were acknowledged."""
+
+    def __init__(self, servers: str, topic: str) -> None:
+        self.acknowledged: list[int] = []
+        self.failed: list[str] = []
+        self._topic = topic
+        self._producer = Producer(
+            {
+                "bootstrap.servers": servers,
+                "enable.idempotence": True,
+                "acks": "all",
+                "log_level": 0,  # while the broker is down it would say so many times a second
+                "reconnect.backoff.max.ms": 500,
+            }
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stop.wait(0.002):
+            self._producer.produce(self._topic, str(number).encode(), key=str(number), on_delivery=self._delivered)
+            self._producer.poll(0)
+            number += 1
+        self._producer.flush(30)
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is None:
+            self.acknowledged.append(int(message.value() or b""))
+        else:
+            self.failed.append(str(error))
+
+    def __enter__(self) -> "SteadyProducer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def await_more(self, count: int) -> None:
+        goal = len(self.acknowledged) + count
+        wait_for(f"{count} more acknowledged records", lambda: len(self.acknowledged) >= goal)
+
+
+def test_acknowledged_records_survive_kill_and_restart(tmp_path: Path) -> None:
+    port = free_port()
+    broker = EmbeddedBroker(tmp_path / "broker", port)
+    began = time.monotonic()
+    broker.start()
+    cold_s = time.monotonic() - began
+    try:
+        create_topic(broker.bootstrap_servers, "numbers")
+        rss_mb = psutil.Process(broker.pids[1]).memory_info().rss >> 20
+        with pytest.raises(BrokerError, match=f"already runs on .*pid {broker.pids[1]}"):
+            EmbeddedBroker(tmp_path / "broker", port).start()
+        with SteadyProducer(broker.bootstrap_servers, "numbers") as producer:
+            producer.await_more(300)
+            broker.kill()
+            assert broker.pids == {} and broker.exit_codes == {1: 128 + signal.SIGKILL}
+            began = time.monotonic()
+            broker.restart()
+            back_s = time.monotonic() - began
+            producer.await_more(300)
+        broker.kill()
+    finally:
+        broker.stop()
+    # Another process after a kill -9 finds the pid file of a process that is gone, or that is someone else by now.
+    (tmp_path / "broker" / "node-1" / "broker.pid").write_text(f"{os.getpid()}\n")
+    with EmbeddedBroker(tmp_path / "broker", port) as second:
+        found = read_all(second.bootstrap_servers, "numbers")
+    assert producer.failed == []
+    assert set(producer.acknowledged) <= set(found)
+    assert len(found) == len(set(found))
+    assert cold_s < START_LIMIT_S and back_s < START_LIMIT_S
+    assert rss_mb < 512
+    assert not (tmp_path / "broker" / "node-1" / "broker.pid").exists()
+
+
+def test_three_nodes_lose_nothing_when_one_is_killed(tmp_path: Path) -> None:
+    broker = EmbeddedBroker(tmp_path, free_port(nodes=3), nodes=3, heap_mb=256)
+    began = time.monotonic()
+    with broker:
+        assert time.monotonic() - began < START_LIMIT_S
+        create_topic(broker.bootstrap_servers, "numbers", partitions=6)
+        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
+        (described,) = admin.describe_configs([ConfigResource(ResourceType.TOPIC, "numbers")]).values()
+        assert described.result(20)["min.insync.replicas"].value == "2"
+        with SteadyProducer(broker.bootstrap_servers, "numbers") as producer:
+            producer.await_more(300)
+            broker.kill(2)
+            producer.await_more(600)
+            assert sorted(broker.pids) == [1, 3]
+            broker.restart(2)
+            assert sorted(broker.pids) == [1, 2, 3]
+            producer.await_more(300)
+        found = read_all(broker.bootstrap_servers, "numbers", partitions=6)
+    assert producer.failed == []
+    assert sorted(found) == sorted(producer.acknowledged)
+    with pytest.raises(BrokerError, match=r"holds a cluster of 3 node\(s\), asked for 1"):
+        EmbeddedBroker(tmp_path, free_port()).start()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    for taken in (port, port + 1):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", taken))
+            other.listen()
+            with pytest.raises(BrokerError, match=rf"port {taken} .*broker\.port"):
+                EmbeddedBroker(tmp_path, port).start()
+    assert broker_cli.status(tmp_path) == ()
+
+
+def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match=r"exited with 1:(.|\n)*heap"):
+        EmbeddedBroker(tmp_path, free_port(), heap_mb=0).start()
+    assert [node.pid for node in broker_cli.status(tmp_path)] == [None]
+
+
+PROGRAM = """
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from runtime import broker
+@dataclass
+class Settings:
+    data_dir: Path
+    port: int
+    nodes: int = 1
+    heap_mb: int = 256
+    java: str | None = None
+    jars_dir: Path | None = None
+settings = Settings(Path(sys.argv[2]), int(sys.argv[3]))
+if sys.argv[1] == "run":
+    sys.exit(broker.run_foreground(settings))
+broker.start(settings)
+"""
+
+
+@contextmanager
+def program(verb: str, data_dir: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port)])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def running_pid(data_dir: Path) -> int:
+    """The pid of the broker on `data_dir` once it serves."""
+
+    def serving() -> list[NodeStatus]:
+        return [node for node in broker_cli.status(data_dir) if node.ready]
+
+    wait_for("a broker that serves", lambda: bool(serving()))
+    (node,) = serving()
+    assert node.pid is not None
+    return node.pid
+
+
+def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent(tmp_path: Path) -> None:
+    port = free_port()
+    with program("run", tmp_path, port) as supervised:
+        pid = running_pid(tmp_path)
+        os.kill(pid, signal.SIGKILL)
+        assert supervised.wait(10) == 128 + signal.SIGKILL
+    with program("run", tmp_path, port) as supervised:
+        pid = running_pid(tmp_path)
+        supervised.send_signal(signal.SIGTERM)
+        assert supervised.wait(15) == 0
+        assert not psutil.pid_exists(pid)
+    with program("run", tmp_path, port) as supervised:
+        pid = running_pid(tmp_path)
+        supervised.kill()
+        wait_for("the JVM dies with its parent", lambda: not psutil.pid_exists(pid))
+
+
+def test_detached_it_outlives_its_starter_until_told_to_stop(tmp_path: Path) -> None:
+    port = free_port()
+    with program("start", tmp_path, port) as starter:
+        assert starter.wait(60) == 0
+    pid = running_pid(tmp_path)
+    assert broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),)
+    assert broker_cli.stop(tmp_path) == [pid]
+    assert broker_cli.stop(tmp_path) == []
+    assert broker_cli.status(tmp_path) == (NodeStatus(1, port, None, ready=False),)

@@ -1,0 +1,111 @@
+"""What a broker node is told, and the one answer it is asked for. Values in, text out."""
+
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.broker import BrokerError, EmbeddedBroker
+from runtime.broker_config import (
+    plan_nodes,
+    render_log4j2,
+    render_properties,
+    render_server_properties,
+    server_command,
+)
+from runtime.broker_process import ClusterView, parse_metadata
+from runtime.jars import Java
+
+
+def properties(text: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in text.splitlines())
+
+
+def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
+    told = properties(render_server_properties(plan_nodes(Path("/data"), 19092, 1)[1]))
+    assert told["controller.quorum.voters"] == "1@127.0.0.1:19093"
+    assert told["listeners"] == "PLAINTEXT://127.0.0.1:19092,CONTROLLER://127.0.0.1:19093"
+    assert told["log.dirs"] == "/data/node-1/records"
+    assert told["default.replication.factor"] == told["min.insync.replicas"] == "1"
+    assert told["broker.session.timeout.ms"] == "2000"
+    assert told["auto.create.topics.enable"] == "false"
+    assert told["message.max.bytes"] == told["replica.fetch.max.bytes"] == "10485760"
+    assert "log.message.timestamp.type" not in told  # each topic says whose clock stamps its records
+
+
+def test_three_nodes_keep_three_copies_and_need_two() -> None:
+    plans = plan_nodes(Path("/data"), 19092, 3)
+    told = properties(render_server_properties(plans[3]))
+    assert [plan.port for plan in plans.values()] == [19092, 19102, 19112]
+    assert told["controller.quorum.voters"] == "1@127.0.0.1:19093,2@127.0.0.1:19103,3@127.0.0.1:19113"
+    assert told["node.id"] == "3"
+    assert told["advertised.listeners"] == "PLAINTEXT://127.0.0.1:19112"
+    for name in ("default", "offsets.topic", "transaction.state.log", "share.coordinator.state.topic"):
+        assert told[f"{name}.replication.factor"] == "3"
+    for name in ("min.insync.replicas", "transaction.state.log.min.isr", "share.coordinator.state.topic.min.isr"):
+        assert told[name] == "2"
+    assert told["broker.session.timeout.ms"] == "3000"
+
+
+def test_an_advertised_name_means_listening_on_all_interfaces() -> None:
+    told = properties(render_server_properties(plan_nodes(Path("/data"), 19092, 1, "broker")[1]))
+    assert told["listeners"] == "PLAINTEXT://:19092,CONTROLLER://127.0.0.1:19093"
+    assert told["advertised.listeners"] == "PLAINTEXT://broker:19092"
+
+
+def test_the_log_is_bounded() -> None:
+    told = properties(render_log4j2(Path("/data/node-1/broker.log")))
+    assert told["appender.file.policies.size.size"] == "10MB"
+    assert told["appender.file.strategy.max"] == "2"
+
+
+def unescape(value: str) -> str:
+    """As java.util.Properties reads a value whose only escapes are \\\\ and \\uXXXX."""
+    units, at = bytearray(), 0
+    while at < len(value):
+        if value[at] != "\\":
+            code, at = ord(value[at]), at + 1
+        elif value[at + 1] == "u":
+            code, at = int(value[at + 2 : at + 6], 16), at + 6
+        else:
+            code, at = ord(value[at + 1]), at + 2
+        units += code.to_bytes(2, "big")
+    return units.decode("utf-16-be")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"])))
+def test_any_path_survives_the_properties_file(value: str) -> None:
+    rendered = render_properties({"log.dirs": value})
+    assert rendered.isascii()
+    assert unescape(rendered.removeprefix("log.dirs=").removesuffix("\n")) == value
+
+
+def test_the_command_names_heap_and_properties_and_quiets_only_java_that_knows_how() -> None:
+    plan = plan_nodes(Path("/data"), 19092, 1)[1]
+    command = server_command(Java("java", 17), Path("/jars"), plan, 300)
+    assert command[0] == "java"
+    assert {"-Xms300m", "-Xmx300m"} <= set(command)
+    assert command[-2:] == ["kafka.Kafka", "/data/node-1/server.properties"]
+    assert not any("unsafe" in argument for argument in command)
+    assert any("unsafe" in argument for argument in server_command(Java("java", 25), Path("/jars"), plan, 300))
+
+
+@pytest.mark.parametrize("rack", [None, "r1"])
+def test_parse_metadata(rack: str | None) -> None:
+    def text(value: str | None) -> bytes:
+        return struct.pack(">h", -1) if value is None else struct.pack(">h", len(value)) + value.encode()
+
+    brokers = b"".join(
+        struct.pack(">i", node) + text("localhost") + struct.pack(">i", 9092) + text(rack) for node in (1, 3)
+    )
+    body = struct.pack(">iii", 1, 0, 2) + brokers + text("cluster") + struct.pack(">ii", 1, 0)
+    assert parse_metadata(body) == ClusterView("cluster", frozenset({1, 3}))
+
+
+def test_impossible_brokers_are_refused() -> None:
+    with pytest.raises(BrokerError, match="1 or 3 nodes, not 2"):
+        EmbeddedBroker(Path("/data"), nodes=2)
+    with pytest.raises(BrokerError, match="comma"):
+        EmbeddedBroker(Path("/a,b"))
