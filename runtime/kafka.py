@@ -337,7 +337,7 @@ class Cluster:
         self.bootstrap_servers = bootstrap_servers
         self._options: dict[str, Any] = {
             "bootstrap.servers": bootstrap_servers,
-            "log_level": 3,  # a broker that is away makes 20 lines a second at the default
+            "log_level": 2,  # what matters comes back from the call; a broker that is away makes 20 lines a second otherwise
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.propagation.max.ms": 5000,
             "error_cb": _ignore_error,

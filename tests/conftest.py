@@ -1,0 +1,69 @@
+"""Fixtures on real parts: one real Kafka for the whole session, a topic prefix of its own for every test."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+import pytest
+
+from runtime.broker import EmbeddedBroker
+from runtime.kafka import Cluster
+from schemas.settings import Settings
+
+T = TypeVar("T")
+
+
+def free_port(start: int = 21000) -> int:
+    """A port that is free together with the one after it. Below 32768: above it the kernel hands out ports to clients."""
+    for port in range(start + (uuid4().int % 300) * 20, 32000, 20):
+        try:
+            for p in (port, port + 1):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", p))
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no free port between 21000 and 32000")
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Bootstrap servers of a real Apache Kafka that lives as long as the test session."""
+    with EmbeddedBroker(tmp_path_factory.mktemp("kafka"), free_port()) as broker:
+        yield broker.bootstrap_servers
+
+
+@pytest.fixture
+def settings(kafka: str, tmp_path: Path) -> Settings:
+    """Settings of an installation of its own: another topic prefix, another data directory."""
+    return Settings.model_validate(
+        {
+            "data_dir": tmp_path,
+            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4},
+        }
+    )
+
+
+@pytest.fixture
+def cluster(settings: Settings) -> Cluster:
+    """The cluster of `settings`."""
+    return Cluster(settings.bootstrap_servers)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., object]:
+    """`eventually(condition, timeout_s)`: polls until the condition is true, returns its value, fails at the deadline."""
+
+    def poll(condition: Callable[[], T], timeout_s: float = 30.0) -> T:
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
+            time.sleep(0.05)
+        return value
+
+    return poll

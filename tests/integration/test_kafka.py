@@ -1,0 +1,93 @@
+"""The Kafka client on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from runtime.kafka import Cluster, Fenced, SourceTruncated
+from runtime.records import Decoder, create_topics
+from schemas.settings import Settings
+from schemas.topics import partition_of
+
+
+def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings) -> None:
+    made = create_topics(cluster, settings)
+    assert len(made) == 9
+    assert create_topics(cluster, settings) == []
+    ids = cluster.topic_ids(made)
+    assert len(set(ids.values())) == 9
+    steps = settings.kafka.topics.steps
+    assert cluster.topics(steps) == {steps: 4}
+    decoder = Decoder(cluster, settings.kafka.topics.schemas)
+    names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
+    assert "clawstream.Step" in names and len(names) == 21
+
+
+def test_send_is_acknowledged_in_order_and_read_back(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.steps
+    create_topics(cluster, settings)
+
+    async def produce() -> list[tuple[int, int]]:
+        producer = cluster.producer()
+        acks = await asyncio.gather(*(producer.send_soon(topic, b"k", b"%d" % i, {"n": b"%d" % i}) for i in range(100)))
+        producer.close()
+        return [(a.partition, a.offset) for a in acks]
+
+    acks = asyncio.run(produce())
+    p = partition_of(b"k", 4)
+    assert acks == [(p, i) for i in range(100)]
+    assert [r.value for r in cluster.read_range(topic, p, 10, 20)] == [b"%d" % i for i in range(10, 21)]
+    assert [r.headers["n"] for r in cluster.read_all(topic, p)] == [b"%d" % i for i in range(100)]
+
+
+def test_newer_transactional_producer_fences_the_older(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    old = cluster.producer(f"{topic}-trainer")
+    with old.transaction():
+        old.put(topic, b"a", b"1")
+    new = cluster.producer(f"{topic}-trainer")
+    with pytest.raises(Fenced), old.transaction():
+        old.put(topic, b"a", b"2")
+        old.flush()
+    with new.transaction():
+        new.put(topic, b"a", b"3")
+    assert [r.value for r in cluster.read_all(topic)] == [b"1", b"3"]
+
+
+def test_reader_position_gets_past_control_records(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    producer = cluster.producer(f"{topic}-x")
+    with producer.transaction():
+        producer.put(topic, b"a", b"1")
+    end = cluster.watermarks(topic)[0][1]
+    reader = cluster.reader("g", {(topic, 0): 0})
+    got = []
+    while not reader.at_end:
+        got += reader.poll(10, 1.0)
+    assert [r.value for r in got] == [b"1"]
+    assert reader.positions[topic, 0] == end == 2
+    reader.close()
+
+
+def test_position_of_another_topic_id_or_past_the_end(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    topic_id = cluster.topic_id(topic)
+    assert cluster.check_position(topic, topic_id, 0, 0)
+    assert not cluster.check_position(topic, "another", 0, 5)
+    with pytest.raises(SourceTruncated, match=r"ends at 0, position 5; run clawstream doctor"):
+        cluster.check_position(topic, topic_id, 0, 5)
+
+
+def test_rolled_back_transaction_is_not_seen(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    producer = cluster.producer(f"{topic}-y")
+    with pytest.raises(ZeroDivisionError), producer.transaction():
+        producer.put(topic, b"a", b"1")
+        raise ZeroDivisionError
+    assert list(cluster.read_all(topic)) == []
