@@ -1,6 +1,6 @@
 """The embedded broker: a real Apache Kafka (KRaft) on this machine, without Docker and without an installed Java.
 
-`EmbeddedBroker` runs one node, or three that replicate to each other, with everything below one data directory:
+`EmbeddedBroker` runs one node, or several that replicate to each other, with everything below one data directory:
 
     cluster.json                 cluster id, number of nodes, port of the last start
     node-1/records/              Kafka's own data; present means formatted
@@ -44,10 +44,8 @@ _LOG_LINES = 20
 
 
 class BrokerSettingsLike(Protocol):
-    """The broker's part of the settings."""
+    """The broker's part of the settings; its data directory depends on more of them and comes beside it."""
 
-    @property
-    def data_dir(self) -> Path: ...
     @property
     def port(self) -> int: ...
     @property
@@ -71,7 +69,7 @@ class NodeStatus:
 
 
 class EmbeddedBroker:
-    """One real Kafka cluster of 1 or 3 nodes on this machine. Every error is a BrokerError, JarsError or JavaError.
+    """One real Kafka cluster of 1, 3 or 5 nodes on this machine. Every error is a BrokerError, JarsError or JavaError.
 
     The JVMs die with this process unless started with `detach=True`. `advertised_host` is the name under which clients
     reach the broker; anything but loopback makes it listen on all interfaces (a container does that).
@@ -88,8 +86,11 @@ class EmbeddedBroker:
         *,
         advertised_host: str = config.LOOPBACK,
     ) -> None:
-        if nodes not in (1, 3):
-            raise BrokerError(f"an embedded broker has 1 or 3 nodes, not {nodes}")
+        if nodes not in (1, 3, 5):
+            raise BrokerError(
+                f"an embedded broker has 1, 3 or 5 nodes, not {nodes}: "
+                "an even number survives no more deaths than the odd one below it. Set broker.nodes"
+            )
         if "," in str(data_dir):
             raise BrokerError(
                 f"data directory {data_dir} has a comma in its name, which Kafka reads as two directories"
@@ -160,7 +161,7 @@ class EmbeddedBroker:
     def stop(self) -> None:
         """SIGTERM every node, wait 10 s, SIGKILL what is left. Nothing to stop is fine."""
         for jvm in self._jvms.values():
-            jvm.signal(signal.SIGTERM)  # all at once: the last one of three would wait for a quorum that is gone
+            jvm.signal(signal.SIGTERM)  # all at once: the last ones would wait for a quorum that is gone
         for node, jvm in self._jvms.items():
             jvm.end(STOP_TIMEOUT_S)
             self.plans[node].pid_file.unlink(missing_ok=True)
@@ -213,10 +214,12 @@ class EmbeddedBroker:
             time.sleep(_POLL_S)
 
 
-def start(settings: BrokerSettingsLike, *, advertised_host: str = config.LOOPBACK) -> tuple[NodeStatus, ...]:
-    """Start the broker of `settings` so that it outlives this process."""
-    _of_settings(settings, advertised_host).start(detach=True)
-    return status(settings.data_dir)
+def start(
+    settings: BrokerSettingsLike, data_dir: Path, *, advertised_host: str = config.LOOPBACK
+) -> tuple[NodeStatus, ...]:
+    """Start the broker of `settings` on `data_dir` so that it outlives this process."""
+    _of_settings(settings, data_dir, advertised_host).start(detach=True)
+    return status(data_dir)
 
 
 def stop(data_dir: Path) -> list[int]:
@@ -239,11 +242,11 @@ class _StopAskedFor(BaseException):
     """SIGTERM or SIGINT."""
 
 
-def run_foreground(settings: BrokerSettingsLike, *, advertised_host: str = config.LOOPBACK) -> int:
+def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_host: str = config.LOOPBACK) -> int:
     """Be the broker's process for a supervisor: start it, stop it on SIGTERM or SIGINT, return the exit code.
 
     0 after a signal. The JVM's exit code when a single node dies: the supervisor starts us anew, and a pid file left
-    by a kill -9 does not hinder that. With three nodes a dead one is restarted here, the others keep serving.
+    by a kill -9 does not hinder that. With several nodes a dead one is restarted here, the others keep serving.
     Takes over this process' SIGTERM and SIGINT. Raises what EmbeddedBroker raises when a start fails.
     """
 
@@ -252,7 +255,7 @@ def run_foreground(settings: BrokerSettingsLike, *, advertised_host: str = confi
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise _StopAskedFor
 
-    broker = _of_settings(settings, advertised_host)
+    broker = _of_settings(settings, data_dir, advertised_host)
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     try:
@@ -271,9 +274,9 @@ def run_foreground(settings: BrokerSettingsLike, *, advertised_host: str = confi
         broker.stop()
 
 
-def _of_settings(settings: BrokerSettingsLike, advertised_host: str) -> EmbeddedBroker:
+def _of_settings(settings: BrokerSettingsLike, data_dir: Path, advertised_host: str) -> EmbeddedBroker:
     return EmbeddedBroker(
-        settings.data_dir,
+        data_dir,
         settings.port,
         settings.nodes,
         settings.heap_mb,

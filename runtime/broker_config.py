@@ -71,7 +71,7 @@ def plan_nodes(data_dir: Path, port: int, nodes: int, advertised_host: str = LOO
 
 def render_server_properties(plan: NodePlan, records: Path | None = None) -> str:
     """`server.properties` of one node. `records` replaces the plan's data directory (formatting writes beside it)."""
-    # With three nodes the copies survive one node's death: two must have a record before it is acknowledged.
+    # With several nodes the copies survive one node's death: two must have a record before it is acknowledged.
     replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
     bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
     voters = plan_nodes(plan.data_dir, plan.first_port, plan.nodes).values()

@@ -189,21 +189,13 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> 
 
 PROGRAM = """
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from runtime import broker
-@dataclass
-class Settings:
-    data_dir: Path
-    port: int
-    nodes: int = 1
-    heap_mb: int = 256
-    java: str | None = None
-    jars_dir: Path | None = None
-settings = Settings(Path(sys.argv[2]), int(sys.argv[3]))
+from schemas.settings import BrokerSettings
+data_dir, settings = Path(sys.argv[2]), BrokerSettings(port=int(sys.argv[3]))
 if sys.argv[1] == "run":
-    sys.exit(broker.run_foreground(settings))
-broker.start(settings)
+    sys.exit(broker.run_foreground(settings, data_dir))
+broker.start(settings, data_dir)
 """
 
 

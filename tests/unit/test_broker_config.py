@@ -105,7 +105,7 @@ def test_parse_metadata(rack: str | None) -> None:
 
 
 def test_impossible_brokers_are_refused() -> None:
-    with pytest.raises(BrokerError, match="1 or 3 nodes, not 2"):
+    with pytest.raises(BrokerError, match="1, 3 or 5 nodes, not 2"):
         EmbeddedBroker(Path("/data"), nodes=2)
     with pytest.raises(BrokerError, match="comma"):
         EmbeddedBroker(Path("/a,b"))
