@@ -1,0 +1,82 @@
+"""What a version says about its training. Values, and the pure fold from batches to `WeightVersion.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One optimiser step. loss: mean over its tokens. grad_norm: before clipping. truncated_tokens: ratio above the bound.
+
+    logp_diff: largest |trainer - sampled| over its tokens, logp_diff_same_version: over those sampled by exactly the weights
+    that the trainer still had; None where that was not measured or there was no such token.
+    """
+
+    tokens: int
+    loss: float
+    grad_norm: float
+    truncated_tokens: int
+    logp_diff: float | None
+    logp_diff_same_version: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """The optimiser steps of one batch, and the seconds they took."""
+
+    steps: tuple[StepStats, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats:
+    """One trained batch. tokens: trained ones. staleness: sum over, and number of, tokens of known version."""
+
+    update: UpdateStats
+    rewards: tuple[float, ...]
+    groups: int
+    rows: int
+    tokens: int
+    unrewarded: int
+    staleness: tuple[int, int]
+    read_seconds: float
+
+
+def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: float) -> dict[str, float]:
+    """The metrics of a version trained from these batches. What was not measured is absent, never 0."""
+    steps = [step for batch in batches for step in batch.update.steps]
+    rewards = [r for batch in batches for r in batch.rewards]
+    known = sum(batch.staleness[1] for batch in batches)
+    seen = sum(step.tokens for step in steps)
+    found: dict[str, float | None] = {
+        "loss": fmean(step.loss for step in steps) if steps else None,
+        "grad_norm": fmean(step.grad_norm for step in steps) if steps else None,
+        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / seen if seen else None,
+        "reward_mean": fmean(rewards) if rewards else None,
+        "reward_std": pstdev(rewards) if rewards else None,
+        "staleness_mean": sum(batch.staleness[0] for batch in batches) / known if known else None,
+        "logp_max_abs_diff": _largest(step.logp_diff for step in steps),
+        "logp_max_abs_diff_same_version": _largest(step.logp_diff_same_version for step in steps),
+        "save_seconds": save_seconds,
+    }
+    if batches:
+        found |= {
+            "lr": lr,
+            "batches": len(batches),
+            "groups": sum(batch.groups for batch in batches),
+            "members": len(rewards),
+            "members_unrewarded": sum(batch.unrewarded for batch in batches),
+            "rows": sum(batch.rows for batch in batches),
+            "tokens": sum(batch.tokens for batch in batches),
+            "optimizer_steps": len(steps),
+            "read_seconds": sum(batch.read_seconds for batch in batches),
+            "train_seconds": sum(batch.update.seconds for batch in batches),
+        }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)

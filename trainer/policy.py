@@ -1,0 +1,203 @@
+"""The model that learns: its log-probabilities, its optimiser, and one update over the rows of a batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from schemas.errors import SettingsError
+from schemas.ids import parse_version
+from schemas.settings import TrainerSettings
+from trainer.batch import micro_batches, minibatches
+from trainer.errors import NotFinite
+from trainer.metrics import StepStats, UpdateStats
+from trainer.rows import Row
+
+Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+"""Configuration, tokenizer and chat template files: what belongs to a model beside its weights."""
+PADDING = 0  # any id: padded positions are masked from attention and never trained
+
+
+class Policy:
+    """Model and AdamW on one device. Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs)."""
+
+    def __init__(self, directory: Path, settings: TrainerSettings) -> None:
+        """Load the weights of a Hugging Face directory, with a fresh optimiser. Raises SettingsError when they can't be read."""
+        self.settings = settings
+        cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.model = _load(directory, getattr(torch, settings.dtype)).to(self.device)
+        self._beside = _beside_the_weights(directory)
+        self.model.eval()  # gradients flow, dropout does not: what is trained must be what was sampled from
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+        )
+        torch.manual_seed(settings.seed)
+
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face directory: weights as safetensors, configuration, and the tokenizer files it was loaded with."""
+        self.model.save_pretrained(directory)
+        for name, content in self._beside.items():
+            if not (directory / name).exists():
+                (directory / name).write_bytes(content)
+
+    def training_state(self) -> dict[str, Any]:
+        """What a resume needs beside the weights, for `torch.save`."""
+        cuda = torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []
+        return {"optimizer": self.optimizer.state_dict(), "rng_cpu": torch.get_rng_state(), "rng_cuda": cuda}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `training_state` was taken."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng_cpu"])
+        if state["rng_cuda"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["rng_cuda"])
+
+    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+        """Log-probability of every trained token of the rows, row after row: shape (tokens,), float32, with gradient.
+
+        Of the distribution at the agents' sampling temperature, as the engine's processed log-probabilities are.
+        """
+        longest = max(len(row.token_ids) for row in rows)
+        ids = torch.full((len(rows), longest), PADDING)
+        attention = torch.zeros((len(rows), longest), dtype=torch.long)
+        trained = torch.zeros((len(rows), longest), dtype=torch.bool)
+        for i, row in enumerate(rows):
+            ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
+            attention[i, : len(row.token_ids)] = 1
+            trained[i, : len(row.token_ids)] = torch.tensor(row.mask)
+        ids, attention, trained = ids.to(self.device), attention.to(self.device), trained[:, 1:].to(self.device)
+        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
+        scores: Tensor = logits[trained].float() / self.settings.temperature
+        chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
+        return chosen - scores.logsumexp(-1)
+
+    def update(
+        self, rows: Sequence[Row], batch_seq: int, loss: Loss, lr: float, parent_version: str | None
+    ) -> UpdateStats:
+        """Train one batch. parent_version: the version whose weights these still are, None once updated since it.
+
+        Raises NotFinite before a broken gradient reaches the weights.
+        """
+        began = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        s = self.settings
+        steps: list[StepStats] = []
+        for part in minibatches(rows, s.minibatches, s.epochs, s.seed, batch_seq):
+            steps.append(self._step(part, loss, parent_version if not steps else None, batch_seq))
+        return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
+
+    def _step(self, rows: Sequence[Row], loss: Loss, parent_version: str | None, batch_seq: int) -> StepStats:
+        """One optimiser step; the loss is the mean over the trained tokens of `rows`."""
+        s = self.settings
+        tokens = sum(row.trained_tokens for row in rows)
+        total, truncated, differences = 0.0, 0, Differences(parent_version)
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in micro_batches(rows, s.micro_batch_tokens):
+            sampled, advantages = self._recorded(part)
+            logprobs = self.logprobs(part)
+            losses = loss(logprobs, sampled, advantages, s.is_truncation)
+            mean = losses.sum() / tokens
+            mean.backward()  # type: ignore[no-untyped-call]
+            total += mean.item()
+            difference = logprobs.detach() - sampled
+            truncated += int((difference > math.log(s.is_truncation)).sum())
+            differences.add(part, difference)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise NotFinite(
+                f"gradient norm {norm} in batch {batch_seq}: look at its log-probabilities, lower trainer.lr"
+            )
+        self.optimizer.step()
+        return StepStats(
+            tokens=tokens,
+            loss=total,
+            grad_norm=norm,
+            truncated_tokens=truncated,
+            logp_diff=differences.largest,
+            logp_diff_same_version=differences.largest_same_version,
+        )
+
+    def _recorded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Sampled log-probabilities and advantages of the trained tokens, row after row: two tensors of shape (tokens,)."""
+        trained = [(row.logprobs[i], row.advantage) for row in rows for i in trained_positions(row)]
+        sampled, advantages = torch.tensor(trained, dtype=torch.float32, device=self.device).unbind(-1)
+        return sampled, advantages
+
+
+class Differences:
+    """The largest |log-probability now - sampled| while the weights are those of `version`; all absent for None."""
+
+    def __init__(self, version: str | None) -> None:
+        self._version = version
+        self.largest: float | None = None
+        self.largest_same_version: float | None = None
+
+    def add(self, rows: Sequence[Row], difference: Tensor) -> None:
+        """difference: of the trained tokens, row after row, shape (tokens,)."""
+        if self._version is None:
+            return
+        size = difference.abs()
+        self.largest = max(self.largest or 0.0, size.max().item())
+        same = torch.tensor([same for row in rows for same in _sampled_by(row, self._version)], device=size.device)
+        if bool(same.any()):
+            self.largest_same_version = max(self.largest_same_version or 0.0, size[same].max().item())
+
+
+def trained_positions(row: Row) -> list[int]:
+    """Indexes of the row's trained tokens."""
+    return [i for i, trained in enumerate(row.mask) if trained]
+
+
+def _sampled_by(row: Row, version: str) -> list[bool]:
+    """For each trained token: whether `version` sampled it."""
+    spans = [(span.start, span.end) for span in row.versions if span.version == version]
+    return [any(start <= i < end for start, end in spans) for i in trained_positions(row)]
+
+
+def staleness(rows: Sequence[Row], run_id: str, sync_index: int) -> tuple[int, int]:
+    """Sum over the trained tokens of known version of this run of (sync_index - the version's), and their number."""
+    total = known = 0
+    for row in rows:
+        for span in row.versions:
+            version = parse_version(span.version)
+            if version is not None and version.run_id == run_id:
+                trained = sum(row.mask[span.start : span.end])
+                total += (sync_index - version.sync_index) * trained
+                known += trained
+    return total, known
+
+
+def _load(directory: Path, dtype: torch.dtype) -> Any:
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"setting trainer.model_path: {directory} is no Hugging Face model directory (no readable config.json in it)"
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
+        raise SettingsError(f"setting trainer.model_path: the model in {directory} can't be loaded: {e}") from e
+
+
+def _beside_the_weights(directory: Path) -> dict[str, bytes]:
+    """Read once: the directory may be a checkpoint that is deleted later."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(directory.iterdir())
+        if file.is_file() and file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json")
+    }

@@ -1,0 +1,146 @@
+"""The run in the trainer's hands: the policy, the version it comes from, and what was trained since."""
+
+from __future__ import annotations
+
+import time
+
+from runtime.telemetry import logger
+from schemas.events import WeightVersion
+from schemas.ids import Version
+from schemas.settings import Settings, TrainerSettings
+from trainer.advantages import ADVANTAGES
+from trainer.checkpoint import Position, State, save
+from trainer.lineage import deletable, next_sync_index
+from trainer.losses import LOSSES
+from trainer.metrics import BatchStats, version_metrics
+from trainer.policy import Policy, staleness
+from trainer.publish import Ledger, export, manifest
+from trainer.rows import rows_of_batch
+from trainer.source import Incoming
+from trainer.version_dir import prune
+
+
+class Run:
+    """Trains batches into the policy and publishes versions of it.
+
+    head: the newest version, None before the first is published. window: the batches trained since head.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        policy: Policy,
+        versions: list[WeightVersion],
+        attempt: int,
+        head: State | None,
+        position: Position,
+    ) -> None:
+        """versions: of this run, in log order. position: where the next batch is read."""
+        self.head = head
+        self.position = position
+        self.window: list[BatchStats] = []
+        self._settings, self._ledger, self._policy = settings, ledger, policy
+        self._versions, self._attempt = versions, attempt
+        self._window_start = position
+
+    @property
+    def sync_index(self) -> int:
+        """Of the version that is trained from."""
+        return self.head.sync_index if self.head else 0
+
+    @property
+    def finished(self) -> bool:
+        limit = self._settings.trainer.max_versions
+        return limit is not None and self.sync_index >= limit
+
+    @property
+    def window_full(self) -> bool:
+        return bool(self.window) and self.position.next_batch_seq % self._settings.trainer.sync_every == 0
+
+    @property
+    def lr(self) -> float:
+        return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
+
+    def train(self, incoming: Incoming) -> None:
+        """Train one batch. The position moves behind it, in memory: it counts with the next version."""
+        batch, s = incoming.batch, self._settings.trainer
+        estimate = ADVANTAGES[batch.algorithm]
+        data = rows_of_batch(batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset))
+        if data.unrewarded:
+            logger().warning("members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20])
+        updated = any(stats.update.steps for stats in self.window)
+        parent = self.head.version_id if self.head and not updated else None
+        update = self._policy.update(data.rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
+        self.window.append(
+            BatchStats(
+                update=update,
+                rewards=data.rewards,
+                groups=data.groups,
+                rows=len(data.rows),
+                tokens=data.trained_tokens,
+                unrewarded=len(data.unrewarded),
+                staleness=staleness(data.rows, self._settings.run_id, self.sync_index),
+                read_seconds=incoming.read_seconds,
+            )
+        )
+        self.position = incoming.position
+
+    def publish(self) -> None:
+        """Checkpoint, weights, manifest: the version counts from the last on. Raises Fenced when a newer trainer took over."""
+        began = time.perf_counter()
+        lr, state = self.lr, self._next_state()
+        try:
+            checkpoint = save(self._settings.checkpoint_dir, state, self._policy)
+            files = export(self._settings.weights_dir, state, checkpoint)
+        except OSError:
+            # A newer trainer clears away what is unpublished. Then the reason is that it took over, not this error.
+            self._ledger.raise_if_fenced()
+            raise
+        metrics = version_metrics(self.window, lr, time.perf_counter() - began)
+        version = manifest(state, self._window_start.next_batch_seq, files, checkpoint, metrics)
+        self._ledger.publish(version)
+        self._versions.append(version)
+        self.head, self.window, self._window_start = state, [], self.position
+        logger().info(
+            "version_published",
+            version=state.version_id,
+            parent=state.parent_version,
+            first_batch_seq=version.first_batch_seq,
+            last_batch_seq=version.last_batch_seq,
+            **{name: round(value, 6) for name, value in metrics.items()},
+        )
+        self._prune(state)
+
+    def _next_sync_index(self) -> int:
+        if self.head is None:
+            return 0
+        every = self._settings.trainer.sync_every
+        return next_sync_index(self.head.sync_index, self._window_start.next_batch_seq, every)
+
+    def _next_state(self) -> State:
+        version = Version(self._settings.run_id, self._next_sync_index(), self._attempt)
+        return State(
+            version_id=str(version),
+            run_id=version.run_id,
+            sync_index=version.sync_index,
+            attempt=version.attempt,
+            parent_version=self.head.version_id if self.head else None,
+            weights_topic_id=self._ledger.topic_id,
+            position=self.position,
+        )
+
+    def _prune(self, head: State) -> None:
+        s, run_id = self._settings.trainer, self._settings.run_id
+        for root, keep in (
+            (self._settings.checkpoint_dir, s.keep_checkpoints),
+            (self._settings.weights_dir, s.keep_versions),
+        ):
+            prune(root, run_id, deletable(self._versions, head.version_id, keep))
+
+
+def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
+    """Of the version that is trained from the one with sync_index: linear from lr at 0 to lr_final at max_versions."""
+    if settings.lr_final is None or not settings.max_versions:
+        return settings.lr
+    return settings.lr + (settings.lr_final - settings.lr) * min(1.0, max(sync_index, 0) / settings.max_versions)
