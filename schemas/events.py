@@ -437,6 +437,7 @@ class Refused:
     input_topic_id: str
     input_from: int
     input_to: int
+    event_time: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
