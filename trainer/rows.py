@@ -93,6 +93,7 @@ def rows_of(trajectory: Trajectory, untrainable_steps: Collection[str], advantag
     """
     steps = {step.index: step for step in trajectory.steps}
     segments = trajectory.segments
+    _check_order(trajectory)
     trainable = [_trainable(trajectory, i, steps, untrainable_steps) for i in range(len(segments))]
     inner = {segment.parent for segment in segments}
     rows: list[Row] = []
@@ -130,14 +131,18 @@ def _trainable(
     return True
 
 
+def _check_order(trajectory: Trajectory) -> None:
+    for index, segment in enumerate(trajectory.segments):
+        if segment.parent is not None and not 0 <= segment.parent < index:
+            raise PayloadUnreadable(
+                f"trajectory {trajectory.trajectory_id}: segment {index} has parent {segment.parent}, parents come first"
+            )
+
+
 def _path(trajectory: Trajectory, leaf: int) -> list[int]:
     """Segment indexes from the root to `leaf`."""
     path, at = [leaf], trajectory.segments[leaf].parent
     while at is not None:
-        if not 0 <= at < path[-1]:
-            raise PayloadUnreadable(
-                f"trajectory {trajectory.trajectory_id}: segment {path[-1]} has parent {at}, parents come first"
-            )
         path.append(at)
         at = trajectory.segments[at].parent
     return path[::-1]

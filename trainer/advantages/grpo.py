@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 from trainer.errors import TooFewMembers
 
@@ -19,8 +19,7 @@ def grpo(rewards: Sequence[float], std_offset: float) -> list[float]:
         raise TooFewMembers(
             f"grpo over {n} reward(s): with one member every advantage is zero; use groups of 2 or more"
         )
-    if min(rewards) == max(rewards):
+    mean, std = fmean(rewards), stdev(rewards)
+    if std == 0.0:
         return [0.0] * n
-    mean = fmean(rewards)
-    std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5
     return [(r - mean) / (std + std_offset) for r in rewards]

@@ -1,0 +1,254 @@
+"""Segment trees to training rows: every sampled token of a trainable step exactly once, under its own context."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.events import (
+    BatchGroup,
+    BatchMember,
+    Place,
+    ReadyBatch,
+    RewardValue,
+    Segment,
+    Trajectory,
+    TrajectoryStep,
+    VersionSpan,
+)
+from schemas.tokens import pack_ids, pack_logprobs
+from trainer.advantages.grpo import grpo
+from trainer.batch import micro_batches, minibatches
+from trainer.errors import PayloadUnreadable, TooFewMembers
+from trainer.payload import join, scans
+from trainer.rows import Row, rows_of, rows_of_batch
+
+
+def step(index: int, *, trainable: bool = True, version: str | None = "r/0.0") -> TrajectoryStep:
+    return TrajectoryStep(
+        step_id=f"t~{index}.0", index=index, status="ok", drift="clean", prompt_tokens=0, response_tokens=0,
+        response_json=b"{}", oldest_version=version, newest_version=version, trainable=trainable, offset=index,
+    )  # fmt: skip
+
+
+def env(ids: list[int], parent: int | None = None) -> Segment:
+    return Segment(parent=parent, token_ids=pack_ids(ids))
+
+
+def said(ids: list[int], index: int, parent: int | None, spans: tuple[VersionSpan, ...] = ()) -> Segment:
+    logprobs = pack_logprobs([-i / 8 for i in ids])
+    return Segment(parent=parent, step_index=index, token_ids=pack_ids(ids), logprobs=logprobs, versions=spans)
+
+
+def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str = "t") -> Trajectory:
+    return Trajectory(
+        run_id="r", trajectory_key=name, trajectory_id=name, group_id="g", channel="train", outcome="completed",
+        opened_at=0, closed_at=1, part=0, parts=1, segments=tuple(segments), steps=tuple(steps),
+    )  # fmt: skip
+
+
+def test_a_linear_conversation_is_one_row() -> None:
+    tree = trajectory([env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)])
+    (row,) = rows_of(tree, (), 0.5)
+    assert row.token_ids == (1, 2, 3, 4, 5, 6)
+    assert row.mask == (False, False, True, True, False, True)
+    assert row.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
+    assert row.advantage == 0.5
+    assert row.versions == (VersionSpan(version="r/0.0", start=2, end=4), VersionSpan(version="r/0.0", start=5, end=6))
+
+
+def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
+    tree = trajectory(
+        [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2), env([5], 1), said([6], 2, 4)],
+        [step(0), step(1), step(2)],
+    )
+    first, second = rows_of(tree, (), 1.0)
+    assert (first.token_ids, first.mask) == ((1, 2, 3, 4), (False, True, False, True))
+    assert (second.token_ids, second.mask) == ((1, 2, 5, 6), (False, False, False, True))
+    assert second.logprobs == (0.0, 0.0, 0.0, -6 / 8)
+
+
+def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() -> None:
+    segments = [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2), env([5], 3), said([6], 2, 4)]
+    (row,) = rows_of(trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0)
+    assert row.mask == (False, True, False, False, False, True)
+    (row,) = rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0)
+    assert row.token_ids == (1, 2)
+    assert rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0) == []
+
+
+def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
+    spans = (VersionSpan(version="r/1.0", start=0, end=3), VersionSpan(version="r/2.0", start=3, end=4))
+    tree = trajectory([env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)])
+    (row,) = rows_of(tree, (), 1.0)
+    assert [(s.version, s.start, s.end) for s in row.versions] == [("r/1.0", 1, 3), ("r/1.0", 3, 4), ("r/2.0", 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "steps"),
+    [
+        ([env([1]), said([2], 7, 0)], [step(0)]),
+        (
+            [env([1]), Segment(parent=0, step_index=0, token_ids=pack_ids([2, 3]), logprobs=pack_logprobs([-1.0]))],
+            [step(0)],
+        ),
+        ([env([1], 1), said([2], 0, 0)], [step(0)]),
+    ],
+)
+def test_a_broken_tree_is_an_error(segments: list[Segment], steps: list[TrajectoryStep]) -> None:
+    with pytest.raises(PayloadUnreadable):
+        rows_of(trajectory(segments, steps), (), 1.0)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Any tree: unique token ids, so that a token names its place."""
+    segments: list[Segment] = []
+    steps: list[TrajectoryStep] = []
+    for index in range(draw(st.integers(1, 12))):
+        parent = draw(st.integers(0, index - 1)) if index else None
+        ids = [100 * index + k for k in range(draw(st.integers(1, 4)))]
+        if index and draw(st.booleans()):
+            segments.append(said(ids, len(steps), parent))
+            steps.append(step(len(steps), trainable=draw(st.booleans())))
+        else:
+            segments.append(env(ids, parent))
+    return trajectory(segments, steps)
+
+
+@given(trees(), st.sets(st.integers(0, 11)))
+def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(tree: Trajectory, off: set[int]) -> None:
+    untrainable = {f"t~{i}.0" for i in off}
+    context: dict[int, tuple[int, ...]] = {}
+    expected: list[int] = []
+    paths: list[tuple[int, ...]] = []
+    for index, segment in enumerate(tree.segments):
+        before = paths[segment.parent] if segment.parent is not None else ()
+        ids = tuple(100 * index + k for k in range(len(segment.token_ids) // 4))
+        paths.append(before + ids)
+        for k, token in enumerate(ids):
+            context[token] = before + ids[:k]
+        if segment.step_index is not None:
+            of = tree.steps[segment.step_index]
+            if of.trainable and of.step_id not in untrainable:
+                expected += ids
+    rows = rows_of(tree, untrainable, 1.0)
+    trained = Counter(t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on)
+    assert trained == Counter(expected)
+    for row in rows:
+        assert row.mask[-1], "nothing is computed behind the last trained token"
+        for i, on in enumerate(row.mask):
+            assert row.token_ids[:i] == context[row.token_ids[i]]
+            assert row.logprobs[i] == (-row.token_ids[i] / 8 if on else 0.0)
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=1, max_size=6))
+def test_any_linear_conversation_is_one_row(turns: list[list[int]]) -> None:
+    segments: list[Segment] = []
+    for i, (heard, told) in enumerate(turns):
+        segments.append(env([1] * heard, len(segments) - 1 if segments else None))
+        segments.append(said([2] * told, i, len(segments) - 1))
+    assert len(rows_of(trajectory(segments, [step(i) for i in range(len(turns))]), (), 1.0)) == 1
+
+
+# -- batches
+
+
+def member(name: str, *values: float | None, partition: int = 0, first: int = 0, last: int = 0) -> BatchMember:
+    rewards = tuple(
+        RewardValue(source="rule", name="r", function_version="1", value=v, reward_revision=0) for v in values
+    )
+    return BatchMember(
+        trajectory_id=name, trajectory_key=name, revision=0, rewards=rewards, untrainable_steps=(), trainable_tokens=1,
+        place=Place(topic_id="id", partition=partition, first_offset=first, last_offset=last),
+    )  # fmt: skip
+
+
+def batch(*groups: BatchGroup, weights: dict[str, float] | None = None) -> ReadyBatch:
+    return ReadyBatch(
+        run_id="r", channel="train", batch_seq=0, groups=groups, policy_version=0, sync_every=1, algorithm="grpo",
+        reward_weights=weights or {}, input_topic_id="id", input_partition=0, input_from=0, input_to=0,
+        content_hash="", trainable_tokens=0, created_at_event_time=0,
+    )  # fmt: skip
+
+
+def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
+    payload = {n: trajectory([env([1]), said([2], 0, 0)], [step(0)], n) for n in "abcd"}
+    groups = (
+        BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0))),
+        BatchGroup(group_id="2", round=0, n=2, members=(member("c", 5.0), member("d", 5.0))),
+    )
+    data = rows_of_batch(batch(*groups, weights={"rule/r": 2.0}), payload, lambda r: grpo(r, 0.3))
+    std = 2.0**0.5
+    assert [r.advantage for r in data.rows] == pytest.approx([1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0])
+    assert (data.rewards, data.groups, data.unrewarded) == ((2.0, 0.0, 10.0, 10.0), 2, ())
+
+
+def test_a_missing_reward_is_never_zero() -> None:
+    payload = {n: trajectory([env([1]), said([2], 0, 0)], [step(0)], n) for n in "abcde"}
+    groups = (
+        BatchGroup(group_id="1", round=0, n=3, members=(member("a", 1.0), member("b"), member("c", 0.0))),
+        BatchGroup(group_id="2", round=0, n=2, members=(member("d", 5.0), member("e", None))),
+    )
+    data = rows_of_batch(batch(*groups), payload, lambda r: grpo(r, 0.3))
+    assert [r.trajectory_id for r in data.rows] == ["a", "c"]
+    assert (data.rewards, data.groups) == ((1.0, 0.0), 1)
+    assert sorted(data.unrewarded) == ["b", "d", "e"]
+
+
+def test_grpo_refuses_groups_of_one() -> None:
+    lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
+    with pytest.raises(TooFewMembers, match="groups of 2"):
+        rows_of_batch(batch(lonely), {}, lambda r: grpo(r, 0.3))
+
+
+def row(length: int) -> Row:
+    return Row(
+        trajectory_id="t", token_ids=(1,) * length, mask=(False, *(True,) * (length - 1)), logprobs=(0.0,) * length,
+        versions=(), advantage=0.0,
+    )  # fmt: skip
+
+
+@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
+    lengths: list[int], count: int, epochs: int, seq: int
+) -> None:
+    rows = [row(n) for n in lengths]
+    parts = list(minibatches(rows, count, epochs, 1, seq))
+    assert parts == list(minibatches(rows, count, epochs, 1, seq))
+    assert all(parts) and len(parts) == epochs * min(count, len(rows))
+    assert Counter(len(r.token_ids) for p in parts for r in p) == Counter(
+        {n: c * epochs for n, c in Counter(lengths).items()}
+    )
+
+
+@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 100))
+def test_micro_batches_stay_within_the_padded_tokens(lengths: list[int], limit: int) -> None:
+    parts = micro_batches([row(n) for n in lengths], limit)
+    assert sorted(len(r.token_ids) for p in parts for r in p) == sorted(lengths)
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(len(r.token_ids) for r in part) <= limit
+
+
+# -- places
+
+
+def test_scans_merge_what_is_near_and_take_all_partitions_at_once() -> None:
+    members = [
+        member("a", partition=0, first=0, last=1),
+        member("b", partition=0, first=40, last=40),
+        member("c", partition=1, first=7, last=9),
+        member("d", partition=0, first=90_000, last=90_001),
+    ]
+    assert scans(members) == [{0: (0, 40), 1: (7, 9)}, {0: (90_000, 90_001)}]
+    assert scans([]) == []
+
+
+def test_parts_are_joined_in_order() -> None:
+    whole = trajectory([env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2)], [step(0), step(1)])
+    first = trajectory([env([1]), said([2], 0, 0)], [step(0)])
+    second = trajectory([env([3], 1), said([4], 1, 2)], [step(1)])
+    assert join([first, second]) == whole

@@ -1,0 +1,232 @@
+"""One update against plain Python arithmetic, and the pure folds around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.model import make_random_model
+from schemas.errors import SettingsError
+from schemas.events import VersionSpan
+from schemas.settings import TrainerSettings
+from trainer.advantages.grpo import grpo
+from trainer.errors import NotFinite, TooFewMembers
+from trainer.losses.truncated_is import truncated_is
+from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
+from trainer.policy import Policy, staleness
+from trainer.rows import Row
+from trainer.run import learning_rate
+
+BOUND = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def settings(**more: object) -> TrainerSettings:
+    return TrainerSettings.model_validate(
+        {"device": "cpu", "lr": 1e-3, "minibatches": 1, "is_truncation": BOUND, **more}
+    )
+
+
+def row(ids: tuple[int, ...], mask: str, logprob: float, advantage: float, version: str = "r/3.0") -> Row:
+    on = tuple(c == "1" for c in mask)
+    return Row(
+        trajectory_id="t",
+        token_ids=ids,
+        mask=on,
+        logprobs=tuple(logprob if m else 0.0 for m in on),
+        versions=(VersionSpan(version=version, start=0, end=len(ids)),),
+        advantage=advantage,
+    )
+
+
+ROWS = (
+    row((2, 9, 10, 11, 12), "00111", -3.0, 1.0),
+    row((2, 9, 20), "001", -9.0, -0.5, "r/2.0"),
+    row((2, 14, 15, 16), "0101", -2.5, 0.25, "other/2.0"),
+)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.floats(0, 1))
+def test_grpo_against_a_plain_loop(rewards: list[float], offset: float) -> None:
+    mean = sum(rewards) / len(rewards)
+    variance = 0.0
+    for r in rewards:
+        variance += (r - mean) * (r - mean)
+    std = math.sqrt(variance / (len(rewards) - 1))
+    got = grpo(rewards, offset)
+    if max(rewards) == min(rewards):
+        assert got == [0.0] * len(rewards)
+    elif std > 1e-6:
+        assert got == pytest.approx([(r - mean) / (std + offset) for r in rewards], rel=1e-6, abs=1e-6)
+        assert sum(got) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0]])
+def test_grpo_refuses_fewer_than_two(rewards: list[float]) -> None:
+    with pytest.raises(TooFewMembers):
+        grpo(rewards, 0.3)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=20),
+    st.floats(0.5, 4),
+)
+def test_truncated_importance_sampling_against_a_plain_loop(
+    tokens: list[tuple[float, float, float]], bound: float
+) -> None:
+    now = torch.tensor([t[0] for t in tokens], dtype=torch.float64, requires_grad=True)
+    sampled, advantages = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in (1, 2))
+    losses = truncated_is(now, sampled, advantages, bound)
+    weights = [min(math.exp(lp - old), bound) * a for lp, old, a in tokens]
+    assert losses.tolist() == pytest.approx(
+        [-w * t[0] for w, t in zip(weights, tokens, strict=True)], rel=1e-9, abs=1e-12
+    )
+    losses.sum().backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-w for w in weights], rel=1e-9, abs=1e-12), (
+        "no gradient through the ratio"
+    )
+
+
+def reference_logprobs(policy: Policy, r: Row, temperature: float) -> dict[int, float]:
+    """Log-probability of each trained token: this row alone, no padding, plain arithmetic."""
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([r.token_ids])).logits[0].tolist()
+    out = {}
+    for i, on in enumerate(r.mask):
+        if on:
+            scores = [x / temperature for x in logits[i - 1]]
+            out[i] = scores[r.token_ids[i]] - math.log(sum(math.exp(x) for x in scores))
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_padded_rows_equal_each_row_alone(model_dir: Path, temperature: float) -> None:
+    policy = Policy(model_dir, settings(temperature=temperature))
+    expected = [lp for r in ROWS for lp in reference_logprobs(policy, r, temperature).values()]
+    assert policy.logprobs(ROWS).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 8, 16384])
+def test_an_update_reports_what_plain_loops_compute(model_dir: Path, micro_batch_tokens: int) -> None:
+    policy = Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens))
+    total, tokens, truncated, diffs, same = 0.0, 0, 0, [], []
+    for r in ROWS:
+        for i, lp in reference_logprobs(policy, r, 1.0).items():
+            ratio = math.exp(lp - r.logprobs[i])
+            total += -min(ratio, BOUND) * r.advantage * lp
+            tokens += 1
+            truncated += ratio > BOUND
+            diffs.append(abs(lp - r.logprobs[i]))
+            same += diffs[-1:] if r.versions[0].version == "r/3.0" else []
+    assert 0 < truncated < tokens
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    (step,) = policy.update(ROWS, 0, truncated_is, 1e-3, "r/3.0").steps
+    assert step.loss == pytest.approx(total / tokens, rel=1e-4)
+    assert (step.tokens, step.truncated_tokens) == (tokens, truncated)
+    assert step.logp_diff == pytest.approx(max(diffs), abs=1e-4)
+    assert step.logp_diff_same_version == pytest.approx(max(same), abs=1e-4)
+    assert any(not torch.equal(before[name], p) for name, p in policy.model.named_parameters())
+
+
+def test_micro_batches_do_not_change_the_gradient(model_dir: Path) -> None:
+    norms = [
+        Policy(model_dir, settings(micro_batch_tokens=n)).update(ROWS, 0, truncated_is, 1e-3, None).steps[0].grad_norm
+        for n in (1, 16384)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> None:
+    policy = Policy(model_dir, settings())
+    good, bad = row((2, 9, 10, 11), "0011", -3.5, 1.0), row((2, 9, 20, 21), "0011", -3.5, -1.0)
+    before = policy.logprobs([good, bad]).detach()
+    policy.update([good, bad], 0, truncated_is, 1e-3, None)
+    change = policy.logprobs([good, bad]).detach() - before
+    assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
+
+
+def test_differences_are_measured_before_the_first_update_only(model_dir: Path) -> None:
+    stats = Policy(model_dir, settings(minibatches=2, epochs=2)).update(ROWS, 0, truncated_is, 1e-3, "r/3.0")
+    assert len(stats.steps) == 4
+    assert stats.steps[0].logp_diff is not None
+    assert all(s.logp_diff is None and s.logp_diff_same_version is None for s in stats.steps[1:])
+    alone = Policy(model_dir, settings()).update(ROWS, 0, truncated_is, 1e-3, "r/99.0").steps[0]
+    assert alone.logp_diff is not None and alone.logp_diff_same_version is None, "no token of the version: absent"
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(model_dir: Path) -> None:
+    policy = Policy(model_dir, settings())
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    with pytest.raises(NotFinite, match="batch 7"):
+        policy.update([row((2, 9, 10), "001", math.nan, 1.0)], 7, truncated_is, 1e-3, None)
+    assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters())
+
+
+def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
+    assert Policy(model_dir, settings()).update((), 0, truncated_is, 1e-3, None).steps == ()
+
+
+def test_an_unreadable_model_names_the_setting(tmp_path: Path, model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"trainer\.model_path: .*nowhere"):
+        Policy(tmp_path / "nowhere", settings())
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(SettingsError, match=r"trainer\.model_path: .*broken"):
+        Policy(broken, settings())
+
+
+def test_a_saved_policy_is_a_model_directory_with_everything_beside_the_weights(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy(model_dir, settings())
+    policy.save(tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in model_dir.iterdir()}
+    again = Policy(tmp_path / "out", settings())
+    assert again.logprobs(ROWS).tolist() == policy.logprobs(ROWS).tolist()
+
+
+def test_staleness_counts_trained_tokens_of_this_run() -> None:
+    total, known = staleness(ROWS, "r", 3)
+    assert (total, known) == (0 * 3 + 1 * 1, 4), "three fresh tokens, one of version 2, two of another run"
+
+
+def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
+    s = settings(lr=5e-4, lr_final=1e-4, max_versions=4)
+    assert [learning_rate(s, k) for k in (0, 1, 2, 3, 4, 9)] == pytest.approx([5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 1e-4])
+    assert learning_rate(settings(lr=5e-4), 7) == 5e-4
+
+
+def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measured() -> None:
+    first = StepStats(tokens=4, loss=1.0, grad_norm=2.0, truncated_tokens=1, logp_diff=0.5, logp_diff_same_version=None)
+    then = StepStats(tokens=4, loss=3.0, grad_norm=4.0, truncated_tokens=0, logp_diff=None, logp_diff_same_version=None)
+    batch = BatchStats(
+        update=UpdateStats(steps=(first, then), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
+        unrewarded=0, staleness=(4, 8), read_seconds=0.5,
+    )  # fmt: skip
+    metrics = version_metrics([batch, batch], 1e-3, 0.25)
+    assert metrics["loss"] == 2.0 and metrics["grad_norm"] == 3.0 and metrics["ratio_truncated_share"] == 1 / 8
+    assert (metrics["reward_mean"], metrics["reward_std"], metrics["staleness_mean"]) == (0.5, 0.5, 0.5)
+    assert (metrics["tokens"], metrics["groups"], metrics["train_seconds"]) == (16.0, 2.0, 2.0)
+    assert metrics["logp_max_abs_diff"] == 0.5 and "logp_max_abs_diff_same_version" not in metrics
+    assert version_metrics([], 1e-3, 0.25) == {"save_seconds": 0.25}
