@@ -1,0 +1,23 @@
+"""What can go wrong between a weight version and a serving engine."""
+
+from __future__ import annotations
+
+
+class RolloutError(Exception):
+    """Root of all errors of `rollout`."""
+
+
+class InvalidWeights(RolloutError):
+    """A weight version is not what it says: a file is missing or altered, or its tensors do not fit. The old version serves on."""
+
+
+class EngineUnavailable(RolloutError):
+    """The engine did not answer, or refused before its model was touched. The old version serves on; try again."""
+
+
+class EngineBroken(RolloutError):
+    """The engine failed while its weights were being replaced: what it holds is unknown. It must be restarted."""
+
+
+class ServerFailed(RolloutError):
+    """A vLLM server did not start, or ended; the message names its log."""

