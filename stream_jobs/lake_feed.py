@@ -1,0 +1,176 @@
+"""The Kafka side of the lake: which topics there are, from where each is read, and the rows that are not in the lake yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable
+from runtime.records import Decoder, dead_letter
+from runtime.telemetry import logger
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import Tick
+from schemas.settings import Settings
+from stream_jobs.lake_tables import Placed, Row, catalog, tables_of
+from stream_jobs.lake_window import Positions, Source
+
+POLL_RECORDS = 500
+POLL_S = 0.1
+MAX_BUFFER_BYTES = 64 * 1024 * 1024
+"""Encoded bytes read before the next flush, whatever the number of rows."""
+
+Marks = Callable[[str, Iterable[Source]], Positions]
+"""(table, sources) to what the table has committed; sources it knows nothing of are left out."""
+
+
+class _Followed(NamedTuple):
+    topic_id: str
+    tables: tuple[str, ...]
+    partitions: int
+
+
+class Feed:
+    """Reads every topic that the lake keeps, from what its tables have committed, and buffers rows until `taken`.
+
+    A topic is followed under the id it had when it was found; `look` tells when that changed, and then this feed must be
+    dropped with all it has buffered: offsets of one topic say nothing of another. Unreadable values are counted and logged
+    only: each topic has an owner who makes the dead letter.
+    """
+
+    def __init__(self, cluster: Cluster, settings: Settings, decoder: Decoder, marks: Marks) -> None:
+        self._cluster, self._decoder, self._marks = cluster, decoder, marks
+        self._topics = settings.kafka.topics
+        self._flush_rows = settings.lake.flush_rows
+        self._followed: dict[str, _Followed] = {}
+        self._reader: Reader = cluster.reader(f"{settings.kafka.topic_prefix}-lake", {})
+        self._committed: dict[tuple[str, int], int] = {}
+        self.rows: dict[str, list[Row]] = {name: [] for name in catalog()}
+        self._buffered_rows = self._buffered_bytes = 0
+        self.skipped = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to flush, however short ago the last flush was."""
+        return self._buffered_rows >= self._flush_rows or self._buffered_bytes >= MAX_BUFFER_BYTES
+
+    def look(self) -> bool:
+        """Follow topics that are new. False: one of those followed was deleted or made anew. Raises Unavailable, SourceTruncated."""
+        ids = self._cluster.topic_ids(list(self._followed))
+        if any(ids.get(topic) != f.topic_id for topic, f in self._followed.items()):
+            return False
+        there = self._cluster.topics()
+        self._follow({t: n for t, n in there.items() if t not in self._followed and tables_of(self._topics, t)})
+        return True
+
+    def _follow(self, new: Mapping[str, int]) -> None:
+        ids = self._cluster.topic_ids(list(new))
+        start: dict[tuple[str, int], int] = {}
+        for topic, topic_id in ids.items():
+            followed = _Followed(topic_id, tables_of(self._topics, topic), new[topic])
+            marks = self._lowest_marks(followed)
+            for partition, (low, high) in self._cluster.watermarks(topic, range(new[topic])).items():
+                start[topic, partition] = first_offset(topic, partition, marks.get(partition), low, high)
+            self._followed[topic] = followed
+            positions = {p: o for (t, p), o in start.items() if t == topic}
+            logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
+        if start:
+            self._reader.add(start)
+
+    def _lowest_marks(self, followed: _Followed) -> dict[int, int]:
+        """Per partition the lowest mark of the topic's tables; none when one of them has nothing of it yet."""
+        sources = [(followed.topic_id, p) for p in range(followed.partitions)]
+        marks = [self._marks(table, sources) for table in followed.tables]
+        return {s[1]: min(m[s] for m in marks) for s in sources if all(s in m for m in marks)}
+
+    def poll(self) -> None:
+        """Read what there is, at most POLL_RECORDS, waiting POLL_S when there is nothing. Raises SourceTruncated."""
+        for record in self._reader.poll(POLL_RECORDS, POLL_S):
+            self._take(record)
+
+    def _take(self, record: Record) -> None:
+        followed = self._followed[record.topic]
+        if record.value is None:
+            return
+        try:
+            event = self._decoder.decode(record.value)
+        except (Undecodable, UnknownSchema) as e:
+            self._skip(record, str(e))
+            return
+        if isinstance(event, Tick):
+            return
+        placed = Placed(followed.topic_id, record.partition, record.offset, record.timestamp_ms, record.headers, event)
+        takers = [name for name in followed.tables if type(event) in catalog()[name].rows]
+        if not takers:
+            self._skip(record, f"a {type(event).__name__} does not belong on this topic")
+            return
+        for name in takers:
+            made = catalog()[name].rows_of(placed)
+            self.rows[name] += made
+            self._buffered_rows += len(made)
+        self._buffered_bytes += len(record.value)
+
+    def _skip(self, record: Record, why: str) -> None:
+        self.skipped += 1
+        logger().warning(
+            "lake_skipped", topic=record.topic, partition=record.partition, offset=record.offset, reason=why
+        )
+
+    def positions(self, table: str) -> Positions:
+        """How far the topics of a table were read: all rows below are in `rows`, in the lake, or were none."""
+        return {
+            (self._followed[topic].topic_id, partition): offset
+            for (topic, partition), offset in self._reader.positions.items()
+            if table in self._followed[topic].tables
+        }
+
+    def bury(self, row: Row, why: str) -> None:
+        """Dead-letter the record of a row that no column can hold. Its owner may have taken it, so the lake must say it."""
+        topic_id, partition, offset = row["kafka_topic_id"], row["kafka_partition"], row["kafka_offset"]
+        topic = next(t for t, f in self._followed.items() if f.topic_id == topic_id)
+        (record,) = self._cluster.read_range(topic, partition, offset, offset)
+        letter = dead_letter(record, topic_id, "lake", "invalid", why)
+        producer = self._cluster.producer()
+        producer.put(self._topics.dead_letters, record.key, self._decoder.codec.encode(letter))
+        producer.flush()
+        producer.close()
+        logger().warning("lake_buried", topic=topic, partition=partition, offset=offset, reason=why)
+
+    def taken(self) -> None:
+        """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is."""
+        for rows in self.rows.values():
+            rows.clear()
+        self._buffered_rows = self._buffered_bytes = 0
+        moved = {s: o for s, o in self._reader.positions.items() if self._committed.get(s) != o}
+        self._reader.commit(moved)
+        self._committed |= moved
+
+    def gone(self, error: SourceTruncated) -> bool:
+        """Whether an offset that can't be read is so because its topic was made anew; raises `error` when it was not."""
+        try:
+            if not self.look():
+                return True
+        except Unavailable as e:
+            raise error from e
+        raise error
+
+    def close(self) -> None:
+        """Stop reading; what is buffered is dropped and will be read again."""
+        self._reader.close()
+
+
+def first_offset(topic: str, partition: int, mark: int | None, low: int, high: int) -> int:
+    """Where to begin, given the lowest mark of the topic's tables. No mark: at the log's start.
+
+    Raises SourceTruncated when the log ends before the mark or begins after it: something was lost that the lake has never seen.
+    """
+    if mark is None:
+        return low
+    if mark > high:
+        raise SourceTruncated(
+            f"source truncated: {topic}-{partition} ends at {high}, position {mark} (lake); run clawstream doctor"
+        )
+    if mark < low:
+        raise SourceTruncated(
+            f"source truncated: {topic}-{partition} starts at {low}, position {mark} (lake); run clawstream doctor"
+        )
+    return mark

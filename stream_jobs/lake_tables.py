@@ -1,0 +1,307 @@
+"""Records as rows of Delta tables: which table takes which record, its columns, and the Arrow batch of many rows.
+
+Pure. A table's columns follow the Avro schema of its record, so that a new event field becomes a new column by itself; every column
+carries the field's doc as its Delta comment. Every row ends with its place on Kafka: `kafka_topic_id`, `kafka_partition`,
+`kafka_offset`, `kafka_timestamp`. All columns are nullable: a row that was written before a column existed has null there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import orjson
+import pyarrow as pa
+
+from schemas import events
+from schemas.codec import without_kafka
+from schemas.reward_value import training_reward
+from schemas.topics import Topics
+from stream_jobs.lake_columns import TIME, Column, avro_columns, column, text, time
+
+Row = dict[str, Any]
+"""One row before Arrow: column to value; packed and JSON columns still as bytes, times as integers of the record's unit."""
+
+
+class Placed(NamedTuple):
+    """A record with its place on Kafka. timestamp_ms: the log's."""
+
+    topic_id: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    headers: Mapping[str, bytes]
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A Delta table.
+
+    key: columns that make a record one and the same wherever it lies; a second row with the same values is a re-sent
+    record. Empty: the place alone tells rows apart. stats: columns with file statistics, for pruning.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    rows: Mapping[type, Callable[[Placed], Iterable[Row]]]
+    key: tuple[str, ...] = ()
+    stats: tuple[str, ...] = ()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([c.field for c in self.columns])
+
+    def rows_of(self, placed: Placed) -> list[Row]:
+        """The rows of a record of one of `rows`' classes, with its place."""
+        place = {
+            "kafka_topic_id": placed.topic_id,
+            "kafka_partition": placed.partition,
+            "kafka_offset": placed.offset,
+            "kafka_timestamp": placed.timestamp_ms,
+        }
+        return [row | place for row in self.rows[type(placed.event)](placed)]
+
+    def arrow(self, rows: Sequence[Row]) -> pa.Table:
+        """The rows as one Arrow table. Raises pa.ArrowException, ValueError, TypeError or OverflowError for a value out of range."""
+        arrays = [c.convert([row.get(c.field.name) for row in rows]) for c in self.columns]
+        return pa.Table.from_arrays(arrays, schema=self.schema)
+
+
+def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
+    """Names of the tables that a topic feeds; empty for a topic that the lake does not keep."""
+    fed = {
+        topics.steps: ("steps", "session_events"),
+        topics.rewards: ("rewards", "curation"),
+        topics.trajectories: ("trajectories", "step_marks"),
+        topics.candidates: ("candidates", "run_events"),
+        topics.weights: ("weights",),
+        topics.dead_letters: ("dead_letters",),
+    }.get(topic)
+    if fed is None and topics.parse_ready_batches(topic):
+        return ("batches", "groups", "late_revisions", "run_events")
+    return fed or ()
+
+
+_PLACE = (
+    column("kafka_topic_id", pa.string(), "Id of the topic the record was read from: a topic made anew has another."),
+    column("kafka_partition", pa.int32(), "Partition it was read from."),
+    column("kafka_offset", pa.int64(), "Its offset."),
+    column("kafka_timestamp", TIME, "The log's timestamp.", partial(time, "ms")),
+)
+
+
+# -- rows
+
+
+def _plain(placed: Placed) -> Iterable[Row]:
+    return (dict(without_kafka(placed.event)),)
+
+
+def _step_row(placed: Placed) -> Iterable[Row]:
+    """A step whose packed fields are no whole number of values keeps its text and says why its tokens are missing."""
+    row = dict(without_kafka(placed.event))
+    for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
+        packed = row[name]
+        if packed is not None and len(packed) % 4:
+            row[name] = None
+            row["tokens_absent_reason"] = f"{name} has {len(packed)} bytes, not a multiple of 4"
+    return (row,)
+
+
+def _candidate_row(placed: Placed) -> Iterable[Row]:
+    """With the payload's place, from the headers; null when a header is missing or no number."""
+    numbers = {name: placed.headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS}
+    place = {
+        "payload_topic_id": numbers["topic_id"] or None,
+        **{f"payload_{n}": int(v) if v.isdecimal() else None for n, v in numbers.items() if n != "topic_id"},
+    }
+    return (dict(without_kafka(placed.event)) | place,)
+
+
+_PAYLOAD_HEADERS = ("topic_id", "partition", "first_offset", "last_offset")
+
+
+def _batch_row(placed: Placed) -> Iterable[Row]:
+    batch: events.ReadyBatch = placed.event
+    rewards = [
+        r
+        for g in batch.groups
+        for m in g.members
+        if (r := training_reward(batch.reward_weights, m.rewards)) is not None
+    ]
+    more = {
+        "group_ids": [g.group_id for g in batch.groups],
+        "trajectories": sum(len(g.members) for g in batch.groups),
+        "reward_mean": fmean(rewards) if rewards else None,
+    }
+    return (dict(without_kafka(batch)) | more,)
+
+
+def _admitted_rows(placed: Placed) -> Iterable[Row]:
+    batch: events.ReadyBatch = placed.event
+    for index, (group, plain) in enumerate(zip(batch.groups, without_kafka(batch)["groups"], strict=True)):
+        rewards = [training_reward(batch.reward_weights, m.rewards) for m in group.members]
+        known = [r for r in rewards if r is not None]
+        syncs = [m.oldest_sync_index for m in group.members if m.oldest_sync_index is not None]
+        yield {
+            "run_id": batch.run_id, "channel": batch.channel, "group_id": group.group_id, "round": group.round,
+            "n": group.n, "admitted": True, "batch_seq": batch.batch_seq, "index": index, "whole_group": True,
+            "trajectory_ids": [m.trajectory_id for m in group.members],
+            "revisions": [m.revision for m in group.members],
+            "rewards": rewards, "reward_mean": fmean(known) if known else None,
+            "trainable_tokens": sum(m.trainable_tokens for m in group.members),
+            "oldest_sync_index": min(syncs, default=None), "policy_version": batch.policy_version,
+            "members": plain["members"],
+        }  # fmt: skip
+
+
+def _refused_rows(placed: Placed) -> Iterable[Row]:
+    refused: events.Refused = placed.event
+    yield {
+        "run_id": refused.run_id, "channel": refused.channel, "group_id": refused.group_id, "round": refused.round,
+        "n": refused.n, "admitted": False, "whole_group": refused.whole_group, "reason": refused.reason,
+        "detail": refused.detail, "trajectory_ids": list(refused.trajectory_ids), "revisions": list(refused.revisions),
+    }  # fmt: skip
+
+
+def _policy_rows(placed: Placed) -> Iterable[Row]:
+    event = placed.event
+    match event:
+        case events.AdmissionPolicy():
+            yield {"run_id": event.run_id, "kind": "policy", "policy_version": event.policy_version,
+                   "policy_json": _json(event), "created_at": event.created_at}  # fmt: skip
+        case events.PolicyApplied():
+            yield {"run_id": event.run_id, "kind": "policy_applied", "channel": event.channel,
+                   "policy_version": event.policy.policy_version, "policy_json": _json(event.policy),
+                   "from_offset": event.from_offset, "created_at": event.policy.created_at}  # fmt: skip
+        case events.RunEnded():
+            yield {"run_id": event.run_id, "kind": "ended", "reason": event.reason, "created_at": event.created_at}
+
+
+def _json(event: Any) -> bytes:
+    return orjson.dumps(without_kafka(event))
+
+
+# -- the tables
+
+
+@cache
+def catalog() -> Mapping[str, Table]:
+    """Every table of the lake by name. `steps` comes first: a writer claims the lake there."""
+    tables = (*_session_tables(), *_trajectory_tables(), *_admission_tables(), *_other_tables())
+    return {t.name: t for t in tables}
+
+
+def _table(
+    name: str,
+    record: type,
+    key: tuple[str, ...] = (),
+    rows: Callable[[Placed], Iterable[Row]] = _plain,
+    omit: Iterable[str] = (),
+    extra: tuple[Column, ...] = (),
+    stats: tuple[str, ...] = (),
+) -> Table:
+    return Table(name, (*avro_columns(record, omit), *extra, *_PLACE), {record: rows}, key, stats)
+
+
+def _session_tables() -> Iterable[Table]:
+    """Written by gateways and people: ids are unique for ever, so a copied topic doubles nothing."""
+    key, stats = ("run_id", "event_id"), ("run_id", "trajectory_key")
+    yield _table("steps", events.Step, ("run_id", "step_id"), _step_row, stats=("step_id", "group_id", *stats))
+    yield _table("session_events", events.SessionEvent, key, stats=stats)
+    yield _table("rewards", events.Reward, key, stats=("step_id", *stats))
+    yield _table("curation", events.Curation, key, stats=stats)
+
+
+def _trajectory_tables() -> Iterable[Table]:
+    """Derived by assemble: ids repeat when a topic is made anew, so the topic is part of the key."""
+    stats = ("run_id", "trajectory_id", "group_id", "closed_at")
+    yield _table(
+        "trajectories",
+        events.Trajectory,
+        ("kafka_topic_id", "run_id", "trajectory_id", "part"),
+        omit=("segments", "steps.response_json"),
+        stats=stats,
+    )
+    yield _table("step_marks", events.StepMark, ("kafka_topic_id", "event_id"), stats=("run_id", "step_id"))
+    yield _table(
+        "candidates",
+        events.Candidate,
+        ("kafka_topic_id", "run_id", "trajectory_id", "revision"),
+        _candidate_row,
+        extra=(
+            column("payload_topic_id", pa.string(), "Id of the topic that holds the trajectory."),
+            column("payload_partition", pa.int32(), "Partition of the trajectory there."),
+            column("payload_first_offset", pa.int64(), "Offset of its first part."),
+            column("payload_last_offset", pa.int64(), "Offset of its last part, inclusive."),
+        ),
+        stats=(*stats, "oldest_sync_index"),
+    )
+
+
+def _admission_tables() -> Iterable[Table]:
+    """Written by admit in transactions: nothing is ever re-sent, the place alone tells rows apart."""
+    yield _table(
+        "batches",
+        events.ReadyBatch,
+        rows=_batch_row,
+        omit=("groups",),
+        extra=(
+            column("group_ids", pa.list_(pa.string()), "Its groups, in order; one row each in `groups`."),
+            column("trajectories", pa.int32(), "Trajectories in all groups."),
+            column("reward_mean", pa.float64(), "Mean training reward of the trajectories that have one."),
+        ),
+        stats=("run_id", "channel", "batch_seq"),
+    )
+    makers = {events.ReadyBatch: _admitted_rows, events.Refused: _refused_rows}
+    yield Table("groups", _group_columns(), makers, stats=("run_id", "channel", "group_id", "batch_seq"))
+    yield _table("late_revisions", events.Late, stats=("run_id", "trajectory_id"))
+
+
+def _group_columns() -> tuple[Column, ...]:
+    groups = next(c for c in avro_columns(events.ReadyBatch) if c.field.name == "groups")
+    members = groups.field.type.value_type.field("members").type
+    return (
+        column("run_id", pa.string(), "Run."),
+        column("channel", pa.string(), "Channel."),
+        column("group_id", pa.string(), "Group."),
+        column("round", pa.int32(), "Round; null: refused before it had one."),
+        column("n", pa.int32(), "Admitted: size the group was to have. Refused: replacements asked for."),
+        column("admitted", pa.bool_(), "True: in a batch. False: refused."),
+        column("batch_seq", pa.int64(), "Batch it is in; null: refused."),
+        column("index", pa.int32(), "Place in the batch; null: refused."),
+        column("whole_group", pa.bool_(), "False: only these members are refused, the round goes on."),
+        column("reason", pa.string(), "Why refused; null: admitted."),
+        column("detail", pa.string(), "The reason with numbers."),
+        column("trajectory_ids", pa.list_(pa.string()), "Members, or who is refused."),
+        column("revisions", pa.list_(pa.int64()), "Candidate revision of each, same order."),
+        column("rewards", pa.list_(pa.float64()), "Training reward of each, same order; null: it has none."),
+        column("reward_mean", pa.float64(), "Mean of those that are there."),
+        column("trainable_tokens", pa.int64(), "Sum over members."),
+        column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
+        column("policy_version", pa.int64(), "AdmissionPolicy that admitted it."),
+        column("members", members, "Members in full: revision, place of the payload, rewards."),
+        *_PLACE,
+    )
+
+
+def _other_tables() -> Iterable[Table]:
+    columns = (
+        column("run_id", pa.string(), "Run."),
+        column("kind", pa.string(), "policy: published; policy_applied: in force for a channel; ended."),
+        column("channel", pa.string(), "Channel, of policy_applied."),
+        column("policy_version", pa.int64(), "Version of the policy."),
+        column("policy_json", pa.string(), "The policy in full.", text),
+        column("from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."),
+        column("reason", pa.string(), "Why the run ended."),
+        column("created_at", TIME, "Writer's clock.", partial(time, "us")),
+        *_PLACE,
+    )
+    makers = dict.fromkeys((events.AdmissionPolicy, events.PolicyApplied, events.RunEnded), _policy_rows)
+    yield Table("run_events", columns, makers, stats=("run_id",))
+    yield _table("weights", events.WeightVersion, ("kafka_topic_id", "version_id"), stats=("run_id", "version_id"))
+    yield _table("dead_letters", events.DeadLetter, ("topic_id", "partition", "offset", "process"))
