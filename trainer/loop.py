@@ -22,22 +22,18 @@ Stop
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 
-from runtime.kafka import Cluster
 from runtime.lifecycle import run_sync
 from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.checkpoint import load, newest
-from trainer.lineage import next_attempt
-from trainer.policy import Policy
-from trainer.publish import Ledger, read_versions
-from trainer.run import Run
+from trainer.ledger import KafkaLedger, read_versions
+from trainer.run import open_run
 from trainer.source import Source, starting_position
-from trainer.version_dir import sweep
 
 POLL_S = 0.2
 
@@ -54,8 +50,10 @@ def train(settings: Settings, stop: threading.Event) -> None:
     cluster, topics = cluster_of(settings), settings.kafka.topics
     create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, "train")])
     decoder = Decoder(cluster, topics.schemas)
-    ledger = Ledger(cluster, topics, settings.run_id)
-    run = start(settings, cluster, decoder, ledger)
+    ledger = KafkaLedger(cluster, topics, settings.run_id)
+    versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
+    batches = topics.ready_batches(settings.run_id, "train")
+    run = open_run(settings, ledger, versions, taken, partial(starting_position, cluster, batches))
     source = Source(cluster, settings, decoder, run.position, ledger.bury)
     while not stop.is_set() and not run.finished:
         incoming = source.next(POLL_S)
@@ -78,35 +76,3 @@ def check_settings(settings: TrainerSettings) -> None:
         raise SettingsError("setting trainer.lr_final: it is reached at trainer.max_versions, which is not set")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("setting trainer.device=cuda: torch finds no CUDA device here; use auto or cpu")
-
-
-def start(settings: Settings, cluster: Cluster, decoder: Decoder, ledger: Ledger) -> Run:
-    """Steps 2 to 5: the run as its newest version left it, or a new one with its initial version published."""
-    topics, run_id = settings.kafka.topics, settings.run_id
-    versions, taken = read_versions(cluster, decoder, topics.weights, run_id)
-    for root in (settings.checkpoint_dir, settings.weights_dir):
-        foreign = sweep(root, run_id, taken, ledger.topic_id)
-        taken.update(foreign)
-        if foreign and not versions:
-            logger().warning(
-                "weights_of_another_log",
-                directory=str(root / run_id),
-                versions=[str(version) for version in foreign],
-                action="kept; the weights topic has no version of this run, so it starts anew from trainer.model_path",
-            )
-    attempt = next_attempt(taken)
-    topic = topics.ready_batches(run_id, "train")
-    found = newest(settings.checkpoint_dir, versions)
-    if found is not None:
-        head, directory = found
-        policy = load(directory, settings.trainer)
-        position = starting_position(cluster, topic, head.position)
-        logger().info("resumed", version=head.version_id, attempt=attempt, next_batch_seq=position.next_batch_seq)
-        return Run(settings, ledger, policy, versions, attempt, head, position)
-    if settings.trainer.model_path is None:
-        raise SettingsError("setting trainer.model_path: not set, and the run has no version to go on from")
-    policy = Policy(settings.trainer.model_path, settings.trainer)
-    position = starting_position(cluster, topic, None)
-    run = Run(settings, ledger, policy, versions, attempt, None, position)
-    run.publish()
-    return run

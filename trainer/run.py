@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection, Sequence
 
 from runtime.telemetry import logger
+from schemas.errors import SettingsError
 from schemas.events import WeightVersion
 from schemas.ids import Version
 from schemas.settings import Settings, TrainerSettings
 from trainer.advantages import ADVANTAGES
-from trainer.checkpoint import Position, State, save
-from trainer.lineage import deletable, next_sync_index
+from trainer.checkpoint import Position, State, load, newest, save
+from trainer.ledger import Ledger
+from trainer.lineage import deletable, next_attempt, next_sync_index
 from trainer.losses import LOSSES
 from trainer.metrics import BatchStats, version_metrics
 from trainer.policy import Policy, staleness
-from trainer.publish import Ledger, export, manifest
+from trainer.publish import export, manifest
 from trainer.rows import rows_of_batch
 from trainer.source import Incoming
-from trainer.version_dir import prune
+from trainer.version_dir import prune, sweep
 
 
 class Run:
@@ -144,3 +147,41 @@ def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
     if settings.lr_final is None or not settings.max_versions:
         return settings.lr
     return settings.lr + (settings.lr_final - settings.lr) * min(1.0, max(sync_index, 0) / settings.max_versions)
+
+
+def open_run(
+    settings: Settings,
+    ledger: Ledger,
+    versions: Sequence[WeightVersion],
+    taken: Collection[Version],
+    locate: Callable[[Position | None], Position],
+) -> Run:
+    """The run as its newest version left it, or a new one with its initial version published.
+
+    versions: the run's, in log order. taken: all its ids on the log. locate: a stored position, or None, to where to read.
+    Clears away what a killed trainer left unpublished. Raises SettingsError, CheckpointLost, or what `locate` raises.
+    """
+    taken = {*taken}
+    for root in (settings.checkpoint_dir, settings.weights_dir):
+        foreign = sweep(root, settings.run_id, frozenset(taken), ledger.topic_id)
+        taken |= {*foreign}
+        if foreign and not versions:
+            logger().warning(
+                "weights_of_another_log",
+                directory=str(root / settings.run_id),
+                versions=[str(version) for version in foreign],
+                action="kept; the weights topic has no version of this run, so it starts anew from trainer.model_path",
+            )
+    attempt = next_attempt(taken)
+    found = newest(settings.checkpoint_dir, versions)
+    if found is not None:
+        head, directory = found
+        position = locate(head.position)
+        policy = load(directory, settings.trainer)
+        logger().info("resumed", version=head.version_id, attempt=attempt, next_batch_seq=position.next_batch_seq)
+        return Run(settings, ledger, policy, list(versions), attempt, head, position)
+    if settings.trainer.model_path is None:
+        raise SettingsError("setting trainer.model_path: not set, and the run has no version to go on from")
+    run = Run(settings, ledger, Policy(settings.trainer.model_path, settings.trainer), [], attempt, None, locate(None))
+    run.publish()
+    return run

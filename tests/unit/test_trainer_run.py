@@ -1,0 +1,373 @@
+"""Versions, checkpoints and resumes on a ledger in memory: a crash is a value, here a directory as a kill leaves it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.model import make_random_model
+from runtime.kafka import Fenced
+from schemas.errors import SettingsError
+from schemas.events import (
+    BatchGroup,
+    BatchMember,
+    Place,
+    ReadyBatch,
+    RewardValue,
+    Segment,
+    Trajectory,
+    TrajectoryStep,
+    WeightVersion,
+)
+from schemas.ids import Version, parse_version
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from trainer.checkpoint import Position, read
+from trainer.errors import CheckpointLost, InvalidCheckpoint
+from trainer.ledger import MemoryLedger
+from trainer.lineage import chain, deletable, next_sync_index
+from trainer.loop import check_settings
+from trainer.run import Run, open_run
+from trainer.source import Incoming
+from trainer.version_dir import INFO, new_directory, sha256, verify
+
+GROUPS, MEMBERS = 2, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:
+    every = trainer.get("sync_every", 1)
+    return Settings.model_validate(
+        {
+            "run_id": "r",
+            "data_dir": data_dir,
+            "trainer": {"model_path": model_dir, "device": "cpu", "lr": 1e-3, **trainer},
+            "admit": {"policy": {"sync_every": every}},
+        }
+    )
+
+
+def start_of(topic_id: str) -> Position:
+    return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
+
+
+def locate(topic_id: str, stored: Position | None) -> Position:
+    """As the source does it: another topic id starts at its start."""
+    return stored if stored is not None and stored.topic_id == topic_id else start_of(topic_id)
+
+
+def begin(s: Settings, ledger: MemoryLedger, topic_id: str = "topic") -> Run:
+    taken = {v for record in ledger.published if (v := parse_version(record.version_id)) is not None}
+    return open_run(s, ledger, ledger.published, taken, lambda stored: locate(topic_id, stored))
+
+
+def incoming(seq: int, topic_id: str = "topic") -> Incoming:
+    """A batch that depends on its number alone."""
+    groups, trajectories = [], {}
+    for g in range(GROUPS):
+        members = []
+        for m in range(MEMBERS):
+            name = f"t{seq}-{g}-{m}"
+            value = float((seq + g + m) % 3)
+            reward = RewardValue(source="rule", name="r", function_version="1", value=value, reward_revision=0)
+            ids = [(seq * 7 + g * 5 + m * 3 + k) % 20 + 8 for k in range(4)]
+            step = TrajectoryStep(
+                step_id=f"{name}~1.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=3, response_tokens=4,
+                response_json=b"{}", oldest_version="r/0.0", newest_version="r/0.0", trainable=True, offset=0,
+            )  # fmt: skip
+            said = Segment(parent=0, step_index=0, token_ids=pack_ids(ids), logprobs=pack_logprobs([-3.0] * 4))
+            trajectories[name] = Trajectory(
+                run_id="r", trajectory_key=name, trajectory_id=name, group_id=f"g{g}", channel="train", outcome="completed",
+                opened_at=0, closed_at=1, part=0, parts=1, segments=(Segment(token_ids=pack_ids([2, 5, 9])), said),
+                steps=(step,),
+            )  # fmt: skip
+            members.append(
+                BatchMember(
+                    trajectory_id=name,
+                    trajectory_key=name,
+                    revision=0,
+                    rewards=(reward,),
+                    untrainable_steps=(),
+                    trainable_tokens=4,
+                    place=Place(topic_id="p", partition=0, first_offset=0, last_offset=0),
+                )
+            )
+        groups.append(BatchGroup(group_id=f"g{g}", round=seq, n=MEMBERS, members=tuple(members)))
+    batch = ReadyBatch(
+        run_id="r", channel="train", batch_seq=seq, groups=tuple(groups), policy_version=0, sync_every=1,
+        algorithm="grpo", reward_weights={}, input_topic_id="c", input_partition=0, input_from=0, input_to=0,
+        content_hash="", trainable_tokens=24, created_at_event_time=0,
+    )  # fmt: skip
+    position = Position(topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
+    return Incoming(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
+
+
+def go(run: Run, first: int, last: int) -> None:
+    for seq in range(first, last + 1):
+        assert run.position.next_batch_seq == seq
+        run.train(incoming(seq, run.position.topic_id))
+        if run.window_full:
+            run.publish()
+
+
+def ids(ledger: MemoryLedger) -> list[str]:
+    return [v.version_id.removeprefix("r/") for v in ledger.published]
+
+
+def weights_sha(version: WeightVersion) -> str:
+    return next(f.sha256 for f in version.files if f.url.endswith("model.safetensors"))
+
+
+def batches(versions: list[WeightVersion]) -> list[tuple[int | None, int | None]]:
+    return [(v.first_batch_seq, v.last_batch_seq) for v in versions]
+
+
+def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 1)
+    go(begin(s, ledger), 2, 2)
+    lost = begin(s, ledger)
+    lost.train(incoming(3))  # killed before anything of it was published
+    go(begin(s, ledger), 3, 4)
+    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.1", "4.2", "5.2"]
+    parents = [v.parent_version for v in ledger.published]
+    assert parents == [None, "r/0.0", "r/1.0", "r/2.0", "r/3.1", "r/4.2"]
+    assert batches(ledger.published) == [(None, None), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [v.sync_index for v in ledger.published] == [0, 1, 2, 3, 4, 5]
+
+
+def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: Path, model_dir: Path) -> None:
+    uninterrupted, again, resumed = MemoryLedger(), MemoryLedger(), MemoryLedger()
+    go(begin(settings(tmp_path / "a", model_dir), uninterrupted), 0, 3)
+    go(begin(settings(tmp_path / "b", model_dir), again), 0, 3)
+    for seq in range(4):
+        go(begin(settings(tmp_path / "c", model_dir), resumed), seq, seq)
+    digests = [weights_sha(v) for v in uninterrupted.published]
+    assert len(set(digests)) == 5
+    assert digests == [weights_sha(v) for v in again.published]
+    assert digests == [weights_sha(v) for v in resumed.published]
+    last = [s.checkpoint_dir / "r" / name / "training.pt" for s, name in
+            ((settings(tmp_path / "a", model_dir), "4.0"), (settings(tmp_path / "c", model_dir), "4.3"))]  # fmt: skip
+    a, c = (torch.load(path, weights_only=True) for path in last)
+    for name in a["optimizer"]["state"]:
+        for key, value in a["optimizer"]["state"][name].items():
+            assert torch.equal(value, c["optimizer"]["state"][name][key])
+    assert torch.equal(a["rng_cpu"], c["rng_cpu"])
+
+
+def test_published_files_are_what_the_manifest_says_and_a_loadable_model(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 0)
+    version = ledger.published[-1]
+    directory = s.weights_dir / "r" / "1.0"
+    assert {Path(f.url.removeprefix("file://")) for f in version.files} == {
+        directory / p.name for p in model_dir.iterdir()
+    }
+    for file in version.files:
+        path = Path(file.url.removeprefix("file://"))
+        assert (sha256(path), path.stat().st_size) == (file.sha256, file.size_bytes)
+    tokenizer_files = {p.name for p in model_dir.iterdir()} - {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+    }
+    assert tokenizer_files
+    for name in tokenizer_files:
+        assert (directory / name).read_bytes() == (model_dir / name).read_bytes()
+    assert version.metrics["reward_mean"] == 1.0 and version.metrics["tokens"] == 24.0
+    assert version.metrics["staleness_mean"] == 0.0
+    assert version.metrics["logp_max_abs_diff_same_version"] == version.metrics["logp_max_abs_diff"]
+
+
+def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 0)
+    orphan = begin(s, ledger)
+    orphan.train(incoming(1))
+    ledger.fenced = True
+    with pytest.raises(Fenced):
+        orphan.publish()  # all files are there, the manifest is not
+    ledger.fenced = False
+    (s.checkpoint_dir / "r" / ".tmp-3.1-17" / "model").mkdir(parents=True)
+    (s.weights_dir / "r" / ".tmp-3.1-17").mkdir()
+    assert (s.checkpoint_dir / "r" / "2.1").exists() and (s.weights_dir / "r" / "2.1").exists()
+    run = begin(s, ledger)
+    for root in (s.checkpoint_dir, s.weights_dir):
+        assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0"]
+    go(run, 1, 1)
+    assert ids(ledger) == ["0.0", "1.0", "2.1"]
+    assert batches(ledger.published)[-1] == (1, 1)
+
+
+def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    run = begin(s, ledger)
+    run.train(incoming(0))
+    (s.checkpoint_dir / "r" / "1.0").mkdir()  # as if a newer one had written there
+    with pytest.raises(FileExistsError):
+        run.publish()
+    ledger.fenced = True
+    with pytest.raises(Fenced):
+        run.publish()
+    assert ids(ledger) == ["0.0"]
+
+
+@pytest.mark.parametrize("damage", ["model", "training.pt", INFO, "everything"])
+def test_a_damaged_checkpoint_falls_back_to_its_parent(tmp_path: Path, model_dir: Path, damage: str) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 2)
+    newest = s.checkpoint_dir / "r" / "3.0"
+    match damage:
+        case "model":
+            with (newest / "model" / "model.safetensors").open("r+b") as f:
+                f.seek(2000)
+                f.write(b"\xff" * 8)
+        case "everything":
+            shutil.rmtree(newest)
+        case _:
+            os.truncate(newest / damage, 10)
+    go(begin(s, ledger), 2, 2)
+    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.0", "3.1"]
+    assert ledger.published[-1].parent_version == "r/2.0"
+    trained = [v.last_batch_seq for v in reversed(chain(ledger.published, "r/3.1"))]
+    assert trained == [None, 0, 1, 2], "each batch once along the surviving chain"
+
+
+def test_versions_without_any_checkpoint_are_an_error(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 0)
+    shutil.rmtree(s.checkpoint_dir)
+    with pytest.raises(CheckpointLost, match=r"r/1\.0"):
+        begin(s, ledger)
+
+
+def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 1)
+    before = {
+        p: p.stat().st_mtime_ns for root in (s.checkpoint_dir, s.weights_dir) for p in root.rglob("*.safetensors")
+    }
+    wiped = MemoryLedger(topic_id="another")
+    go(begin(s, wiped, "topic2"), 0, 0)
+    assert ids(wiped) == ["0.1", "1.1"]
+    assert all(p.stat().st_mtime_ns == t for p, t in before.items())
+    go(begin(s, wiped, "topic2"), 1, 1)
+    assert ids(wiped) == ["0.1", "1.1", "2.2"]
+
+
+def test_a_batches_topic_made_anew_keeps_the_weights_and_begins_at_its_start(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 1)
+    go(begin(s, ledger, "topic2"), 0, 0)
+    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.1"]
+    assert batches(ledger.published)[-1] == (0, 0)
+    assert [v.batches_topic_id for v in ledger.published] == ["topic", "topic", "topic", "topic2"]
+
+
+def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_expects(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, ledger = settings(tmp_path, model_dir, sync_every=2), MemoryLedger()
+    run = begin(s, ledger)
+    go(run, 0, 2)
+    assert run.window and not run.window_full
+    run.publish()  # SIGTERM
+    go(begin(s, ledger), 3, 5)
+    assert ids(ledger) == ["0.0", "1.0", "2.0", "2.1", "3.1"]
+    assert batches(ledger.published)[1:] == [(0, 1), (2, 2), (3, 3), (4, 5)]
+    for version in ledger.published[1:]:
+        assert version.last_batch_seq is not None
+        assert version.sync_index == version.last_batch_seq // 2 + 1
+
+
+def test_files_of_old_versions_are_deleted_the_newest_two_never(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir, keep_checkpoints=1, keep_versions=3), MemoryLedger()
+    go(begin(s, ledger), 0, 4)
+    assert sorted(p.name for p in (s.checkpoint_dir / "r").iterdir()) == ["4.0", "5.0"]
+    assert sorted(p.name for p in (s.weights_dir / "r").iterdir()) == ["3.0", "4.0", "5.0"]
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"trainer\.model_path"):
+        begin(Settings(run_id="r", data_dir=tmp_path), MemoryLedger())
+    with pytest.raises(SettingsError, match=r"trainer\.lr_final"):
+        check_settings(settings(tmp_path, model_dir, lr_final=1e-4).trainer)
+
+
+# -- directories and lineage
+
+
+def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "r" / "1.0"
+    with pytest.raises(KeyboardInterrupt), new_directory(final, {"a": 1}) as tmp:
+        (tmp / "one").write_text("1")
+        raise KeyboardInterrupt  # a kill between two files
+    assert not final.exists()
+    with new_directory(final, {"a": 1}) as tmp:
+        (tmp / "sub").mkdir()
+        (tmp / "sub" / "two").write_text("2")
+    assert verify(final)["a"] == 1
+    (final / "three").write_text("3")
+    with pytest.raises(InvalidCheckpoint, match="three"):
+        verify(final)
+    with pytest.raises(FileExistsError), new_directory(final, {}):
+        pass
+
+
+def test_a_checkpoint_of_another_version_is_not_taken(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    begin(s, ledger)
+    directory = s.checkpoint_dir / "r" / "0.0"
+    assert read(directory, "r/0.0").position == start_of("topic")
+    with pytest.raises(InvalidCheckpoint, match=r"r/0\.0, not of r/0\.1"):
+        read(directory, "r/0.1")
+
+
+def version(name: str, parent: str | None, base: str | None = None) -> WeightVersion:
+    parsed = parse_version(name)
+    assert parsed is not None
+    return WeightVersion(
+        version_id=name, run_id=parsed.run_id, sync_index=parsed.sync_index, attempt=parsed.attempt,
+        parent_version=parent, format="delta" if base else "full", base_version=base, files=(), channel="train",
+        metrics={}, created_at=0,
+    )  # fmt: skip
+
+
+def test_what_a_kept_delta_is_based_on_is_kept() -> None:
+    log = [version("r/0.0", None), version("r/1.0", "r/0.0"), version("r/2.0", "r/1.0", "r/1.0")]
+    log += [version("r/3.0", "r/2.0", "r/2.0"), version("r/4.0", "r/3.0", "r/3.0")]
+    assert set(deletable(log, "r/4.0", 2)) == {Version("r", 0, 0)}
+
+
+def test_a_dead_branch_does_not_push_out_the_chain() -> None:
+    log = [version("r/0.0", None), version("r/1.0", "r/0.0"), version("r/2.0", "r/1.0"), version("r/2.1", "r/1.0")]
+    assert set(deletable(log, "r/2.1", 2)) == {Version("r", 0, 0)}, "1.0 is the parent, 2.0 the last but one of the log"
+
+
+@given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
+def test_sync_indexes_are_what_admission_counts(every: int, stops: list[bool]) -> None:
+    """Whether or not the trainer is stopped after a batch: a version's sync index is floor(last batch / every) + 1."""
+    sync, start = 0, 0
+    for seq, stop in enumerate(stops):
+        if stop or (seq + 1) % every == 0:
+            sync, start = next_sync_index(sync, start, every), seq + 1
+            assert sync == seq // every + 1
