@@ -1,0 +1,101 @@
+"""Lag of every group on a real Kafka: Ticks and control records are no work, everything else is."""
+
+from __future__ import annotations
+
+from runtime.kafka import Cluster
+from runtime.lag import data_lag, format_lag, lag
+from runtime.records import create_topics
+from schemas import events
+from schemas.codec import Codec
+from schemas.settings import Settings
+from schemas.topics import partition_of
+
+ENDED = events.RunEnded(run_id="default", created_at=1)
+
+
+def commit(cluster: Cluster, group: str, topic: str) -> None:
+    """Commit the ends of a topic as a reader does that has read to them."""
+    ends = {(topic, p): high for p, (_, high) in cluster.watermarks(topic).items()}
+    reader = cluster.reader(group, {tp: max(0, end - 1) for tp, end in ends.items()})
+    while not reader.at_end:
+        reader.poll(100, 0.5)
+    assert reader.positions == ends
+    reader.commit(ends)
+    reader.close()
+
+
+def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) -> None:
+    create_topics(cluster, settings)
+    topics, prefix, codec = settings.kafka.topics, settings.kafka.topic_prefix, Codec()
+    ready = topics.ready_batches_spec("default", "train")
+    cluster.create_topic(ready.name, ready.partitions, ready.config)
+    producer, admit = cluster.producer(), cluster.producer(f"{prefix}-admit")
+    mark = events.StepMark(event_id="e", run_id="r", trajectory_key="k", step_id="s", mark="late", offset=0)
+    for p in range(4):
+        for _ in range(5):
+            producer.put(topics.steps, None, codec.encode(events.Tick(partition=p)), partition=p)
+            producer.put(topics.candidates, None, codec.encode(events.Tick(partition=p, event_time=1)), partition=p)
+    producer.put(topics.steps, b"k", b"poison")
+    producer.put(topics.steps, b"k", None)
+    producer.put(topics.trajectories, b"k", codec.encode(mark))
+    mine, other = (
+        b"default",
+        next(b"r%d" % i for i in range(99) if partition_of(b"r%d" % i, 4) == partition_of(b"default", 4)),
+    )
+    producer.put(topics.candidates, mine, codec.encode(ENDED))
+    producer.put(topics.candidates, other, codec.encode(ENDED))
+    producer.flush()
+    with admit.transaction():
+        admit.put(ready.name, b"default", codec.encode(ENDED))
+
+    rows = {(r.group.removeprefix(f"{prefix}-"), r.topic.removeprefix(f"{prefix}.")): r for r in lag(cluster, settings)}
+    assert {k: (r.offsets, r.records) for k, r in rows.items() if r.offsets} == {
+        ("assemble", "steps"): (22, 1),
+        ("reward", "trajectories"): (1, 1),
+        ("admit.default.train", "candidates"): (7, 1),
+        ("admit.default.val", "candidates"): (7, 1),
+        ("trainer.default.train", "ready-batches.default.train"): (2, 1),
+        ("lake", "steps"): (22, 1),
+        ("lake", "trajectories"): (1, 1),
+        ("lake", "candidates"): (22, 2),
+        ("lake", "ready-batches.default.train"): (2, 1),
+    }
+    assert all(r.exact and r.committed is None for r in rows.values())
+    assert rows["assemble", "rewards"].partitions == 4
+    assert data_lag(cluster, settings, f"{prefix}-lake") == 5
+
+    for topic in (topics.steps, topics.trajectories, topics.candidates, ready.name):
+        commit(cluster, f"{prefix}-lake", topic)
+    commit(cluster, f"{prefix}-trainer.default.train", ready.name)
+    commit(cluster, f"{prefix}-by-hand", topics.steps)
+    assert (
+        data_lag(cluster, settings, f"{prefix}-lake")
+        == data_lag(cluster, settings, f"{prefix}-trainer.default.train")
+        == 0
+    )
+    producer.put(topics.steps, None, codec.encode(events.Tick(partition=1)), partition=1)
+    producer.flush()
+    (by_hand,) = (r for r in lag(cluster, settings) if r.group == f"{prefix}-by-hand")
+    assert (by_hand.partitions, by_hand.committed, by_hand.end, by_hand.offsets, by_hand.records) == (4, 22, 23, 1, 0)
+    printed = format_lag([by_hand]).splitlines()
+    assert printed[0].split() == ["GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END", "OFFSETS", "RECORDS"]
+    assert printed[1].split() == [f"{prefix}-by-hand", topics.steps, "4", "22", "23", "1", "0"]
+
+
+def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_yet(
+    settings: Settings, cluster: Cluster
+) -> None:
+    create_topics(cluster, settings)
+    topics, prefix, codec = settings.kafka.topics, settings.kafka.topic_prefix, Codec()
+    producer, admit = cluster.producer(), cluster.producer(f"{prefix}-open")
+    for _ in range(11):
+        producer.put(topics.weights, b"v", codec.encode(events.Tick(partition=0)))
+    producer.flush()
+    with admit.transaction():
+        admit.put(topics.dead_letters, b"k", codec.encode(ENDED))
+        admit.flush()
+        rows = {r.topic: r for r in lag(cluster, settings, scan_records=10) if r.group == f"{prefix}-lake"}
+    assert (rows[topics.weights].records, rows[topics.weights].exact) == (11, False)
+    assert (rows[topics.dead_letters].offsets, rows[topics.dead_letters].exact) == (0, True)
+    assert "<=11" in format_lag(rows.values())
+    assert data_lag(cluster, settings, f"{prefix}-lake") == 1
