@@ -1,0 +1,1 @@
+"""Where agents talk as if to their LLM provider: every call becomes a step event before its reply ends."""

@@ -1,0 +1,327 @@
+"""The hot path: one model call from the client's bytes to its reply, a plain ASGI endpoint for any dialect.
+
+1. Refuse what can be refused before an engine is asked: bad input, no room.
+2. Ask an engine. A plain reply is read whole; a stream is passed on event by event up to the first finish reason.
+3. Make the steps of all choices durable (`journal`).
+4. Only then send the plain reply, or the rest of the stream. If they could not be made durable: 503, or an error event in place
+   of the rest.
+
+A client that leaves makes the engine stop; what it had got is recorded as `aborted`. So is a call cut off by a shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.bus import Message
+from gateway.clock import Clock
+from gateway.disconnect import Client, Receive
+from gateway.error_reply import Reply, reply_of
+from gateway.errors import (
+    BodyTooLarge,
+    ClientGone,
+    GatewayError,
+    NotRecorded,
+    Overloaded,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from gateway.journal import Journal
+from gateway.metrics import Metrics
+from gateway.protocol import VERSION_END, VERSION_START, VERSIONS, Dialect, Stream
+from gateway.sessions import SessionKeys, origin_of
+from gateway.steps import Call, Engine, steps_of, unseen_steps
+from gateway.upstream import Response, Upstream
+from gateway.workers import Worker
+from schemas.codec import Codec
+from schemas.events import Step, StepStatus
+from schemas.ids import new_call_id
+from schemas.settings import Settings
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+
+FORWARDED = frozenset(
+    {"traceparent", "tracestate", "x-request-id", "x-session-id", "x-vllm-priority", "x-data-parallel-rank"}
+)
+"""Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
+RETURNED = ("content-type", "retry-after", "x-request-id")
+IDEMPOTENCY = ("idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+ROOM_A_STEP = 64 * 1024
+"""Estimate of what a step takes in the spool beside its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes work with."""
+
+    settings: Settings
+    keys: SessionKeys
+    journal: Journal
+    upstream: Upstream
+    codec: Codec
+    clock: Clock
+    metrics: Metrics
+
+
+def header_map(scope: Scope) -> dict[str, str]:
+    """The request's headers, names in lower case; of several the last."""
+    return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises BodyTooLarge, or ClientGone when it does not come to its end."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client closed its connection within its request")
+        part, more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """A whole reply."""
+    await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+class CallEndpoint:
+    """ASGI endpoint of a dialect's model calls."""
+
+    def __init__(self, parts: Parts, dialect: Dialect) -> None:
+        self._parts, self._dialect = parts, dialect
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics, limit = self._parts.metrics, self._parts.settings.gateway.max_in_flight
+        if self._in_flight >= limit:
+            metrics.calls.labels("refused").inc()
+            await send_reply(send, reply_of(Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")))
+            return
+        self._in_flight += 1
+        metrics.in_flight.inc()
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            self._in_flight -= 1
+            metrics.in_flight.dec()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts = self._parts
+        try:
+            headers = header_map(scope)
+            call = self._accept(scope, headers, await read_body(receive, parts.settings.gateway.max_body_bytes))
+            room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
+            with parts.journal.reserve(room):
+                client = Client(receive)
+                try:
+                    exchange = Exchange(parts, self._dialect, call, headers, client, send)
+                    ending = await exchange.run()
+                finally:
+                    client.done()
+        except ClientGone:
+            ending = "refused"
+        except GatewayError as error:
+            ending = _ending_of(error)
+            await send_reply(send, reply_of(error))
+        parts.metrics.calls.labels(ending).inc()
+
+    def _accept(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Call:
+        """The call that a request is. Raises BadRequest or WrongKey."""
+        received_at = self._parts.clock.micros()
+        path = scope.get("path_params") or {}
+        settings = self._parts.settings
+        origin = origin_of(headers, self._parts.keys, settings.run_id, path.get("trajectory"), path.get("prompt"))
+        return Call(
+            origin=origin,
+            call_id=new_call_id(origin.trajectory_key),
+            protocol=self._dialect.name,
+            request=self._dialect.request(body),
+            body=body,
+            gateway_id=settings.gateway.gateway_id,
+            received_at=received_at,
+            idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
+            retry_count=_number(headers.get("x-stainless-retry-count")),
+            user_agent=headers.get("user-agent"),
+        )
+
+
+class Exchange:
+    """One accepted call with one client. `run` ends it and says how, see Metrics.calls."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        dialect: Dialect,
+        call: Call,
+        headers: Mapping[str, str],
+        client: Client,
+        send: Send,
+    ) -> None:
+        self._parts, self._dialect, self._call = parts, dialect, call
+        self._client, self._send = client, send
+        self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
+        self._asked: Worker | None = None
+        self._engine = Engine()
+        self._started = False
+
+    async def run(self) -> str:
+        """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
+        stream = self._dialect.stream(self._call.request) if self._call.request.stream else None
+        try:
+            async with self._client:
+                async with self._ask() as response:
+                    self._engine = _engine_of(response)
+                    if response.status >= 400:
+                        await self._pass_error(response)
+                        return "upstream_error"
+                    spans = response.header(VERSIONS)
+                    body = await (response.read() if stream is None else self._pass_stream(response, stream))
+        except (ClientGone, asyncio.CancelledError) as error:
+            if self._asked is None:
+                raise
+            await self._record_aborted(stream)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return "aborted"
+        if stream is None:
+            return await self._finish_plain(body or b"", spans)
+        return await self._finish_stream(stream)
+
+    def _ask(self) -> Any:
+        call = self._call
+        return self._parts.upstream.ask(
+            "POST", self._dialect.path, call.request.body, self._forwarded,
+            key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
+            on_asking=self._asking,
+        )  # fmt: skip
+
+    def _asking(self, worker: Worker | None) -> None:
+        self._asked = worker
+        self._engine = Engine(worker_id=worker.worker_id if worker else None)
+
+    # -- replies
+
+    def _headers(self, content_type: bytes, length: int | None, steps: Sequence[str]) -> list[tuple[bytes, bytes]]:
+        headers = [
+            (b"content-type", content_type),
+            (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
+            (b"x-clawstream-step", ",".join(steps).encode()),
+        ]
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        return headers
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _pass_error(self, response: Response) -> None:
+        body = await response.read()
+        headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
+        headers.append((b"content-length", b"%d" % len(body)))
+        headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
+        await self._start(response.status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _finish_plain(self, body: bytes, spans: str | None) -> str:
+        answer = self._dialect.answer(self._call.request, body, spans.encode("latin-1") if spans else None)
+        steps = steps_of(self._call, answer, self._engine, "ok", self._parts.clock.micros())
+        await self._record(steps)
+        if self._client.gone:
+            return "aborted"
+        await self._start(200, self._headers(b"application/json", len(answer.body), [s.step_id for s in steps]))
+        await self._send({"type": "http.response.body", "body": answer.body})
+        return self._answered(steps)
+
+    async def _pass_stream(self, response: Response, stream: Stream) -> None:
+        """Everything up to the first finish reason goes through; the rest is held in `stream`."""
+        kind = (response.header("content-type") or "").encode()
+        if not kind.startswith(b"text/event-stream"):
+            raise UpstreamFailed(f"the engine at {response.worker.base_url} answered a stream with {kind.decode()!r}")
+        await self._start(200, [*self._headers(kind, None, self._call.step_ids), (b"cache-control", b"no-cache")])
+        try:
+            async for piece in response.pieces():
+                if out := stream.feed(piece):
+                    await self._send({"type": "http.response.body", "body": out, "more_body": True})
+                if stream.ended:
+                    await response.settle()
+                    break
+            stream.close()
+        except (UpstreamFailed, UpstreamTimeout) as error:
+            stream.fail(error)
+
+    async def _finish_stream(self, stream: Stream) -> str:
+        answer = stream.whole()
+        status: StepStatus = "ok" if stream.failure is None else "error"
+        steps = steps_of(self._call, answer, self._engine, status, self._parts.clock.micros())
+        if stream.failure is not None:
+            steps = [s for s in steps if s.response_token_ids or s.finish_reason]
+        try:
+            if steps:
+                await self._record(steps)
+        except NotRecorded as error:
+            await self._send({"type": "http.response.body", "body": self._dialect.error_event(error)})
+            return "not_recorded"
+        if self._client.gone:
+            return "aborted"
+        await self._send({"type": "http.response.body", "body": stream.held()})
+        return "error" if stream.failure is not None else self._answered(steps)
+
+    def _answered(self, steps: Sequence[Step]) -> str:
+        self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
+        return "answered"
+
+    # -- records
+
+    async def _record_aborted(self, stream: Stream | None) -> None:
+        now = self._parts.clock.micros()
+        answer = stream.sent() if stream is not None else None
+        if answer is not None and answer.choices:
+            steps = steps_of(self._call, answer, self._engine, "aborted", now)
+        else:
+            steps = unseen_steps(self._call, self._engine, now)
+        try:
+            await self._record(steps)
+        except NotRecorded:
+            return  # counted and logged; there is nobody to tell
+
+    async def _record(self, steps: Sequence[Step]) -> None:
+        parts = self._parts
+        topic = parts.settings.kafka.topics.steps
+        key = self._call.origin.kafka_key
+        receipt = await parts.journal.record([Message(topic, key, parts.codec.encode(step)) for step in steps])
+        for step in steps:
+            parts.metrics.steps_recorded.labels(step.status).inc()
+        if receipt == "spooled":
+            parts.metrics.steps_spooled.inc(len(steps))
+
+
+def _ending_of(error: GatewayError) -> str:
+    match error:
+        case NotRecorded():
+            return "not_recorded"
+        case UpstreamFailed() | UpstreamTimeout():
+            return "upstream_error"
+        case _:
+            return "refused"
+
+
+def _engine_of(response: Response) -> Engine:
+    return Engine(
+        worker_id=response.worker.worker_id,
+        version_first=response.header(VERSION_START),
+        version_last=response.header(VERSION_END),
+    )

@@ -1,0 +1,88 @@
+"""What goes wrong in the gateway. The message says what happened and what to do; `error_reply` says which HTTP status it is."""
+
+from __future__ import annotations
+
+
+class GatewayError(Exception):
+    """Root of all errors of the gateway. param: the field or header that is wrong, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class BadRequest(GatewayError):
+    """The request is not what the protocol says. Names the field."""
+
+
+class Unprocessable(GatewayError):
+    """A well-formed request with a value that cannot be. Names the field."""
+
+
+class WrongKey(GatewayError):
+    """No session key, or one that this installation did not mint."""
+
+
+class NotFound(GatewayError):
+    """No such path."""
+
+
+class WrongMethod(GatewayError):
+    """The path is there, but not for this method."""
+
+
+class BodyTooLarge(GatewayError):
+    """The request body exceeds gateway.max_body_bytes."""
+
+
+class Overloaded(GatewayError):
+    """More calls are in flight than gateway.max_in_flight. Nothing was sampled; try again."""
+
+
+class NoWorker(GatewayError):
+    """No engine became ready within gateway.worker_wait_s. Nothing was sampled; try again."""
+
+
+class NoRoom(GatewayError):
+    """Kafka is away and the spool could not take what a call would give. Nothing was sampled; try again."""
+
+
+class UpstreamFailed(GatewayError):
+    """The engine went away or answered something that is no reply."""
+
+
+class UpstreamTimeout(GatewayError):
+    """The engine took longer than gateway.upstream_timeout_s."""
+
+
+class BusUnavailable(GatewayError):
+    """Kafka did not acknowledge in time. Nothing is known of what was sent; retry with the same ids."""
+
+
+class NotRecorded(GatewayError):
+    """The record is neither on Kafka nor in the spool, so it may not be answered."""
+
+
+class SpoolFull(NotRecorded):
+    """Kafka is away and the spool has no room: see gateway.spool_max_bytes."""
+
+
+class SpoolFailed(NotRecorded):
+    """The disk under the spool refused to write."""
+
+
+class RecordTooLarge(NotRecorded):
+    """The record is larger than Kafka takes."""
+
+
+class SpoolTaken(GatewayError):
+    """Another process uses this spool directory. Give every gateway its own gateway.gateway_id."""
+
+
+class PortTaken(GatewayError):
+    """The address cannot be listened on: set gateway.port or gateway.host."""
+
+
+class ClientGone(GatewayError):
+    """The client closed its connection: there is nobody to answer."""

@@ -1,0 +1,95 @@
+"""The gateway as a process: `clawstream gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from gateway.app import create_app
+from gateway.bus import KafkaBus, Message
+from gateway.errors import GatewayError, PortTaken
+from gateway.worker_feed import WorkerFeed
+from gateway.workers import WorkerTable
+from runtime.lifecycle import run_async
+from runtime.records import cluster_of
+from runtime.telemetry import logger
+from schemas.codec import Codec
+from schemas.settings import Settings
+
+STOP_RESERVE_S = 8.0
+"""Of up.stop_timeout_s: kept for draining the spool and flushing after the last call has ended."""
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to `runtime.lifecycle`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(settings: Settings) -> socket.socket:
+    host, port = settings.gateway.host, settings.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        raise PortTaken(f"cannot listen on {host}:{port}: {error}. Set gateway.port or gateway.host") from error
+
+
+async def serve(settings: Settings, stop: asyncio.Event) -> None:
+    """Serve until `stop`: then accept no more, finish what is in flight, drain the spool if Kafka is there, flush.
+
+    Kafka need not be there at the start: calls are spooled until it is.
+    """
+    listening = _listen(settings)
+    cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
+    bus = KafkaBus(cluster, topics.steps, settings.gateway.produce_timeout_s)
+    table = WorkerTable(settings.gateway.upstreams)
+    app = create_app(settings, bus, table, codec)
+    burials: set[asyncio.Task[None]] = set()
+
+    def bury(message: Message) -> None:
+        task = asyncio.create_task(app.state.bury(message))
+        burials.add(task)
+        task.add_done_callback(burials.discard)
+
+    feed = WorkerFeed(cluster, settings, table, codec, lambda: bus.uptime_s, bury)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S)),
+        )
+    )
+    bus.start()
+    feed.start()
+    logger().info("gateway_listens", host=settings.gateway.host, port=settings.gateway.port)
+    serving = asyncio.create_task(server.serve([listening]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    feed.stop()
+    server.should_exit = True
+    await serving
+    stopping.cancel()
+    await asyncio.to_thread(bus.close)
+    if not stop.is_set():
+        raise GatewayError("the web application did not start or ended by itself: the lines above say why")
+    logger().info("gateway_stopped")
+
+
+def main(settings: Settings) -> None:
+    """Run the gateway until SIGTERM or SIGINT. Never returns, see runtime.lifecycle."""
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    run_async("gateway", settings, serve)

@@ -1,0 +1,47 @@
+"""What the gateway counts, for Prometheus. One registry an app, so that several live in one process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+ACK_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0, 10.0)
+
+
+class Metrics:
+    """All counters. Prefix clawstream_gateway_."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        name, registry = "clawstream_gateway_", self.registry
+        self.calls = Counter(
+            name + "calls",
+            "Model calls by how they ended: answered; refused (nothing asked of an engine); upstream_error (the engine's "
+            "error passed on); aborted (client left); error (engine failed midway); not_recorded",
+            ["status"],
+            registry=registry,
+        )
+        self.steps_recorded = Counter(
+            name + "steps_recorded", "Steps made durable, on Kafka or in the spool", ["status"], registry=registry
+        )
+        self.steps_answered = Counter(
+            name + "steps_answered", "Steps whose call was answered in full", registry=registry
+        )
+        self.steps_spooled = Counter(
+            name + "steps_spooled", "Steps made durable in the spool, not on Kafka", registry=registry
+        )
+        self.not_recorded = Counter(
+            name + "not_recorded", "Attempts to record that neither Kafka nor the spool took", registry=registry
+        )
+        self.spool_full = Counter(name + "spool_full", "Refused because the spool is full", registry=registry)
+        self.spool_bytes = Gauge(name + "spool_bytes", "Bytes waiting in the spool", registry=registry)
+        self.in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
+        self.ack_wait = Histogram(
+            name + "ack_wait_seconds",
+            "From the last token to a durable record",
+            buckets=ACK_BUCKETS_S,
+            registry=registry,
+        )
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
