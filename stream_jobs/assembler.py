@@ -1,0 +1,98 @@
+"""The assemble job: the owners of the partitions that this worker has, and the ticks that it writes into their inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from runtime.kafka import Cluster, Record
+from runtime.records import Decoder
+from runtime.telemetry import logger
+from schemas.events import Tick
+from schemas.settings import Settings
+from stream_jobs.assemble import Limits
+from stream_jobs.index import REWARDS, STEPS
+from stream_jobs.owner import Owner, Shared, Situation
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The fold's limits."""
+    jobs = settings.jobs
+    return Limits(
+        trajectory_timeout=round(jobs.trajectory_timeout_s * 1000),
+        closed_horizon=round(jobs.closed_horizon_s * 1000),
+        orphan_after=round(jobs.orphan_after_s * 1000),
+        closed_max=jobs.closed_max,
+    )
+
+
+class Assembler:
+    """A job of `stream_jobs.app`. Every exception out of it must end the process."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        jobs, topics = settings.jobs, settings.kafka.topics
+        self.inputs: tuple[str, ...] = (topics.steps, topics.rewards)
+        self.tick_interval_s = jobs.tick_interval_s
+        self._shared = Shared(
+            cluster=cluster,
+            producer=cluster.producer(),
+            decoder=Decoder(cluster, topics.schemas),
+            topics=topics,
+            limits=limits_of(settings),
+            worker=jobs.worker_id,
+            cache_bytes=(jobs.cache_mb << 20) // settings.kafka.partitions,
+            snapshot_min_bytes=jobs.snapshot_min_bytes,
+        )
+        self._owners: dict[int, Owner] = {}
+        self._ticking = False
+
+    async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
+        """Take the partitions over; returns where to read on."""
+        situations = await asyncio.to_thread(self._situations, partitions)
+        owners = {p: Owner(p, self._shared, s) for p, s in situations.items()}
+        await asyncio.gather(*(owner.take_over() for owner in owners.values()))
+        self._owners = owners
+        return {place: offset for owner in owners.values() for place, offset in owner.positions.items()}
+
+    def _situations(self, partitions: Sequence[int]) -> dict[int, Situation]:
+        """Today's topic ids and ends (blocking), once for all partitions."""
+        topics, cluster = self._shared.topics, self._shared.cluster
+        ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
+        ends = {t: cluster.watermarks(t, partitions) for t in (topics.steps, topics.rewards, topics.assembly)}
+        return {p: Situation(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
+
+    async def revoked(self) -> None:
+        """Give all partitions up, each after the batch in hand."""
+        owners, self._owners = self._owners, {}
+        await asyncio.gather(*(owner.release() for owner in owners.values()))
+
+    async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
+        """Process a batch; returns topic to the last offset that is done."""
+        owner = self._owners.get(partition)
+        if owner is None:
+            return {}
+        async with owner.lock:
+            if owner.released:
+                return {}
+            await owner.process((STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records)
+        return {r.topic: r.offset for r in records}
+
+    async def tick(self) -> None:
+        """Write the time into the inputs of every own partition. One that is lost does no harm: the next one says more."""
+        if self._ticking:
+            return  # Kafka is away: no pile of ticks
+        codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
+        places = [(topic, p) for p in self._owners for topic in self.inputs]
+        self._ticking = True
+        results = await asyncio.gather(
+            *(send(topic, None, codec.encode(Tick(partition=p)), partition=p) for topic, p in places),
+            return_exceptions=True,
+        )
+        self._ticking = False
+        lost = [r for r in results if isinstance(r, BaseException)]
+        if lost:
+            logger().warning("ticks_lost", count=len(lost), error=str(lost[0]))
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        self._shared.producer.close()

@@ -1,0 +1,245 @@
+"""What assemble knows of one partition, and how the entries of its state log change it. Pure; all times are log timestamps in ms.
+
+The state is a fold over entries, small JSON arrays `[op, ...]`. `assemble.Fold` makes them while it reads the inputs, and applies them by
+the same `Assembly.apply` by which a new owner rebuilds the state from the log. Payload (tokens, replies, metadata) is not in here:
+only its offsets on `claw.steps`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from schemas.events import Channel, Outcome, StepMarkKind
+from stream_jobs.index import (
+    STEPS,
+    Burial,
+    Closed,
+    ClosedStep,
+    Entry,
+    Folded,
+    Key,
+    Mark,
+    Marks,
+    Open,
+    Pending,
+    RewardEntry,
+    Source,
+    StepEntry,
+    Waiting,
+)
+
+LATE_MAX = 1000
+"""Late steps remembered a trajectory; beyond it a re-sent late step is marked again."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
+
+    opened: by time of the last record. closed: by time of closing, packed. waiting: of each input, by offset.
+    """
+
+    applied: list[int] = field(default_factory=lambda: [-1, -1])
+    time: list[int] = field(default_factory=lambda: [-1, -1])
+    topic_ids: list[str] = field(default_factory=lambda: ["", ""])
+    opened: OrderedDict[Key, Open] = field(default_factory=OrderedDict)
+    closed: OrderedDict[Key, bytes] = field(default_factory=OrderedDict)
+    waiting: tuple[OrderedDict[int, Waiting], OrderedDict[int, Waiting]] = field(
+        default_factory=lambda: (OrderedDict(), OrderedDict())
+    )
+    pending: Pending = field(default_factory=Pending)
+    waiting_for: dict[Key, list[tuple[Source, int]]] = field(default_factory=dict)
+
+    @property
+    def event_time(self) -> int:
+        """Event time of the partition: the minimum over its inputs; -1 before both have begun."""
+        return min(self.time)
+
+    def apply(self, entry: Entry) -> None:
+        """Change the state by one entry."""
+        op, *args = entry
+        _APPLY[op](self, *args)
+
+    # -- one method for each kind of entry; the constant beside it is its op
+
+    def _opened(self, run: str, key: str, at: int, channel: Channel) -> None:
+        self.opened[run, key] = Open(at, channel, at)
+
+    def _attributes(self, run: str, key: str, at: int, given: Mapping[str, Any]) -> None:
+        trajectory = self._touch((run, key), at)
+        for name, value in given.items():
+            if getattr(trajectory, name) is None:
+                setattr(trajectory, name, value)
+
+    def _step(self, run: str, key: str, step: list[Any]) -> None:
+        entry = StepEntry(*step)
+        self._touch((run, key), entry.at).steps.append(entry)
+
+    def _touch(self, key: Key, at: int) -> Open:
+        trajectory = self.opened[key]
+        trajectory.last = at
+        self.opened.move_to_end(key)
+        return trajectory
+
+    def _closed(self, run: str, key: str, outcome: Outcome, reason: str | None, at: int) -> None:
+        was = self.opened.pop((run, key))
+        self.pending.closings[run, key] = was
+        steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest) for s in was.steps]
+        self.closed[run, key] = Closed(
+            was.opened_at, at, outcome, reason, was.channel, was.group_id, was.group_size, was.round, steps, was.folded
+        ).dump()
+
+    def _lost(self, run: str, key: str, reason: str) -> None:
+        with self.edit((run, key)) as closed:
+            closed.outcome, closed.reason = "lost", reason
+
+    def _facts(self, run: str, key: str, prompt_tokens: int, order: list[str], place: list[Any]) -> None:
+        with self.edit((run, key)) as closed:
+            by_tail = {s.tail: s for s in closed.steps}
+            closed.steps = [by_tail[tail] for tail in order]
+            closed.prompt_tokens = prompt_tokens
+            closed.place = (place[0], place[1], place[2], place[3])
+
+    def _revised(self, run: str, key: str) -> None:
+        with self.edit((run, key)) as closed:
+            closed.revision += 1
+        self.pending.revised[run, key] = None
+
+    def _forgotten(self, run: str, key: str) -> None:
+        del self.closed[run, key]
+
+    def _reward(self, run: str, key: str, reward: list[Any]) -> None:
+        entry = RewardEntry(*reward)
+        with self._folded((run, key)) as folded:
+            if folded.beats(entry):
+                folded.rewards[entry.slot] = entry
+
+    def _curated(self, run: str, key: str, event: int, target: str, fields: Mapping[str, Any]) -> None:
+        with self._folded((run, key)) as folded:
+            if event not in folded.seen:
+                folded.seen.append(event)
+                marks = folded.marks.setdefault(target, Marks())
+                for name, value in fields.items():
+                    setattr(marks, name, value)
+
+    def _waits(self, source: Source, offset: int, at: int, run: str, key: str, tail: str | None, entry: Entry) -> None:
+        self.waiting[source][offset] = Waiting(source, offset, at, (run, key), tail, entry)
+        self.waiting_for.setdefault((run, key), []).append((source, offset))
+
+    def _waits_no_more(self, source: Source, offset: int) -> None:
+        key = self.waiting[source].pop(offset).key
+        left = self.waiting_for[key]
+        left.remove((source, offset))
+        if not left:
+            del self.waiting_for[key]
+
+    def _marked(
+        self, run: str, key: str, step_id: str, kind: StepMarkKind, why: str | None, offset: int, hashed: int
+    ) -> None:
+        self.pending.marks.append(Mark((run, key), step_id, kind, why, offset))
+        with self.edit((run, key)) as closed:
+            if len(closed.late) < LATE_MAX:
+                closed.late.append(hashed)
+
+    def _buried(self, source: Source, offset: int, reason: str, detail: str) -> None:
+        self.pending.burials.append(Burial(source, offset, reason, detail))
+
+    def _done(self) -> None:
+        self.pending = Pending()
+
+    def _times(self, steps: int, rewards: int) -> None:
+        self.time = [steps, rewards]
+
+    def _new_position(self, source: Source, topic_id: str, applied: int) -> None:
+        """Another topic of that name: nothing before counts for it. Without its steps no closed trajectory can be told from a new one."""
+        self.topic_ids[source] = topic_id
+        self.applied[source] = applied
+        self.time[source] = -1
+        for offset in list(self.waiting[source]):
+            self._waits_no_more(source, offset)
+        if source == STEPS:
+            for key in [k for k in self.closed if k not in self.pending.closings and k not in self.pending.revised]:
+                del self.closed[key]
+
+    # -- access to a packed trajectory
+
+    def edit(self, key: Key) -> _Edit:
+        """`with state.edit(key) as closed: ...` unpacks a closed trajectory and packs it again."""
+        return _Edit(self, key)
+
+    def _folded(self, key: Key) -> _FoldedOf:
+        return _FoldedOf(self, key)
+
+    # -- snapshots
+
+    def dump(self) -> bytes:
+        """The state as JSON, without what is pending: a snapshot is taken when nothing is."""
+        return orjson.dumps({
+            "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids,
+            "opened": [[*k, v.dump()] for k, v in self.opened.items()],
+            "closed": [[*k, orjson.Fragment(v)] for k, v in self.closed.items()],
+            "waiting": [[w.source, w.offset, w.at, *w.key, w.tail, w.entry] for side in self.waiting for w in side.values()],
+        })  # fmt: skip
+
+    @classmethod
+    def load(cls, packed: bytes) -> Assembly:
+        """The state of `dump`."""
+        plain = orjson.loads(packed)
+        state = cls(plain["applied"], plain["time"], plain["topic_ids"])
+        for run, key, trajectory in plain["opened"]:
+            state.opened[run, key] = Open.load(trajectory)
+        for run, key, trajectory in plain["closed"]:
+            state.closed[run, key] = orjson.dumps(trajectory)
+        for w in plain["waiting"]:
+            state._waits(*w)
+        return state
+
+
+@dataclass(slots=True)
+class _Edit:
+    state: Assembly
+    key: Key
+    closed: Closed | None = None
+
+    def __enter__(self) -> Closed:
+        self.closed = Closed.load(self.state.closed[self.key])
+        return self.closed
+
+    def __exit__(self, *error: object) -> None:
+        assert self.closed is not None
+        self.state.closed[self.key] = self.closed.dump()
+
+
+@dataclass(slots=True)
+class _FoldedOf:
+    state: Assembly
+    key: Key
+    edit: _Edit | None = None
+
+    def __enter__(self) -> Folded:
+        trajectory = self.state.opened.get(self.key)
+        if trajectory is not None:
+            return trajectory.folded
+        self.edit = self.state.edit(self.key)
+        return self.edit.__enter__().folded
+
+    def __exit__(self, *error: object) -> None:
+        if self.edit is not None:
+            self.edit.__exit__(*error)
+
+
+OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
+REWARD, CURATED, WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "r", "q", "w", "x", "m", "d", "D", "t", "n"
+
+_APPLY: Mapping[str, Any] = {
+    OPENED: Assembly._opened, ATTRIBUTES: Assembly._attributes, STEP: Assembly._step, CLOSED: Assembly._closed,
+    LOST: Assembly._lost, FACTS: Assembly._facts, REVISED: Assembly._revised, FORGOTTEN: Assembly._forgotten,
+    REWARD: Assembly._reward, CURATED: Assembly._curated, WAITS: Assembly._waits, WAITS_NO_MORE: Assembly._waits_no_more,
+    MARKED: Assembly._marked, BURIED: Assembly._buried, DONE: Assembly._done, TIMES: Assembly._times,
+    NEW: Assembly._new_position,
+}  # fmt: skip

@@ -1,0 +1,19 @@
+"""Errors of the stream jobs. The docstring says what happened and what to do."""
+
+from __future__ import annotations
+
+
+class StreamJobError(Exception):
+    """Root of all errors of `stream_jobs`."""
+
+
+class Overtaken(StreamJobError):
+    """Another worker wrote to this partition's state log: the partition is not ours any more. End before any output, restart."""
+
+
+class BrokenStateLog(StreamJobError):
+    """The state log does not fit itself or its inputs: a record is missing. Restart; when it comes back, run clawstream doctor."""
+
+
+class NotCoPartitioned(StreamJobError):
+    """The inputs' partitions were not assigned together: they differ in number, or the group has a foreign member."""

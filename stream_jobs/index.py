@@ -1,0 +1,215 @@
+"""What assemble keeps of a trajectory: values, without payload. Pure; all times are log timestamps in ms.
+
+`dump` gives plain JSON values, `load` reads them back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from schemas.events import Channel, Outcome, RewardSource, StepMarkKind, StepStatus
+
+Entry = list[Any]
+"""A change of the state: `[op, ...]`, JSON values."""
+Key = tuple[str, str]
+"""(run id, trajectory key)."""
+Source = Literal[0, 1]
+STEPS: Source = 0
+REWARDS: Source = 1
+
+
+class StepEntry(NamedTuple):
+    """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
+
+    end_hash: of prompt and response, None without tokens. base: position, in log order, of the step whose prompt and response were the
+    longest prefix of this prompt when it came: the cache keeps only what is after it. reason: why it can't be trained. at: event time of `claw.steps` when it came.
+    """
+
+    offset: int
+    at: int
+    tail: str
+    prompt: int
+    response: int
+    base: int | None
+    end_hash: int | None
+    status: StepStatus
+    reason: str | None
+    oldest: str | None
+    newest: str | None
+
+
+class RewardEntry(NamedTuple):
+    """A reward as it counts. tail: of the step; None: the whole trajectory."""
+
+    source: RewardSource
+    name: str
+    version: str
+    tail: str | None
+    value: float | None
+    reason: str | None
+    revision: int
+
+    @property
+    def slot(self) -> str:
+        return f"{self.source}\x1f{self.name}\x1f{self.tail or ''}"
+
+
+@dataclass(slots=True)
+class Marks:
+    """Curation of one target, field by field; the last one counts."""
+
+    quality: float | None = None
+    trainable: bool | None = None
+    tags: list[str] | None = None
+
+
+@dataclass(slots=True)
+class Folded:
+    """Rewards and curation of a trajectory, folded. seen: hashes of curation events, so that a re-sent one changes nothing."""
+
+    rewards: dict[str, RewardEntry] = field(default_factory=dict)
+    marks: dict[str, Marks] = field(default_factory=dict)
+    seen: list[int] = field(default_factory=list)
+
+    def beats(self, reward: RewardEntry) -> bool:
+        """Whether the reward changes the state: highest revision, among equals the first."""
+        old = self.rewards.get(reward.slot)
+        return old is None or reward.revision > old.revision
+
+    def dump(self) -> Any:
+        return [
+            [list(r) for r in self.rewards.values()],
+            [[t, m.quality, m.trainable, m.tags] for t, m in self.marks.items()],
+            self.seen,
+        ]
+
+    @classmethod
+    def load(cls, plain: Any) -> Folded:
+        rewards = (RewardEntry(*r) for r in plain[0])
+        return cls({r.slot: r for r in rewards}, {t: Marks(q, b, g) for t, q, b, g in plain[1]}, plain[2])
+
+
+@dataclass(slots=True)
+class Open:
+    """A trajectory that goes on. last: time of its last record. meta: offset of the opened event with metadata."""
+
+    opened_at: int
+    channel: Channel
+    last: int
+    group_id: str | None = None
+    group_size: int | None = None
+    round: int | None = None
+    meta: int | None = None
+    steps: list[StepEntry] = field(default_factory=list)
+    folded: Folded = field(default_factory=Folded)
+
+    def dump(self) -> Any:
+        return [
+            self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
+            [list(s) for s in self.steps], self.folded.dump(),
+        ]  # fmt: skip
+
+    @classmethod
+    def load(cls, plain: Any) -> Open:
+        plain[7] = [StepEntry(*s) for s in plain[7]]
+        plain[8] = Folded.load(plain[8])
+        return cls(*plain)
+
+
+class ClosedStep(NamedTuple):
+    """What later candidate revisions need of a step."""
+
+    tail: str
+    at: int
+    response: int
+    reason: str | None
+    oldest: str | None
+    newest: str | None
+
+
+@dataclass(slots=True)
+class Closed:
+    """A closed trajectory, as small as later rewards and marks allow. steps: in log order until `facts`, then by index.
+
+    prompt_tokens: environment tokens, each once. place: topic id, partition, first and last offset of its payload; None before the
+    first output. revision: of the last candidate decided, -1 before the first. late: hashes of the ids of its late steps.
+    """
+
+    opened_at: int
+    closed_at: int
+    outcome: Outcome
+    reason: str | None
+    channel: Channel
+    group_id: str | None
+    group_size: int | None
+    round: int | None
+    steps: list[ClosedStep]
+    folded: Folded
+    prompt_tokens: int = 0
+    place: tuple[str, int, int, int] | None = None
+    revision: int = -1
+    late: list[int] = field(default_factory=list)
+
+    def dump(self) -> bytes:
+        return orjson.dumps([
+            self.opened_at, self.closed_at, self.outcome, self.reason, self.channel, self.group_id, self.group_size, self.round,
+            [list(s) for s in self.steps], self.folded.dump(), self.prompt_tokens, self.place, self.revision, self.late,
+        ])  # fmt: skip
+
+    @classmethod
+    def load(cls, packed: bytes) -> Closed:
+        plain = orjson.loads(packed)
+        plain[8] = [ClosedStep(*s) for s in plain[8]]
+        plain[9] = Folded.load(plain[9])
+        plain[11] = tuple(plain[11]) if plain[11] else None
+        return cls(*plain)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A reward, mark or completion whose target is not known yet. Of a reward or mark: the entry that it will be.
+
+    tail: of the step it waits for; None: the trajectory. entry: what is applied when the target comes.
+    """
+
+    source: Source
+    offset: int
+    at: int
+    key: Key
+    tail: str | None
+    entry: Entry
+
+
+class Mark(NamedTuple):
+    """A decided StepMark."""
+
+    key: Key
+    step_id: str
+    kind: StepMarkKind
+    evidence: str | None
+    offset: int
+
+
+class Burial(NamedTuple):
+    """A decided dead letter: the record at `offset` of an input."""
+
+    source: Source
+    offset: int
+    reason: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Pending:
+    """Decided, not yet known to be acknowledged. closings: what closed, with its index. revised: keys with a new revision."""
+
+    closings: dict[Key, Open] = field(default_factory=dict)
+    revised: dict[Key, None] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    burials: list[Burial] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.closings or self.revised or self.marks or self.burials)

@@ -1,0 +1,358 @@
+"""The owner of one partition of assemble: the processing protocol around the pure fold (`stream_jobs.app` has its numbered steps)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runtime.kafka import Ack, Cluster, Producer, Record, SourceTruncated
+from runtime.records import Decoder, dead_letter, now_micros, reason_of
+from runtime.telemetry import logger
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import AssemblyMarker, SessionEvent, Step, StepMark, Tick
+from schemas.ids import stable_id
+from schemas.topics import CANDIDATE_PARTITIONS, MAX_MESSAGE_BYTES, Topics
+from stream_jobs import assembly as op
+from stream_jobs import state_log
+from stream_jobs.assemble import Bad, Fold, Limits
+from stream_jobs.errors import BrokenStateLog, Overtaken
+from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Source
+from stream_jobs.payload import Kept, PayloadCache, metadata_of, payload_of
+from stream_jobs.provenance import provenance
+from stream_jobs.state_log import StateLog
+from stream_jobs.trajectory import assembled, candidate, offsets_of
+
+PROCESS = "assemble"
+GAP = 5000
+"""Offsets: a range scan skips a longer gap. A new scan costs about 200 ms, as much as reading this many records."""
+COLD_AFTER_MS = 600_000
+"""An older step is not put into the cache of a new owner, but read when its trajectory closes."""
+DELTA_AT_LEAST_EVERY_MS = 60_000
+"""Ticks alone change nothing that must be kept; this bounds how many are read again."""
+CANDIDATE_TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the owners of a worker have in common. cache_bytes: for each partition."""
+
+    cluster: Cluster
+    producer: Producer
+    decoder: Decoder
+    topics: Topics
+    limits: Limits
+    worker: str
+    cache_bytes: int
+    snapshot_min_bytes: int
+
+    def input(self, source: Source) -> str:
+        return self.topics.steps if source == STEPS else self.topics.rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Today's topics, as a new owner finds them: ids by name; (first, end) offsets of the partition by topic name."""
+
+    topic_ids: Mapping[str, str]
+    watermarks: Mapping[str, tuple[int, int]]
+
+
+class Owner:
+    """Owns one partition from `take_over` to `release`. One batch at a time; any exception must end the process."""
+
+    def __init__(self, partition: int, shared: Shared, situation: Situation) -> None:
+        self.partition = partition
+        self.lock = asyncio.Lock()
+        self.released = False
+        self._shared = shared
+        self._situation = situation
+        self._encode = shared.decoder.codec.encode
+        self._cache = PayloadCache(shared.cache_bytes)
+        self._log = StateLog()
+        self._fold = Fold(self._log.state, shared.limits)
+        self._epoch = self._last = -1
+        self._carry: list[Entry] = []  # what the acknowledged outputs changed: rides in the next delta
+        self._delta_at = 0
+        self._batch: dict[tuple[Source, int], Record] = {}
+        self._ticked: tuple[int, float] = (-1, 0.0)
+
+    @property
+    def positions(self) -> dict[tuple[str, int], int]:
+        """Next offset of each input."""
+        applied = self._log.state.applied
+        return {(self._shared.input(s), self.partition): applied[s] + 1 for s in (STEPS, REWARDS)}
+
+    # -- 1: taking over
+
+    async def take_over(self) -> None:
+        """Become the owner: marker, state, payload, what was decided but not done. Raises SourceTruncated, BrokenStateLog, Overtaken."""
+        begun = time.monotonic()
+        shared, ids = self._shared, self._situation.topic_ids
+        marker = AssemblyMarker(
+            worker=shared.worker, steps_topic_id=ids[shared.topics.steps], rewards_topic_id=ids[shared.topics.rewards],
+            created_at=now_micros(),
+        )  # fmt: skip
+        ack = await shared.producer.send(shared.topics.assembly, None, self._encode(marker), partition=self.partition)
+        self._epoch = self._last = ack.offset
+        await asyncio.to_thread(self._read_log)
+        self._fold = Fold(self._log.state, shared.limits)
+        for source in (STEPS, REWARDS):
+            self._check_position(source)
+        await self._refill()
+        if entries := self._fold.seal():
+            await self._append_delta(entries)
+        again = len(self._log.state.pending.closings) + len(self._log.state.pending.revised)
+        await self._emit()
+        state = self._log.state
+        logger().info(
+            "partition_taken_over", partition=self.partition, epoch=self._epoch, open=len(state.opened), closed=len(state.closed),
+            waiting=sum(map(len, state.waiting)), cached=len(self._cache), sent_again=again, seconds=round(time.monotonic() - begun, 2),
+        )  # fmt: skip
+
+    def _read_log(self) -> None:
+        """The state log from its start to the own marker (blocking)."""
+        topic = self._shared.topics.assembly
+        low, _ = self._situation.watermarks[topic]
+        codec = self._shared.decoder.codec
+        for record in self._shared.cluster.read_range(topic, self.partition, low, self._epoch):
+            self._log.read(record.offset, codec.decode(record.value), len(record.value or b""))
+
+    def _check_position(self, source: Source) -> None:
+        """A position is of one topic id: another id is a new position; the same id must still have it."""
+        topic, state = self._shared.input(source), self._log.state
+        today = self._situation.topic_ids[topic]
+        low, high = self._situation.watermarks[topic]
+        if state.topic_ids[source] != today:
+            if self._log.known:
+                logger().warning("source_replaced", topic=topic, partition=self.partition, open=len(state.opened))
+            self._fold.replaced(source, today, low)
+        elif not low <= state.applied[source] + 1 <= high:
+            raise SourceTruncated(
+                f"source truncated: {topic}-{self.partition} holds offsets {low} to {high - 1}, position "
+                f"{state.applied[source] + 1}; run clawstream doctor"
+            )
+
+    async def _refill(self) -> None:
+        """Payload of the open trajectories, as far as it is not cold."""
+        state, starts = self._log.state, dict[int, int]()
+        since = state.time[STEPS] - COLD_AFTER_MS
+        for trajectory in (*state.opened.values(), *state.pending.closings.values()):
+            for s in trajectory.steps:
+                if s.at >= since:
+                    base = trajectory.steps[s.base] if s.base is not None else None
+                    starts[s.offset] = base.prompt + base.response if base else 0
+            if trajectory.meta is not None and trajectory.opened_at >= since:
+                starts[trajectory.meta] = 0
+        for offset, record in (await self._read(STEPS, starts)).items():
+            if (kept := self._kept(record, starts[offset])) is not None:
+                self._cache.put(offset, kept)
+
+    async def release(self) -> None:
+        """Own it no more, after the batch in hand."""
+        async with self.lock:
+            self.released = True
+
+    # -- 2 to 5: a batch
+
+    async def process(self, records: Iterable[tuple[Source, Record]]) -> None:
+        """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged."""
+        for source, record in records:
+            await self._refuse_hole(source, record)
+            self._batch[source, record.offset] = record
+            kept = self._fold.record(source, record.offset, record.timestamp_ms, record.key, self._decoded(record))
+            if kept is not None:
+                self._cache.put(record.offset, kept)
+        entries = self._fold.seal()
+        if entries or self._carry or self._log.state.time[STEPS] - self._delta_at > DELTA_AT_LEAST_EVERY_MS:
+            await self._append_delta(entries)
+        await self._emit()
+        self._batch.clear()
+        await self._tick_candidates()
+        if self._log.bytes_since_snapshot > max(self._shared.snapshot_min_bytes, 4 * self._log.snapshot_bytes):
+            await self._append_snapshot()
+
+    def _decoded(self, record: Record) -> Any:
+        try:
+            return self._shared.decoder.decode(record.value)
+        except (Undecodable, UnknownSchema) as e:
+            return Bad(reason_of(e), str(e))
+
+    async def _refuse_hole(self, source: Source, record: Record) -> None:
+        """A record was skipped on its way to us, though it is there: never fold past it. (Control records leave holes, too.)"""
+        expected = self._log.state.applied[source] + 1
+        if record.offset > expected and await self._read(source, range(expected, record.offset)):
+            raise BrokenStateLog(
+                f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
+            )
+
+    async def _append_delta(self, entries: list[Entry]) -> None:
+        entries, self._carry = [*self._carry, *entries], []
+        log = self._log
+        log.seq += 1
+        log.known = True
+        value = self._encode(state_log.delta(self._epoch, log.seq, log.state, entries))
+        await self._append([value])
+        log.bytes_since_snapshot += len(value)
+        self._delta_at = log.state.time[STEPS]
+
+    async def _append_snapshot(self) -> None:
+        pieces = [self._encode(p) for p in state_log.snapshot(self._epoch, self._log.seq, self._log.state)]
+        first = await self._append(pieces)
+        self._carry = []  # the snapshot has it
+        self._log.bytes_since_snapshot, self._log.snapshot_bytes = 0, sum(map(len, pieces))
+        topic = self._shared.topics.assembly
+        await asyncio.to_thread(self._shared.cluster.delete_records, topic, self.partition, first)
+        logger().info("snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, pieces=len(pieces))
+
+    async def _append(self, values: Sequence[bytes]) -> int:
+        """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record."""
+        topic, first = self._shared.topics.assembly, self._last + 1
+        sent = [self._shared.producer.send_soon(topic, None, v, partition=self.partition) for v in values]
+        for ack in await asyncio.gather(*sent):
+            if ack.offset != self._last + 1:
+                raise Overtaken(
+                    f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {self._last + 1}: another worker "
+                    "owns the partition"
+                )
+            self._last = ack.offset
+        return first
+
+    # -- 4: outputs
+
+    async def _emit(self) -> None:
+        """Send what is decided and not done; all of it is acknowledged when this returns."""
+        state = self._log.state
+        if not state.pending:
+            return
+        payload = await self._payload()
+        pending, sent, acks = state.pending, list[list[asyncio.Future[Ack]]](), list[asyncio.Future[Ack]]()
+        topics, send = self._shared.topics, self._shared.producer.send_soon
+        facts: list[Entry] = []
+        for key, trajectory in pending.closings.items():
+            done = assembled(key, trajectory, Closed.load(state.closed[key]), payload)
+            sent.append([send(topics.trajectories, key[1].encode(), self._encode(part)) for part in done.parts])
+            facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
+        for mark in pending.marks:
+            acks.append(send(topics.trajectories, mark.key[1].encode(), self._encode(_step_mark(mark))))
+        for key_bytes, value in await self._dead_letters(pending.burials):
+            acks.append(send(topics.dead_letters, key_bytes, value))
+        trajectories_id = self._situation.topic_ids[topics.trajectories]
+        for entry, futures in zip(facts, sent, strict=True):
+            places = await asyncio.gather(*futures)
+            entry.append([trajectories_id, places[0].partition, places[0].offset, places[-1].offset])
+            state.apply(entry)
+        await asyncio.gather(*acks)
+        await asyncio.gather(*(self._send_candidate(key) for key in pending.revised))
+        for trajectory in pending.closings.values():
+            for offset in offsets_of(trajectory):
+                self._cache.drop(offset)
+        state.apply([op.DONE])
+        self._carry = [[op.DONE], *facts]
+
+    def _send_candidate(self, key: Key) -> asyncio.Future[Ack]:
+        closed = Closed.load(self._log.state.closed[key])
+        assert closed.place is not None, f"{key}: a candidate before its trajectory"
+        names = ("topic_id", "partition", "first_offset", "last_offset")
+        headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+        value = self._encode(candidate(key, closed, self._shared.decoder.codec))
+        return self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
+
+    async def _payload(self) -> dict[int, Kept]:
+        """Payload of all that closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
+        state = self._log.state
+        closings = {k: t for k, t in state.pending.closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
+        found = {o: kept for t in closings.values() for o in offsets_of(t) if (kept := self._cache.get(o)) is not None}
+        missing = [o for t in closings.values() for o in offsets_of(t) if o not in found]
+        if missing:
+            for offset, record in (await self._read(STEPS, missing)).items():
+                if (kept := self._kept(record, 0)) is not None:
+                    found[offset] = kept
+        lost = [k for k, t in closings.items() if any(o not in found for o in offsets_of(t))]
+        if lost:
+            logger().error("payload_lost", partition=self.partition, trajectories=len(lost))
+            entries: list[Entry] = [[op.LOST, *k, "payload lost to retention"] for k in lost]
+            for entry in entries:
+                state.apply(entry)
+            await self._append_delta(entries)
+        return found
+
+    async def _dead_letters(self, burials: Sequence[Burial]) -> list[tuple[bytes | None, bytes]]:
+        """Key and value of each dead letter. The record itself is read from its topic again when it is not of this batch."""
+        out = []
+        records = dict(self._batch)
+        for source in (STEPS, REWARDS):
+            missing = [b.offset for b in burials if b.source == source and (source, b.offset) not in records]
+            records.update({(source, o): r for o, r in (await self._read(source, missing)).items()})
+        for burial in burials:
+            topic = self._shared.input(burial.source)
+            record = records.get((burial.source, burial.offset))
+            if record is None:
+                record = Record(topic, self.partition, burial.offset, 0, None, None, {})
+            letter = dead_letter(record, self._situation.topic_ids[topic], PROCESS, burial.reason, burial.detail)
+            if record.value is not None and len(record.value) > MAX_MESSAGE_BYTES - 65536:
+                letter = replace(
+                    letter, value=None, detail=f"{burial.detail} ({len(record.value)} bytes are left at their place)"
+                )
+            # Not the clock: a dead letter that is sent again has the same bytes.
+            out.append((record.key, self._encode(replace(letter, created_at=record.timestamp_ms * 1000))))
+            logger().warning(
+                "dead_letter", topic=topic, partition=self.partition, offset=burial.offset, reason=burial.reason
+            )
+        return out
+
+    async def _tick_candidates(self) -> None:
+        """Tell admission how far event time is, behind the outputs that belong to it; about once a second."""
+        event_time, (last, at) = self._log.state.event_time, self._ticked
+        if event_time <= last or time.monotonic() - at < CANDIDATE_TICK_S:
+            return
+        self._ticked = (event_time, time.monotonic())
+        value = self._encode(Tick(partition=self.partition, event_time=event_time))
+        topic, send = self._shared.topics.candidates, self._shared.producer.send_soon
+        await asyncio.gather(*(send(topic, None, value, partition=p) for p in range(CANDIDATE_PARTITIONS)))
+
+    # -- reading the inputs again
+
+    def _kept(self, record: Record, start: int) -> Kept | None:
+        event = self._decoded(record)
+        if isinstance(event, Step):
+            return payload_of(event, provenance(event), start)
+        return metadata_of(event) if isinstance(event, SessionEvent) else None
+
+    async def _read(self, source: Source, offsets: Iterable[int]) -> dict[int, Record]:
+        """The records at `offsets` that are still there, by range scans that skip long gaps."""
+        wanted = sorted(set(offsets))
+        if not wanted:
+            return {}
+        return await asyncio.to_thread(
+            read_offsets, self._shared.cluster, self._shared.input(source), self.partition, wanted
+        )
+
+
+def read_offsets(cluster: Cluster, topic: str, partition: int, wanted: Sequence[int]) -> dict[int, Record]:
+    """Records at the sorted offsets, without those that retention has removed (blocking)."""
+    low, _ = cluster.watermarks(topic, [partition])[partition]
+    runs: list[list[int]] = []
+    for offset in wanted:
+        if offset < low:
+            continue
+        if not runs or offset - runs[-1][-1] > GAP:
+            runs.append([])
+        runs[-1].append(offset)
+    out = {}
+    for run in runs:
+        offsets = set(run)
+        for record in cluster.read_range(topic, partition, run[0], run[-1]):
+            if record.offset in offsets:
+                out[record.offset] = record
+    return out
+
+
+def _step_mark(mark: Mark) -> StepMark:
+    run, key = mark.key
+    return StepMark(
+        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key, trajectory_id=key,
+        step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
+    )  # fmt: skip

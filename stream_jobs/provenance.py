@@ -1,0 +1,76 @@
+"""Which weight versions sampled a step's tokens, and whether it can be trained. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas import tokens
+from schemas.events import Step, VersionSpan
+from schemas.ids import Version, parse_version
+
+REASON_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """versions: spans over all response tokens, empty when not certain. reason: why the step can't be trained; None: it can.
+
+    oldest, newest: the version ids with the lowest and highest sync index, as far as known; a call during which the version changed
+    without spans counts as its oldest.
+    """
+
+    versions: tuple[VersionSpan, ...]
+    oldest: str | None
+    newest: str | None
+    reason: str | None
+
+
+def provenance(step: Step) -> Provenance:
+    """Judge one step. Raises ValueError when its packed tokens are no whole number of values."""
+    for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
+        if len(getattr(step, name) or b"") % 4:
+            raise ValueError(f"{name}: {len(getattr(step, name))} bytes are no whole number of 4-byte values")
+    count = tokens.count(step.response_token_ids)
+    spans = _certain_spans(step, count)
+    labels = [s.version for s in spans] or [v for v in (step.version_first, step.version_last) if v is not None]
+    known = sorted((v for v in map(parse_version, labels) if v is not None), key=lambda v: (v.sync_index, v.attempt))
+    reason = _why_not(step, count, spans, known, len(set(labels)))
+    return Provenance(
+        versions=spans,
+        oldest=str(known[0]) if known else None,
+        newest=str(known[-1]) if known else None,
+        reason=reason[:REASON_CHARS] if reason else None,
+    )
+
+
+def _certain_spans(step: Step, count: int) -> tuple[VersionSpan, ...]:
+    """Spans that cover the response from first to last token without a hole; else empty."""
+    if step.versions:
+        at = 0
+        for span in step.versions:
+            if span.start != at or span.end <= span.start:
+                return ()
+            at = span.end
+        return step.versions if at == count else ()
+    if step.version_first is not None and step.version_first == step.version_last and count:
+        return (VersionSpan(version=step.version_first, start=0, end=count),)
+    return ()
+
+
+def _why_not(step: Step, count: int, spans: tuple[VersionSpan, ...], known: list[Version], distinct: int) -> str | None:
+    if step.status != "ok":
+        return f"status {step.status}"
+    if step.prompt_token_ids is None or step.response_token_ids is None or step.response_logprobs is None:
+        return step.tokens_absent_reason or "no token ids or log-probabilities"
+    if count == 0:
+        return "no sampled tokens"
+    if tokens.count(step.response_logprobs) != count:
+        return f"{tokens.count(step.response_logprobs)} log-probabilities for {count} tokens"
+    if step.redacted_response:
+        return "sampled tokens were redacted"
+    if not spans:
+        return "version not certain"
+    if len({str(v) for v in known}) != distinct:
+        return "sampled by an engine without a version of ours"
+    foreign = next((v for v in known if v.run_id != step.run_id), None)
+    return f"sampled by version {foreign} of another run" if foreign else None

@@ -1,0 +1,109 @@
+"""The state log of assemble, `claw.assembly`: what its records mean when read back, and how they are made. Pure.
+
+A partition holds, in order: a marker of each new owner (its offset is the owner's epoch), deltas, and pieces of snapshots. A record whose
+epoch is below the highest one seen before it is a fenced writer's and counts for nothing. A marker may have been trimmed away: a
+record of a higher epoch is taken without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import cramjam
+import orjson
+
+from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from stream_jobs.assembly import Assembly
+from stream_jobs.errors import BrokenStateLog
+from stream_jobs.index import Entry
+
+PIECE_BYTES = 900_000
+LEVEL = 1
+
+
+class StateLog:
+    """Rebuilds the state from the records of one partition. `read` each in offset order; then `state`, `seq`.
+
+    bytes_since_snapshot, snapshot_bytes: how long the log behind the newest complete snapshot is, and how large that was.
+    known: whether the log holds any state at all.
+    """
+
+    def __init__(self) -> None:
+        self.state = Assembly()
+        self.seq = 0
+        self.known = False
+        self.bytes_since_snapshot = 0
+        self.snapshot_bytes = 0
+        self._epoch = -1
+        self._pieces: list[AssemblySnapshot] = []
+
+    def read(self, offset: int, record: object, size: int) -> None:
+        """Take the next record. size: its bytes. Raises BrokenStateLog when a delta is missing."""
+        match record:
+            case AssemblyMarker():
+                self._epoch = max(self._epoch, offset)
+            case AssemblyDelta() if record.epoch >= self._epoch:
+                self._epoch = record.epoch
+                self._delta(offset, record)
+                self.bytes_since_snapshot += size
+            case AssemblySnapshot() if record.epoch >= self._epoch:
+                self._epoch = record.epoch
+                self._snapshot(record)
+
+    def _delta(self, offset: int, delta: AssemblyDelta) -> None:
+        if delta.seq <= self.seq:
+            return
+        if delta.seq != self.seq + 1 and self.known:
+            raise BrokenStateLog(
+                f"state log, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
+            )
+        if not self.known and delta.seq != 1:
+            return  # trimmed: what comes before the first complete snapshot is no state
+        self.known = True
+        self.seq = delta.seq
+        for entry in unpacked(delta.entries):
+            self.state.apply(entry)
+        self.state.applied = [delta.applied_steps, delta.applied_rewards]
+
+    def _snapshot(self, piece: AssemblySnapshot) -> None:
+        if piece.index == 0:
+            self._pieces = []
+        elif not self._pieces or self._pieces[-1].snapshot_id != piece.snapshot_id or piece.index != len(self._pieces):
+            return
+        self._pieces.append(piece)
+        if len(self._pieces) == piece.count:
+            packed = b"".join(p.data for p in self._pieces)
+            self.state = Assembly.load(bytes(cramjam.zstd.decompress(packed)))
+            self.seq = piece.seq
+            self.known = True
+            self.bytes_since_snapshot, self.snapshot_bytes, self._pieces = 0, len(packed), []
+
+
+def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> AssemblyDelta:
+    """The delta that leads to `state`."""
+    return AssemblyDelta(
+        epoch=epoch, seq=seq, applied_steps=state.applied[0], applied_rewards=state.applied[1], entries=packed(entries)
+    )
+
+
+def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
+    """The pieces of a snapshot of `state`, in which nothing is pending."""
+    assert not state.pending, "a snapshot is taken when nothing is pending"
+    data = bytes(cramjam.zstd.compress(state.dump(), LEVEL))
+    pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+    return [
+        AssemblySnapshot(
+            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(pieces), data=piece
+        )
+        for i, piece in enumerate(pieces)
+    ]  # fmt: skip
+
+
+def packed(entries: Iterable[Entry]) -> bytes:
+    """Entries as zstd of JSON."""
+    return bytes(cramjam.zstd.compress(orjson.dumps(list(entries)), LEVEL))
+
+
+def unpacked(data: bytes) -> list[Entry]:
+    """The entries of `packed`."""
+    return orjson.loads(bytes(cramjam.zstd.decompress(data)))  # type: ignore[no-any-return]

@@ -1,0 +1,231 @@
+"""The records that a closed trajectory becomes: its payload in parts, and what admission has to know of it. Pure.
+
+Bytes depend only on what was decided (the index at closing, the outcome, the folded rewards) and on the payload: never on a clock, on the
+order of arrival across topics, or on a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from schemas.codec import Codec
+from schemas.events import Candidate, CandidateStep, RewardValue, Segment, Trajectory, TrajectoryStep
+from schemas.ids import parse_version
+from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
+from stream_jobs.index import Closed, Key, Marks, Open, StepEntry
+from stream_jobs.payload import Kept, Payload
+from stream_jobs.tree import WIDTH, Sampled, build
+
+T = TypeVar("T")
+_ITEM_BYTES = 400
+"""Upper bound of what a step or segment takes besides its variable fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A closed trajectory as records. order: tails of its step ids by index. prompt_tokens: environment tokens, each once."""
+
+    parts: tuple[Trajectory, ...]
+    order: tuple[str, ...]
+    prompt_tokens: int
+
+
+def offsets_of(trajectory: Open) -> list[int]:
+    """Offsets on `claw.steps` whose payload the trajectory needs."""
+    return [s.offset for s in trajectory.steps] + ([trajectory.meta] if trajectory.meta is not None else [])
+
+
+def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, Kept]) -> Assembled:
+    """The records of a trajectory. payload: by offset, all of `offsets_of`; not looked at when the outcome is `lost`."""
+    kept = [None] * len(trajectory.steps) if closed.outcome == "lost" else _payloads(trajectory, payload)
+    tree = build(_sampled(trajectory.steps, kept))
+    steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
+    for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
+        steps[node.index] = TrajectoryStep(
+            step_id=f"{key[1]}~{entry.tail}",
+            index=node.index,
+            parent=node.parent,
+            segment=node.segment,
+            status=entry.status,
+            finish_reason=what.finish_reason if what else None,
+            drift=node.drift,
+            prompt_tokens=entry.prompt,
+            response_tokens=entry.response,
+            response_json=what.response_json if what else b"",
+            oldest_version=entry.oldest,
+            newest_version=entry.newest,
+            trainable=entry.reason is None and what is not None,
+            untrainable_reason=entry.reason if what else "payload lost to retention",
+            tags=what.tags if what else (),
+            offset=entry.offset,
+        )
+    done = tuple(s for s in steps if s is not None)
+    metadata = payload.get(trajectory.meta) if trajectory.meta is not None and closed.outcome != "lost" else None
+    whole = Trajectory(
+        run_id=key[0],
+        trajectory_key=key[1],
+        trajectory_id=key[1],
+        group_id=trajectory.group_id or key[1],
+        group_size=trajectory.group_size,
+        round=trajectory.round,
+        channel=trajectory.channel,
+        outcome=closed.outcome,
+        reason=closed.reason,
+        opened_at=trajectory.opened_at,
+        closed_at=closed.closed_at,
+        metadata_json=metadata if isinstance(metadata, bytes) else None,
+        part=0,
+        parts=1,
+        segments=tree.segments,
+        steps=done,
+    )
+    order = tuple(s.step_id[len(key[1]) + 1 :] for s in done)
+    return Assembled(tuple(in_parts(whole)), order, tree.environment_tokens)
+
+
+def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
+    """The trajectory in records of at most about `limit` bytes: first the segments, then the steps. Metadata is in the first."""
+    segments = _batches(
+        whole.segments, limit, [_segment_size(s) for s in whole.segments], len(whole.metadata_json or b"")
+    )
+    left = sum(map(_segment_size, segments[-1])) + (len(whole.metadata_json or b"") if len(segments) == 1 else 0)
+    steps = _batches(whole.steps, limit, [_step_size(s) for s in whole.steps], left)
+    count = len(segments) + len(steps) - 1
+    for part in range(count):
+        at = part - len(segments) + 1
+        yield replace(
+            whole,
+            part=part,
+            parts=count,
+            metadata_json=whole.metadata_json if part == 0 else None,
+            segments=tuple(segments[part]) if at <= 0 else (),
+            steps=tuple(steps[at]) if at >= 0 else (),
+        )
+
+
+def joined(parts: Sequence[Trajectory]) -> Trajectory:
+    """The whole of all parts, in order."""
+    return replace(
+        parts[0],
+        parts=1,
+        segments=tuple(s for p in parts for s in p.segments),
+        steps=tuple(s for p in parts for s in p.steps),
+    )
+
+
+def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
+    """What admission has to know, at the revision that `closed` has come to. At most 64 KiB when encoded."""
+    whole = closed.folded.marks.get("", Marks())
+    steps = []
+    for index, s in enumerate(closed.steps):
+        marks = closed.folded.marks.get(s.tail, Marks())
+        reason = s.reason or ("curation" if marks.trainable is False else None)
+        steps.append(CandidateStep(
+            step_id=f"{key[1]}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
+            quality=marks.quality,
+        ))  # fmt: skip
+    trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
+    synced = [v.sync_index for s in trained for v in map(parse_version, filter(None, (s.oldest, s.newest))) if v]
+    reason = _why_not(closed, whole, bool(trained))
+    record = Candidate(
+        run_id=key[0],
+        channel=closed.channel,
+        trajectory_key=key[1],
+        trajectory_id=key[1],
+        group_id=closed.group_id or key[1],
+        group_size=closed.group_size,
+        round=closed.round,
+        revision=closed.revision,
+        outcome=closed.outcome,
+        opened_at=closed.opened_at,
+        closed_at=closed.closed_at,
+        rewards=_rewards(key, closed),
+        steps=tuple(steps),
+        prompt_tokens=closed.prompt_tokens,
+        trainable_tokens=sum(s.response for s in trained),
+        oldest_sync_index=min(synced, default=None),
+        newest_sync_index=max(synced, default=None),
+        trainable=reason is None,
+        reason=reason,
+        quality=whole.quality,
+        tags=tuple(whole.tags or ()),
+    )
+    return _small(record, codec)
+
+
+def _small(record: Candidate, codec: Codec) -> Candidate:
+    """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
+    size = len(codec.encode(record))
+    if size <= MAX_CANDIDATE_BYTES:
+        return record
+    reason = f"candidate of {size} bytes exceeds {MAX_CANDIDATE_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
+    rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
+    return replace(
+        record, steps=(), rewards=rewards, tags=record.tags[:50], trainable=False, reason=reason, trainable_tokens=0
+    )
+
+
+def _why_not(closed: Closed, marks: Marks, some_step: bool) -> str | None:
+    if closed.outcome == "lost":
+        return closed.reason or "payload lost"
+    if marks.trainable is False:
+        return "curation"
+    return None if some_step else "no trainable step"
+
+
+def _rewards(key: Key, closed: Closed) -> tuple[RewardValue, ...]:
+    values = (
+        RewardValue(
+            source=r.source, name=r.name, function_version=r.version, value=r.value, reason=r.reason, reward_revision=r.revision,
+            step_id=f"{key[1]}~{r.tail}" if r.tail is not None else None,
+        )
+        for r in closed.folded.rewards.values()
+    )  # fmt: skip
+    return tuple(sorted(values, key=lambda r: (r.source, r.name, r.step_id or "")))
+
+
+def _payloads(trajectory: Open, payload: Mapping[int, Kept]) -> list[Payload | None]:
+    kept: list[Payload | None] = []
+    for entry in trajectory.steps:
+        what = payload[entry.offset]
+        assert isinstance(what, Payload), f"offset {entry.offset} is no step"
+        kept.append(what)
+    return kept
+
+
+def _sampled(entries: Sequence[StepEntry], kept: Sequence[Payload | None]) -> list[Sampled | None]:
+    """Whole prompts again: what a step's payload leaves out is the beginning of its base's prompt and response."""
+    out: list[Sampled | None] = []
+    for entry, what in zip(entries, kept, strict=True):
+        if what is None or not what.tokens:
+            out.append(None)
+            continue
+        prompt = what.prompt
+        if what.start:
+            base = out[entry.base] if entry.base is not None else None
+            assert base is not None, f"offset {entry.offset} has no base"
+            prompt = (base.prompt + base.response)[: what.start * WIDTH] + prompt
+        out.append(Sampled(prompt, what.response, what.logprobs, what.versions))
+    return out
+
+
+def _segment_size(s: Segment) -> int:
+    return len(s.token_ids) + len(s.logprobs or b"") + 100 * len(s.versions) + _ITEM_BYTES
+
+
+def _step_size(s: TrajectoryStep) -> int:
+    return len(s.response_json) + sum(len(t.name) + len(t.evidence) + 8 for t in s.tags) + 2 * _ITEM_BYTES
+
+
+def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:
+    """Items in order, cut into runs of at most `limit` bytes; `used` bytes of the first are taken."""
+    runs: list[list[T]] = [[]]
+    for item, size in zip(items, sizes, strict=True):
+        if used + size > limit and (runs[-1] or used):
+            runs.append([])
+            used = 0
+        runs[-1].append(item)
+        used += size
+    return runs
