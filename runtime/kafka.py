@@ -26,11 +26,13 @@ from confluent_kafka import KafkaError as _Code
 from confluent_kafka import Producer as _Producer
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
+from runtime.errors import PlumbingError
+
 READ_TIMEOUT_S = 30.0
 
 
-class KafkaError(Exception):
-    """Root of all errors of this module."""
+class KafkaError(PlumbingError):
+    """Root of what Kafka does not do for us."""
 
 
 class Unavailable(KafkaError):

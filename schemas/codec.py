@@ -82,6 +82,8 @@ def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
     hints = typing.get_type_hints(cls)
     names = tuple(f.name for f in fields(cls))
     get = attrgetter(*names) if len(names) > 1 else lambda v, g=attrgetter(names[0]): (g(v),)
+    # fastavro takes a tuple inside a union for (branch, value).
+    plain_lists = [n for n in names if _is_list(hints[n]) and type(None) in typing.get_args(hints[n])]
     nested = [(n, _flattener(r), _is_list(hints[n])) for n in names if (r := _record_type(hints[n])) is not None]
 
     def flatten(record: Any) -> dict[str, Any]:
@@ -90,6 +92,9 @@ def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
             value = d[name]
             if value:
                 d[name] = [inner(v) for v in value] if is_list else inner(value)
+        for name in plain_lists:
+            if d[name] is not None:
+                d[name] = list(d[name])
         return d
 
     return flatten

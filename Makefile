@@ -1,0 +1,53 @@
+# CI and people call the same targets. Everything lives in .venv and runs/; nothing is installed outside of them.
+SHELL := bash
+PY := .venv/bin/python
+STAMP := .venv/.installed
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+export DO_NOT_TRACK = 1
+# A caller's wheel folder would change what the hashed lock resolves to.
+unexport PIP_FIND_LINKS UV_FIND_LINKS
+SEED ?= 0
+
+.PHONY: help install demo up down test test-unit test-long lint format lock bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## set up .venv from the hashed lock
+
+$(STAMP): requirements/all.lock requirements/uv.lock.txt pyproject.toml
+	@bash infra/install.sh
+
+demo: install ## the whole loop on this machine: a tiny model learns a tool task (SEED=0|1|2)
+	.venv/bin/clawstream demo demo.seed=$(SEED)
+
+up: install ## all processes on this machine, until Ctrl-C
+	.venv/bin/clawstream up
+
+down: ## stop what `make up` started in another terminal
+	@$(PY) -c "import json, os, signal; os.kill(json.load(open('data/up.json'))['supervisor'], signal.SIGTERM)"
+
+test: install ## unit, integration on a real Kafka, end to end on a real vLLM
+	$(PY) -m pytest -m "not long and not gpu" -q --durations=15
+
+test-unit: install ## no network, a few seconds
+	$(PY) -m pytest tests/unit -q
+
+test-long: install ## faults and soak, many minutes
+	$(PY) -m pytest -m "long" -q --timeout=3600
+
+lint: install ## format, style, types
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: install ## mend format and style
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+lock: install ## resolve requirements/*.lock again
+	@bash infra/lock.sh
+
+clean: ## remove what runs left behind
+	rm -rf runs data

@@ -1,0 +1,80 @@
+"""The layout is the architecture: who may import whom, one file for each foreign library, and light packages stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = {
+    "schemas": {"schemas"},
+    "runtime": {"schemas", "runtime"},
+    "gateway": {"schemas", "runtime", "gateway"},
+    "stream_jobs": {"schemas", "runtime", "stream_jobs"},
+    "trainer": {"schemas", "runtime", "trainer"},
+    "rollout": {"schemas", "runtime", "rollout"},
+    "demo": {"schemas", "runtime", "demo"},
+}
+ONLY_IN = {
+    "confluent_kafka": {"runtime/kafka.py"},
+    "faust": {"stream_jobs/app.py"},
+    "deltalake": {"stream_jobs/lake.py"},
+    "duckdb": {"stream_jobs/sql.py"},
+    "vllm": {"rollout/engine.py", "demo/tool_parser.py"},  # the parser is a plugin that runs inside the engine
+    "fastavro": {"schemas/codec.py"},
+}
+FILES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Top-level names of all imports of a file, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield (node.module or "").partition(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_layout(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    package = name.partition("/")[0]
+    used = set(imports(path))
+    assert not (used & ALLOWED.keys()) - ALLOWED[package], f"{name} imports another process"
+    for library, files in ONLY_IN.items():
+        assert library not in used or name in files, f"{name} imports {library}; only {sorted(files)} may"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_file_is_a_noun_and_not_too_long(path: Path) -> None:
+    assert path.stem not in {"utils", "helpers", "manager", "common", "misc"}
+    assert len(path.read_text().splitlines()) <= 400, "what noun is missing?"
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("runtime.cli", {"pydantic", "confluent_kafka", "rich", "torch", "faust", "duckdb"}),
+        ("schemas.codec", {"pydantic", "confluent_kafka", "torch"}),
+        ("gateway.app", {"torch", "transformers", "faust", "deltalake", "vllm"}),
+        ("stream_jobs.admission", {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"}),
+        ("stream_jobs.app", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
+        ("rollout.worker", {"torch", "vllm", "transformers", "faust", "fastapi"}),
+    ],
+)
+def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print(' '.join({{m.partition('.')[0] for m in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert not set(done.stdout.split()) & heavy
+
+
+def test_no_init_files_under_tests() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))

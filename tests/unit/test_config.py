@@ -1,0 +1,64 @@
+"""Settings: three sources, strict, and errors that name the path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.config import load
+from schemas.errors import SettingsError
+
+
+def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("run_id: file\ntrainer: {lr: 1e-5, seed: 1}\nkafka: {partitions: 3}\n")
+    settings = load(
+        file, ["trainer.lr=3e-4"], {"CLAWSTREAM__TRAINER__LR": "2e-4", "CLAWSTREAM__TRAINER__SEED": "2", "PATH": "x"}
+    )
+    assert (settings.run_id, settings.trainer.lr, settings.trainer.seed, settings.kafka.partitions) == (
+        "file",
+        3e-4,
+        2,
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trainer.lrr=1", "setting trainer.lrr: Extra inputs are not permitted"),
+        ("trainer.lr=fast", "setting trainer.lr: Input should be a valid number"),
+        ("kafka=3", "setting kafka: Input should be a valid dictionary"),
+        ("run_id=Not/Good", "setting run_id: String should match pattern"),
+        ("trainer.lr", "settings are written a.b=c"),
+        ("trainer.lr={", "setting trainer.lr: '{' is not valid YAML"),
+        ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
+        ("admit.policy.sync_every=2", "trainer.sync_every=1 differs from admit.policy.sync_every=2"),
+        ("jobs.trajectory_timeout_s=2e6", "above half of kafka.steps_retention_s"),
+        ("broker.nodes=2", "setting broker.nodes"),
+    ],
+)
+def test_wrong_setting_is_named(word: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(None, [word], {})
+    assert message in str(error.value)
+
+
+def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
+        load(tmp_path / "nowhere.yaml", [], {})
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(SettingsError, match="must be a mapping"):
+        load(tmp_path / "list.yaml", [], {})
+
+
+def test_grpo_refuses_groups_of_one() -> None:
+    with pytest.raises(SettingsError, match="grpo needs groups of at least 2"):
+        load(None, ["admit.policy.group_size=1", "admit.policy.min_members=1"], {})
+
+
+def test_settings_are_frozen() -> None:
+    settings = load(None, [], {})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.run_id = "x"  # type: ignore[misc]

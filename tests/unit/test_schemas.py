@@ -1,0 +1,168 @@
+"""Records and their schemas: classes equal the schemas, values survive the wire, old and new schemas read each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import typing
+
+import fastavro
+import pytest
+from fastavro.utils import generate_one
+
+from schemas import codec as codec_module
+from schemas import events, ids, tokens
+from schemas.codec import AVRO_DIR, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
+from schemas.errors import InvalidId, Undecodable, UnknownSchema
+
+CODEC = Codec()
+
+
+def records_of(schema: typing.Any) -> typing.Iterator[dict[str, typing.Any]]:
+    """Every record definition inside a schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "record":
+            yield schema
+            for field in schema["fields"]:
+                yield from records_of(field["type"])
+        else:
+            for part in ("items", "values", "type"):
+                yield from records_of(schema.get(part))
+    elif isinstance(schema, list):
+        for branch in schema:
+            yield from records_of(branch)
+
+
+def random_record(cls: type) -> typing.Any:
+    """A record of random content that the schema of the class allows."""
+    plain = generate_one(codec_module._parse(shipped(cls.__name__)))
+    return codec_module._builder(cls)(plain)
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL)
+def test_class_has_the_fields_of_its_schema(cls: type) -> None:
+    seen = set()
+    for schema in records_of(shipped(cls.__name__)):
+        record = getattr(events, schema["name"])
+        assert [f.name for f in dataclasses.fields(record)] == [f["name"] for f in schema["fields"]]
+        for f, field in zip(dataclasses.fields(record), schema["fields"], strict=True):
+            assert ("default" in field) == (f.default is not dataclasses.MISSING), (schema["name"], f.name)
+            assert field["doc"], f"{schema['name']}.{f.name} has no doc"
+        seen.add(schema["name"])
+    assert cls.__name__ in seen
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL)
+def test_record_survives_the_wire(cls: type) -> None:
+    for _ in range(20):
+        record = random_record(cls)
+        value = CODEC.encode(record)
+        assert value[:10] == CODEC.header_of(cls)
+        assert CODEC.type_name(value) == cls.__name__
+        assert CODEC.encode(CODEC.decode(value)) == value
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL)
+def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
+    value = CODEC.encode(random_record(cls))
+    for end in {*range(min(len(value), 40)), *(len(value) * i // 40 for i in range(40)), len(value) - 1}:
+        with pytest.raises(Undecodable):
+            CODEC.decode(value[:end])
+    with pytest.raises(Undecodable):
+        CODEC.decode(value + b"\0")
+
+
+def test_header_is_the_single_object_header_of_the_specification() -> None:
+    # Avro specification: CRC-64-AVRO of "int" is 0x7275d51a3f395c8f; little-endian in the header.
+    assert fingerprint_of("int") == (0x7275D51A3F395C8F).to_bytes(8, "little").hex()
+
+
+@pytest.mark.parametrize("value", [None, b"", b"{}", b"\xc3\x01", b"\xc3\x01short", b"\x00\x00"])
+def test_foreign_bytes_are_undecodable(value: bytes | None) -> None:
+    with pytest.raises(Undecodable):
+        CODEC.decode(value)
+
+
+def test_unknown_fingerprint_is_named() -> None:
+    with pytest.raises(UnknownSchema, match="0102030405060708"):
+        CODEC.decode(b"\xc3\x01" + bytes(range(1, 9)) + b"x")
+
+
+def newer_step_schema() -> dict[str, typing.Any]:
+    schema = json.loads((AVRO_DIR / "Step.avsc").read_text())
+    schema["fields"].append({"name": "from_the_future", "type": ["null", "string"], "default": None, "doc": "New."})
+    return typing.cast("dict[str, typing.Any]", schema)
+
+
+def test_newer_writer_is_read_once_announced() -> None:
+    old, schema = Codec(), newer_step_schema()
+    step = random_record(events.Step)
+    plain = {**codec_module.without_kafka(step), "from_the_future": "hello"}
+    import io
+
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, codec_module._parse(schema), plain)
+    value = codec_module.MAGIC + bytes.fromhex(fingerprint_of(schema)) + out.getvalue()
+    with pytest.raises(UnknownSchema):
+        old.decode(value)
+    old.announce(json.dumps(schema))
+    assert old.encode(old.decode(value)) == old.encode(step)
+
+
+def test_confluent_framing_is_read() -> None:
+    codec = Codec()
+    step = random_record(events.Step)
+    value = codec.encode(step)
+    framed = b"\x00" + struct.pack(">i", 7) + value[10:]
+    with pytest.raises(UnknownSchema, match="confluent id 7"):
+        codec.decode(framed)
+    codec.announce(json.dumps(shipped("Step")), confluent_id=7)
+    assert codec.encode(codec.decode(framed)) == value
+
+
+def test_every_current_schema_is_archived() -> None:
+    """What was released once must stay readable: `python -m schemas.archive` puts a changed schema there."""
+    fingerprints = {fingerprint_of(s) for s in archived()}
+    for cls in TOP_LEVEL:
+        assert fingerprint_of(shipped(cls.__name__)) in fingerprints, f"{cls.__name__}: run python -m schemas.archive"
+
+
+@pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
+def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
+    """Both directions, on bytes: what it wrote is read today, what is written today it reads."""
+    import io
+
+    current, before = codec_module._parse(shipped(old["name"])), codec_module._parse(old)
+    for writer, reader in ((before, current), (current, before)):
+        for _ in range(10):
+            out = io.BytesIO()
+            fastavro.schemaless_writer(out, writer, generate_one(writer))
+            out.seek(0)
+            fastavro.schemaless_reader(out, writer, reader)
+
+
+def test_tokens_and_logprobs_are_packed_little_endian() -> None:
+    assert tokens.pack_ids([1, 256]) == b"\x01\0\0\0\0\1\0\0"
+    assert tokens.unpack_ids(tokens.pack_ids([0, 5, 2**31 - 1])) == [0, 5, 2**31 - 1]
+    assert tokens.unpack_logprobs(tokens.pack_logprobs([-0.5, -2.0])) == [-0.5, -2.0]
+    with pytest.raises(ValueError, match="multiple of 4"):
+        tokens.unpack_ids(b"\0" * 5)
+
+
+def test_ids_parse_back() -> None:
+    call = ids.new_call_id("task-7")
+    step = ids.step_id(call, 3)
+    assert ids.key_of_step(step) == ids.key_of_step(call) == "task-7"
+    assert ids.parse_version(ids.version_id("demo", 12, 1)) == ids.Version("demo", 12, 1)
+    assert ids.parse_version("default") is None
+    assert ids.stable_id("a", "b") != ids.stable_id("ab", "")
+    for bad in ("", "a/b", "a~b", "ä", "x" * 201, "a,b", "a b"):
+        with pytest.raises(InvalidId):
+            ids.check_trajectory_key(bad)
+    for bad in ("", "A", "a.b", "x" * 65):
+        with pytest.raises(InvalidId):
+            ids.check_run_id(bad)
+    for bad in ("key", "~x", "key~"):
+        with pytest.raises(InvalidId):
+            ids.key_of_step(bad)
