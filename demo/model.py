@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.task import make_task, price
 
-SPECIAL = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tools>", "</tools>")
+SPECIAL = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
+# Not special: vLLM drops special tokens from the text of a reply when the request has no tools.
+TAGS = ("<tool_call>", "</tool_call>", "<tools>", "</tools>")
 PHRASES = (
     *("system\n", "user\n", "assistant\n", "tool\n"),
     *("price of ", " plus ", "?", "the total is ", ".", "error", "lookup"),
@@ -67,13 +69,14 @@ Progress = Callable[[int, int, float], None]
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Word-level over a prefix-free vocabulary, with the chat template inside."""
-    vocabulary = SPECIAL + PHRASES
+    vocabulary = SPECIAL + TAGS + PHRASES
     if any(a != b and b.startswith(a) for a in vocabulary for b in vocabulary):
         raise AssertionError("the vocabulary is not prefix-free: decoding then encoding would not give the same ids")
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, PHRASES), r"[\s\S]"])), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(list(SPECIAL))
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",

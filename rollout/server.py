@@ -22,7 +22,7 @@ from pathlib import Path
 import aiohttp
 
 from rollout.engine import BACKEND, DIE_WITH_PARENT, ENGINE_NICE
-from rollout.errors import ServerFailed
+from rollout.errors import EngineUnavailable, ServerFailed
 from schemas.settings import RolloutSettings
 
 # A tiny Python that becomes the server: it asks the kernel for SIGKILL at the death of the process that started it.
@@ -135,7 +135,7 @@ class VllmServer:
             await asyncio.sleep(0.25)
         raise ServerFailed(f"vLLM was not ready within {time.monotonic() - began:.0f} s{self._tail()}")
 
-    async def wait_ended(self) -> int:
+    async def wait_ended(self, http: aiohttp.ClientSession) -> int:
         """Wait for the server to end by itself, then remove what is left of it; its exit code (negative: the signal)."""
         if self._process is None:
             raise ServerFailed("vLLM was not started")
@@ -144,7 +144,7 @@ class VllmServer:
         await self.kill()
         return code
 
-    async def stop(self, timeout_s: float = 15.0) -> None:
+    async def stop(self, timeout_s: float = 10.0) -> None:
         """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""
         if self._process is None:
             return
@@ -178,6 +178,47 @@ class VllmServer:
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
             return f"; the end of {self._log}:\n{log.read().decode(errors='replace')}"
+
+
+class AttachedServer:
+    """A server that someone else started: the same calls as VllmServer, without the power over its life."""
+
+    def __init__(self, url: str) -> None:
+        self.base_url = url.rstrip("/").removesuffix("/v1")
+
+    async def start(self) -> None:
+        """Nothing to do."""
+
+    async def wait_ready(self, http: aiohttp.ClientSession) -> float:
+        """Wait for /health, however long; seconds it took."""
+        began = time.monotonic()
+        while not await is_healthy(http, self.base_url):  # noqa: ASYNC110 - a server elsewhere sets no event
+            await asyncio.sleep(0.5)
+        return time.monotonic() - began
+
+    async def wait_ended(self, http: aiohttp.ClientSession) -> int:
+        """Wait until the server has not answered /health three times in a row."""
+        missed = 0
+        while missed < 3:
+            await asyncio.sleep(0.5)
+            missed = 0 if await is_healthy(http, self.base_url) else missed + 1
+        return 0
+
+    async def stop(self) -> None:
+        """Leave it alone."""
+
+    async def kill(self) -> None:
+        """Leave it alone."""
+
+
+async def served_models(http: aiohttp.ClientSession, base_url: str) -> tuple[str, ...]:
+    """Names that agents can ask for."""
+    try:
+        async with http.get(f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
+            reply.raise_for_status()
+            return tuple(str(model["id"]) for model in (await reply.json())["data"])
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EngineUnavailable(f"GET {base_url}/v1/models: {type(error).__name__} {error}") from error
 
 
 async def is_healthy(http: aiohttp.ClientSession, base_url: str) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,31 @@ async def load_version(
     t1 = time.perf_counter()
     await _stage(http, base_url, version_id, tensors)
     t2 = time.perf_counter()
-    await _swap(http, base_url, version_id)
+    await _to_its_end(_swap(http, base_url, version_id))
     t3 = time.perf_counter()
     return LoadResult(
         version_id=version_id, verify_ms=(t1 - t0) * 1e3, stage_ms=(t2 - t1) * 1e3, pause_ms=(t3 - t2) * 1e3
     )
 
 
+async def _to_its_end(swap: Coroutine[Any, Any, None]) -> None:
+    """A swap is not left half-way when its caller is cancelled: the engine would stay paused."""
+    task = asyncio.create_task(swap)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
 async def engine_label(http: aiohttp.ClientSession, base_url: str) -> str:
     """The version label of the engine; "default" after its start. Raises EngineUnavailable."""
     return str((await _call(http, "GET", f"{base_url}/weight_info"))["weight_version"])
+
+
+async def resume(http: aiohttp.ClientSession, base_url: str) -> None:
+    """Let requests go on, in case a killed worker left the engine paused. Raises EngineUnavailable."""
+    await _call(http, "POST", f"{base_url}/resume")
 
 
 async def _stage(http: aiohttp.ClientSession, base_url: str, version_id: str, files: dict[str, str]) -> None:

@@ -365,9 +365,10 @@ REPLIES = {
 }
 
 
-def parrot(directory: Path) -> Path:
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learned these replies by heart."""
-    torch.manual_seed(0)
+    torch.set_num_threads(1)
     network = model.build_model(tokenizer, seed=0)
     rows = []
     for question, (said, _, _) in REPLIES.items():
@@ -380,7 +381,7 @@ def parrot(directory: Path) -> Path:
     length = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([i + [0] * (length - len(i)) for i, _ in rows])
     labels = torch.tensor([t + [-100] * (length - len(t)) for _, t in rows])
-    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=2e-3)
     for _ in range(300):
         loss = network(ids, labels=labels).loss
         if loss.item() < 1e-3:
@@ -388,12 +389,13 @@ def parrot(directory: Path) -> Path:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+    directory = tmp_path_factory.mktemp("parrot")
     network.save_pretrained(directory)
     return directory
 
 
-def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, tmp_path: Path) -> None:
-    engine.run(engine.load("run/9.0", parrot(tmp_path / "parrot")))
+def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, parrot: Path) -> None:
+    engine.run(engine.load("run/9.0", parrot))
     for question, (said, calls, content) in REPLIES.items():
         for stream in (False, True):
             reply = engine.run(chat(engine, request(question, temperature=0.0, max_tokens=60, stream=stream)))
@@ -415,8 +417,8 @@ def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, t
             assert second.prompt_ids[: len(turn)] == turn
 
 
-def test_tools_that_must_not_be_called_are_not(engine: Engine, tmp_path: Path) -> None:
-    engine.run(engine.load("run/9.1", parrot(tmp_path / "parrot")))
+def test_tools_that_must_not_be_called_are_not(engine: Engine, parrot: Path) -> None:
+    engine.run(engine.load("run/9.1", parrot))
     for stream in (False, True):
         body = request("price of k1", temperature=0.0, max_tokens=60, stream=stream, tool_choice="none")
         reply = engine.run(chat(engine, body))
@@ -440,6 +442,6 @@ def test_a_killed_server_leaves_nothing_behind(engine: Engine) -> None:
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
         assert time.monotonic() < deadline, f"still there: {family}"
         time.sleep(0.05)
-    assert engine.run(engine.server.wait_ended()) == -signal.SIGKILL
+    assert engine.run(engine.server.wait_ended(engine.http)) == -signal.SIGKILL
     with pytest.raises(EngineUnavailable):
         engine.run(engine_label(engine.http, engine.url))

@@ -1,0 +1,93 @@
+"""The worker's word on `claw.workers`: at every change, and as a heartbeat in between."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+
+from runtime.kafka import Cluster, KafkaError
+from runtime.records import now_micros
+from runtime.telemetry import logger
+from schemas.codec import Codec
+from schemas.events import WorkerState, WorkerStatus
+from schemas.settings import Settings
+
+# A status that can't be sent is replaced by the next one, not sent late.
+_SEND_TIMEOUT_MS = 5000
+_ERROR_CHARACTERS = 2000
+
+
+class Report:
+    """The worker's status as it would be said now. `changed` wakes the reporter, so that it is said at once."""
+
+    def __init__(self, settings: Settings, base_url: str) -> None:
+        self.changed = asyncio.Event()
+        self.status = WorkerStatus(
+            worker_id=settings.rollout.worker_id,
+            base_url=base_url,
+            models=(),
+            state="starting",
+            run_id=settings.run_id,
+            heartbeat_at=0,
+            heartbeat_interval_ms=int(settings.rollout.heartbeat_s * 1000),
+            started_at=now_micros(),
+            loads=0,
+        )
+
+    def engine_started(self) -> None:
+        """A new engine: nothing is loaded, and the loads count from here. The last error stays to be seen."""
+        self.status = replace(self.status, started_at=now_micros(), loads=0)
+        self.say("starting", None, self.status.error)
+
+    def engine_serves(self, models: tuple[str, ...]) -> None:
+        """The engine answers, and to these names."""
+        self.status = replace(self.status, models=models)
+
+    def loaded(self, version_id: str, milliseconds: float) -> None:
+        """A version was loaded: weights and label."""
+        self.status = replace(self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3))
+        self.say("ready", version_id)
+
+    def say(self, state: WorkerState, version_id: str | None, error: str | None = None) -> None:
+        """A state, the version that is served (None: boot weights or none) and what went wrong last."""
+        error = error[:_ERROR_CHARACTERS] if error else None
+        self.status = replace(self.status, state=state, weight_version=version_id, error=error)
+        self.changed.set()
+
+
+class Reporter:
+    """Sends the report. Kafka away is no reason for an engine to stop: the next heartbeat tries again."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, report: Report) -> None:
+        self._producer = cluster.producer(message_timeout_ms=_SEND_TIMEOUT_MS)
+        self._topic = settings.kafka.topics.workers
+        self._heartbeat_s = settings.rollout.heartbeat_s
+        self._report = report
+        self._codec = Codec()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            self._report.changed.clear()
+            await self.say()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._report.changed.wait(), self._heartbeat_s)
+
+    async def say(self) -> None:
+        """Send the report as it is now."""
+        await self._send(self._codec.encode(replace(self._report.status, heartbeat_at=now_micros())))
+
+    async def leave(self) -> None:
+        """A clean exit: the tombstone. Nothing may be sent behind it."""
+        await self._send(None)
+
+    def close(self) -> None:
+        """Release the client."""
+        self._producer.close(timeout_s=1.0)
+
+    async def _send(self, value: bytes | None) -> None:
+        try:
+            await self._producer.send(self._topic, self._report.status.worker_id.encode(), value)
+        except KafkaError as error:
+            logger().warning("status_not_sent", error=str(error))

@@ -1,0 +1,132 @@
+"""Which version an engine should serve: a fold over `claw.weights`, and the thread that reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
+from runtime.records import Decoder
+from runtime.telemetry import logger
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import WeightVersion
+from schemas.topics import Topics
+
+RETRY_S = 0.5
+# What came before has been trained from: only a series of broken versions could want it.
+REMEMBERED = 8
+
+
+class Versions:
+    """The run's newest versions, in log order, and those an engine refused. Log order counts: after a resume of the trainer an
+    index comes again under a higher attempt.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._newest: list[WeightVersion] = []
+        self._refused: set[str] = set()
+        self.complete = False
+        """Whether the log has been read to its end once: before that the newest version may be an old one."""
+
+    def hear(self, version: WeightVersion) -> None:
+        """A version was published; one of another run is none of ours."""
+        if version.run_id == self._run_id:
+            self._newest = [*self._newest, version][-REMEMBERED:]
+
+    def reached_end(self) -> None:
+        """The log has been read to its end."""
+        self.complete = True
+
+    def forget(self) -> None:
+        """The topic was made anew: nothing of the old one holds."""
+        self._newest, self._refused, self.complete = [], set(), False
+
+    def refuse(self, version_id: str) -> None:
+        """Do not try this version again."""
+        self._refused.add(version_id)
+
+    def wanted(self, loaded: str | None) -> WeightVersion | None:
+        """The newest version that is not refused, unless it is loaded; None before the log has been read."""
+        if not self.complete:
+            return None
+        good = next((v for v in reversed(self._newest) if v.version_id not in self._refused), None)
+        return None if good is None or good.version_id == loaded else good
+
+
+class WeightsFeed:
+    """Follows `claw.weights` from its start and puts what it hears into `versions`; `heard` is set at each change.
+
+    A thread, for the Kafka client blocks; a daemon, for while Kafka is away a call may last longer than a stop should. It keeps
+    trying then: the engine serves on.
+    """
+
+    def __init__(self, cluster: Cluster, topics: Topics, versions: Versions, heard: asyncio.Event) -> None:
+        self._cluster, self._topics = cluster, topics
+        self._versions, self._heard = versions, heard
+        self._stop = threading.Event()
+
+    def start(self) -> asyncio.Future[None]:
+        """Begin, on the running event loop. The future ends only with what made the thread fail."""
+        self._loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = self._loop.create_future()
+
+        def body() -> None:
+            try:
+                self._keep_following()
+            except Exception as error:  # noqa: BLE001 - handed to the event loop, which raises it
+                self._on_loop(failed.set_exception, error)
+
+        threading.Thread(target=body, name="weights", daemon=True).start()
+        return failed
+
+    def stop(self) -> None:
+        """End, soon."""
+        self._stop.set()
+
+    def _keep_following(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+            except SourceTruncated as error:
+                logger().warning("weights_topic_made_anew", error=str(error))
+                self._tell(Versions.forget)
+            except KafkaError as error:
+                logger().warning("weights_unreadable", error=str(error))
+            self._stop.wait(RETRY_S)
+
+    def _follow(self) -> None:
+        decoder = Decoder(self._cluster, self._topics.schemas)
+        self._cluster.topic_id(self._topics.weights)  # raises while it does not exist
+        reader = self._cluster.reader(f"{self._topics.prefix}-rollout", {(self._topics.weights, 0): BEGINNING})
+        told = False
+        try:
+            while not self._stop.is_set():
+                for record in reader.poll():
+                    self._take(decoder, record)
+                if reader.at_end and not told:
+                    told = True
+                    self._tell(Versions.reached_end)
+        finally:
+            reader.close()
+
+    def _take(self, decoder: Decoder, record: Record) -> None:
+        try:
+            version = decoder.decode(record.value)
+        except (Undecodable, UnknownSchema) as error:
+            logger().warning("weight_version_unreadable", offset=record.offset, error=str(error))  # the lake buries it
+            return
+        if isinstance(version, WeightVersion):
+            self._tell(lambda versions: versions.hear(version))
+
+    def _tell(self, change: Callable[[Versions], None]) -> None:
+        def tell() -> None:
+            change(self._versions)
+            self._heard.set()
+
+        self._on_loop(tell)
+
+    def _on_loop(self, call: Callable[..., object], *args: object) -> None:
+        if not self._stop.is_set():
+            self._loop.call_soon_threadsafe(call, *args)

@@ -1,0 +1,316 @@
+"""Rollout without an engine: which version is wanted, what a manifest must hold, what a reply tells, how a server is started."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.engine import EngineTap, Reply, WeightVersions, read_layout, stage
+from rollout.errors import InvalidWeights
+from rollout.server import server_arguments, server_environment
+from rollout.versions import REMEMBERED, Versions
+from rollout.weights import verify
+from rollout.worker import server_of
+from schemas.errors import SettingsError
+from schemas.events import WeightFile, WeightVersion
+from schemas.settings import RolloutSettings, Settings
+
+# ---------------------------------------------------------------- versions
+
+
+def version(run: str, index: int) -> WeightVersion:
+    return WeightVersion(
+        version_id=f"{run}/{index}.0",
+        run_id=run,
+        sync_index=index,
+        attempt=0,
+        format="full",
+        files=(),
+        channel="train",
+        metrics={},
+        created_at=0,
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ours", "theirs"]), st.integers(0, 9))), st.sets(st.integers(0, 9)))
+def test_the_newest_version_of_the_run_is_wanted(published: list[tuple[str, int]], refused: set[int]) -> None:
+    versions = Versions("ours")
+    for run, index in published:
+        versions.hear(version(run, index))
+        assert versions.wanted(None) is None, "before the log has been read to its end"
+    versions.reached_end()
+    for index in refused:
+        versions.refuse(f"ours/{index}.0")
+    ours = [index for run, index in published if run == "ours"][-REMEMBERED:]
+    good = [index for index in ours if index not in refused]
+    wanted = versions.wanted(None)
+    assert (wanted.sync_index if wanted else None) == (good[-1] if good else None)
+    if wanted is not None:
+        assert versions.wanted(wanted.version_id) is None
+        assert versions.wanted("ours/77.0") == wanted
+    versions.forget()
+    versions.reached_end()
+    assert versions.wanted(None) is None
+
+
+# ---------------------------------------------------------------- files
+
+
+def file_of(path: Path, data: bytes) -> WeightFile:
+    path.write_bytes(data)
+    return WeightFile(url=path.as_uri(), sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+
+
+def test_a_manifest_is_checked_file_by_file(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "with space.safetensors", b"weights")
+    path = tmp_path / "with space.safetensors"
+    assert verify([file], tmp_path) == {path: file.sha256}
+    path.write_bytes(b"weighty")
+    with pytest.raises(InvalidWeights, match="the manifest says 7 with"):
+        verify([file], tmp_path)
+    path.write_bytes(b"weight")
+    with pytest.raises(InvalidWeights, match="6 bytes"):
+        verify([file], tmp_path)
+    path.unlink()
+    with pytest.raises(InvalidWeights, match="No such file"):
+        verify([file], tmp_path)
+
+
+def test_files_elsewhere_are_copied_once(tmp_path: Path) -> None:
+    import fsspec  # type: ignore[import-untyped]
+
+    store = fsspec.filesystem("memory")
+    store.pipe("/versions/model.safetensors", b"weights")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    file = WeightFile(url="memory://versions/model.safetensors", sha256=digest, size_bytes=7)
+    (copy,) = verify([file], tmp_path)
+    assert copy.read_bytes() == b"weights"
+    store.rm("/versions", recursive=True)
+    assert verify([file], tmp_path) == {copy: digest}
+    gone = WeightFile(url="memory://versions/other.safetensors", sha256="0", size_bytes=7)
+    with pytest.raises(InvalidWeights):
+        verify([gone], tmp_path)
+    with pytest.raises(InvalidWeights):
+        verify([WeightFile(url="nosuchscheme://x/y", sha256="0", size_bytes=1)], tmp_path)
+
+
+def test_weights_are_checked_against_the_model(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save
+
+    one = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    (tmp_path / "model.safetensors").write_bytes(save(one))
+    layout = read_layout(tmp_path)
+    assert layout == {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
+    # Split over files otherwise than the model it replaces.
+    files = {}
+    for name, tensor in one.items():
+        data = save({name: tensor}, metadata={"format": "pt"})
+        (tmp_path / f"{name}.part").write_bytes(data)
+        files[str(tmp_path / f"{name}.part")] = hashlib.sha256(data).hexdigest()
+    staged = stage(files, layout)
+    assert all(torch.equal(staged[name], tensor) for name, tensor in one.items())
+    with pytest.raises(InvalidWeights, match=r"missing: b \(1\)"):
+        stage(dict(list(files.items())[:1]), layout)
+    with pytest.raises(InvalidWeights, match=r"missing: a, b \(2\)"):
+        stage({}, layout)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidWeights, match="local model directory"):
+        read_layout(tmp_path / "empty")
+
+
+# ---------------------------------------------------------------- replies
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Choice:
+    index: int
+    finish_reason: str | None
+    weight_versions: list[Span] | None
+
+
+@dataclass
+class Output:
+    outputs: list[Choice]
+
+
+@dataclass
+class Params:
+    n: int
+
+
+class Client:
+    """What the middleware needs of vLLM's engine client."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.closed = False
+
+    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> Any:
+        try:
+            for i in range(sampling_params.n):
+                yield Output([Choice(i, None, None)])
+                yield Output([Choice(i, "stop", [Span("v1", 0, 2), Span("v2", 2, 2 + i)])])
+        finally:
+            self.closed = True
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Stores nothing: the label that is told must be the one that was set."""
+
+    async def get_weight_version(self) -> str:
+        self.asked += 1
+        return "default"
+
+
+class State:
+    def __init__(self, client: Client) -> None:
+        self.engine_client = client
+
+
+class App:
+    """An ASGI app that generates: as JSON, or as the given pieces of an event stream."""
+
+    def __init__(self, client: Client, pieces: list[bytes] | None, n: int = 2) -> None:
+        self.state = State(client)
+        self.pieces, self.n = pieces, n
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        kind = b"application/json" if self.pieces is None else b"text/event-stream; charset=utf-8"
+        outputs = self.state.engine_client.generate("prompt", Params(self.n), request_id="r")
+        if self.pieces is None:
+            async for _ in outputs:
+                pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for piece in self.pieces or []:
+            async for _ in outputs:
+                pass
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def call(app: App, middleware: WeightVersions, path: str = "/v1/chat/completions") -> tuple[dict[bytes, bytes], bytes]:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        raise AssertionError("nothing to receive")
+
+    asyncio.run(middleware({"type": "http", "path": path, "app": app}, receive, send))
+    return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
+
+
+SPANS = [
+    [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 2}],
+    [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}],
+]
+
+
+def test_a_plain_reply_names_its_versions_in_a_header() -> None:
+    client = Client()
+    app = App(client, None)
+    middleware = WeightVersions(app)
+    headers, _ = call(app, middleware)
+    assert json.loads(headers[b"x-clawstream-versions"]) == SPANS
+    assert headers[b"x-clawstream-version-start"] == b"default"
+    asyncio.run(client.update_weight_version("run/1.0"))
+    headers, _ = call(app, middleware)
+    assert headers[b"x-clawstream-version-start"] == b"run/1.0"
+    assert client.asked == 1, "the label is followed, not asked for"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"data: 1\n\n", b"data: [DONE]\n\n"],
+        [b"data: 1\n\ndata: [DONE]\n\n"],
+        [b"data: 1\n\n", b"event: message_stop\ndata: {}\n\n"],
+        [],
+    ],
+)
+def test_a_stream_names_its_versions_once_before_its_end(pieces: list[bytes]) -> None:
+    app = App(Client(), pieces)
+    _, body = call(app, WeightVersions(app))
+    expected = SPANS if pieces else [None, None]
+    comment = f": clawstream-versions {json.dumps(expected)}\n\n".encode()
+    assert body.count(b"clawstream-versions") == 1
+    assert body.replace(comment, b"") == b"".join(pieces)
+    before, _, after = body.partition(comment)
+    assert after in (b"", b"data: [DONE]\n\n")
+    assert b"[DONE]" not in before
+
+
+def test_the_health_of_a_dead_engine_can_be_asked() -> None:
+    app = App(Client(), None)
+    headers, _ = call(app, WeightVersions(app), "/health")
+    assert b"x-clawstream-version-start" not in headers
+
+
+def test_a_client_that_leaves_closes_the_generation_at_once() -> None:
+    async def leave() -> bool:
+        client = Client()
+        tap = EngineTap(client)
+        middle = Reply("v", None)  # type: ignore[arg-type]
+        from rollout.engine import _generations
+
+        _generations.set(middle.generations)
+        outputs = tap.generate("prompt", Params(1), request_id="r")
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        return client.closed
+
+    assert asyncio.run(leave())
+
+
+# ---------------------------------------------------------------- server
+
+
+def test_settings_become_arguments(tmp_path: Path) -> None:
+    plugin = tmp_path / "parser.py"
+    settings = RolloutSettings(
+        port=4321, tool_parser="mine", tool_parser_plugin=plugin, reasoning_parser="r1", extra_args=("--seed", "3")
+    )
+    arguments = server_arguments(settings, tmp_path)
+    pairs = dict(itertools.pairwise(arguments))
+    assert pairs["--model"] == str(tmp_path)
+    assert pairs["--port"] == "4321"
+    assert pairs["--tool-call-parser"] == "mine"
+    assert pairs["--tool-parser-plugin"] == str(plugin)
+    assert pairs["--reasoning-parser"] == "r1"
+    assert "--enable-auto-tool-choice" in arguments
+    assert arguments[-2:] == ["--seed", "3"], "last, so that it can overrule ours"
+    assert "--tool-call-parser" not in server_arguments(RolloutSettings(), tmp_path)
+
+
+def test_the_environment_keeps_what_was_there() -> None:
+    environment = server_environment({"PYTHONPATH": "/a:/b", "HOME": "/h"})
+    assert environment["HOME"] == "/h"
+    assert environment["PYTHONPATH"].split(":")[1:] == ["/a", "/b"]
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"rollout\.model_path"):
+        server_of(Settings())
+    with pytest.raises(SettingsError, match="no Hugging Face model directory"):
+        server_of(Settings.model_validate({"trainer": {"model_path": tmp_path}}))
+    attached = Settings.model_validate({"rollout": {"attach_url": "http://10.0.0.1:8000/v1"}})
+    assert server_of(attached).base_url == "http://10.0.0.1:8000"
