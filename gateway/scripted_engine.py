@@ -48,7 +48,7 @@ class Script:
     """What is said to one request.
 
     versions: per choice; None: the engine does not know. status: an error instead of a reply. die_after: the connection breaks
-    after so many chunks. fail_after: an error event after so many chunks. gate: waited for before each chunk behind the first.
+    after so many chunks. fail_after: an error event after so many chunks. gate: acquired before each chunk behind the first.
     no_tokens: an engine that knows neither ids nor log-probabilities.
     """
 
@@ -59,7 +59,7 @@ class Script:
     status: int = 200
     die_after: int | None = None
     fail_after: int | None = None
-    gate: asyncio.Event | None = None
+    gate: asyncio.Semaphore | None = None
     no_tokens: bool = False
 
 
@@ -103,7 +103,7 @@ class ScriptedEngine:
             if request.get("stream"):
                 return await self._stream(http, request, script, headers)
             if script.gate is not None:
-                await script.gate.wait()
+                await script.gate.acquire()
             if script.die_after is not None:
                 _break(http)
         except (asyncio.CancelledError, ConnectionError):
@@ -120,7 +120,7 @@ class ScriptedEngine:
         await response.prepare(http)
         for at, chunk in enumerate(chunks(request, script)):
             if at and script.gate is not None:
-                await script.gate.wait()
+                await script.gate.acquire()
             if at == script.die_after:
                 _break(http)
             if at == script.fail_after:

@@ -7,6 +7,7 @@ else. Whatever breaks later is an error of the call.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ MAX_HEADER = 1 << 20
 """Version spans ride in a header."""
 # Below the 5 s after which the engine closes an idle connection: a call must not race with that.
 KEEPALIVE_S = 3.0
+LONG_BODY = 1 << 20
 SETTLE_S = 0.05
 NOT_SAMPLED = (502, 503)
 ENCODING = {"Accept-Encoding": "identity"}
@@ -161,8 +163,10 @@ class Upstream:
         """The reply's head; None when the connection was refused."""
         assert self._session is not None, "open() comes first"
         try:
+            # aiohttp writes bytes in one go; a long body must not hold up everyone else.
+            data = io.BytesIO(body) if body is not None and len(body) >= LONG_BODY else body
             return await self._session.request(
-                method, worker.base_url + path, data=body, headers={**ENCODING, **headers}, allow_redirects=False
+                method, worker.base_url + path, data=data, headers={**ENCODING, **headers}, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             return None
