@@ -41,6 +41,7 @@ from runtime.telemetry import logger
 from schemas.settings import Settings
 from stream_jobs.assembler import Assembler
 from stream_jobs.errors import NotCoPartitioned, StreamJobError
+from stream_jobs.rewarder import Rewarder
 
 FETCH_WAIT_MS = 50
 """aiokafka has one fetch in flight a broker; at Faust's fixed 1500 ms an idle partition would hold up the busy ones that long."""
@@ -73,6 +74,11 @@ class Job(Protocol):
 def run_assemble(settings: Settings) -> None:
     """Run a worker of assemble until SIGTERM. Never returns."""
     run_async("assemble", settings, partial(_main, group="assemble", make=Assembler))
+
+
+def run_reward(settings: Settings) -> None:
+    """Run a worker of the reward job until SIGTERM. Never returns; wrong reward functions exit as wrong settings."""
+    run_async("reward", settings, partial(_main, group="reward", make=Rewarder))
 
 
 async def _main(

@@ -1,0 +1,128 @@
+"""The reward job: reads closed trajectories, writes what the configured rules say of them. Its only state is its group's position.
+
+A trajectory in several parts is rewarded when its last part is there. Nothing from its first part on is done before: a restart begins
+there again. A writer that was killed between two parts begins anew with part 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from runtime.kafka import Cluster, Record, SourceTruncated
+from runtime.records import Decoder, dead_letter, decode_all, now_micros
+from runtime.telemetry import logger
+from schemas.events import Reward, StepMark, Trajectory
+from schemas.settings import Settings
+from stream_jobs.reward import rewards_of, rules_for, rules_of
+from stream_jobs.trajectory import joined
+
+PROCESS = "reward"
+GROUP = "reward"
+
+
+@dataclass(slots=True)
+class Begun:
+    """A trajectory of which some parts have come, the first at `offset`."""
+
+    offset: int
+    parts: list[Trajectory] = field(default_factory=list)
+
+
+class Gather:
+    """Puts the parts of trajectories together, one partition. Pure."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[str, str], Begun] = {}
+
+    def take(self, offset: int, part: Trajectory) -> Trajectory | None:
+        """The whole trajectory when this was its last part. A part without those before it is dropped: its beginning is gone."""
+        key = (part.run_id, part.trajectory_id)
+        if part.part == 0:
+            self._begun[key] = Begun(offset)
+        begun = self._begun.get(key)
+        if begun is None or part.part != len(begun.parts):
+            self._begun.pop(key, None)
+            return None
+        begun.parts.append(part)
+        if len(begun.parts) < part.parts:
+            return None
+        return joined(self._begun.pop(key).parts)
+
+    def done(self, last: int) -> int:
+        """Up to which offset nothing is needed any more, after records up to `last`."""
+        return min((b.offset - 1 for b in self._begun.values()), default=last)
+
+
+class Rewarder:
+    """A job of `stream_jobs.app`. Every exception out of it must end the process."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self.rules = rules_of(settings.jobs.reward_functions)
+        self._topics = settings.kafka.topics
+        self.inputs: tuple[str, ...] = (self._topics.trajectories,)
+        self.tick_interval_s = 60.0
+        self._group = f"{settings.kafka.topic_prefix}-{GROUP}"
+        self._cluster = cluster
+        self._producer = cluster.producer()
+        self._decoder = Decoder(cluster, self._topics.schemas)
+        self._gathers: dict[int, Gather] = {}
+        self._topic_id = ""
+
+    async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
+        """Read on where the group is. Raises SourceTruncated when the topic has not got that any more."""
+        self._gathers = {p: Gather() for p in partitions}
+        await asyncio.to_thread(self._check_positions, partitions)
+        logger().info("partitions_taken_over", partitions=list(partitions))
+        return {}
+
+    def _check_positions(self, partitions: Sequence[int]) -> None:
+        topic = self._topics.trajectories
+        self._topic_id = self._cluster.topic_id(topic)
+        ends, committed = self._cluster.watermarks(topic, partitions), self._cluster.committed(self._group)
+        for p, (low, high) in ends.items():
+            position = committed.get((topic, p))
+            if position is not None and not low <= position <= high:
+                raise SourceTruncated(
+                    f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position {position}; run clawstream doctor"
+                )
+
+    async def revoked(self) -> None:
+        """Nothing is kept."""
+        self._gathers = {}
+
+    async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
+        """Reward what became whole; returns up to which offset that is done."""
+        gather = self._gathers.get(partition)
+        if gather is None:
+            return {}
+        buried: list[tuple[Record, str, str]] = []
+        decoded = decode_all(self._decoder, records, lambda *letter: buried.append(letter))
+        for record, event in decoded:
+            if not isinstance(event, Trajectory | StepMark):
+                buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
+        whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r.offset, e)) is not None]
+        rewards = await asyncio.to_thread(self._rewards, whole)
+        encode, send = self._decoder.codec.encode, self._producer.send_soon
+        acks = [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in rewards]
+        for record, reason, detail in buried:
+            letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
+            acks.append(send(self._topics.dead_letters, record.key, encode(letter)))
+            logger().warning(
+                "dead_letter", topic=record.topic, partition=partition, offset=record.offset, reason=reason
+            )
+        await asyncio.gather(*acks)
+        return {self._topics.trajectories: gather.done(records[-1].offset)}
+
+    def _rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        """On a thread: a rule may take its time."""
+        now = now_micros()
+        return [r for t in trajectories for rule in rules_for(self.rules, t.run_id) for r in rewards_of(t, rule, now)]
+
+    async def tick(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        self._producer.close()
