@@ -1,0 +1,196 @@
+"""Groups of trajectories before admission, and the verdict on one: wait, refuse, or train these members. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
+from schemas.reward_value import missing, training_reward, valueless
+
+GroupKey = tuple[str, int]
+"""Group id and round."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A closed trajectory at its highest revision so far. first_offset: of its first candidate record.
+
+    flaw: the reason for which it can't be trained as it stands; awaits: a required reward is not there yet.
+    """
+
+    candidate: Candidate
+    place: Place | None
+    first_offset: int
+    flaw: str | None = None
+    awaits: bool = False
+
+    def weigh(self, policy: AdmissionPolicy, channel: Channel) -> None:
+        """Find out its flaw and whether it awaits a reward, under this policy."""
+        self.flaw = flaw_of(self.candidate, self.place, policy, channel)
+        self.awaits = self.flaw is None and bool(missing(policy.required_rewards, self.candidate.rewards))
+
+
+class Verdict(NamedTuple):
+    """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the others for their reasons."""
+
+    usable: tuple[Member, ...]
+    dropped: tuple[tuple[Member, str], ...]
+    refusal: str | None = None
+    detail: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Trainable tokens of the usable members."""
+        return sum(m.candidate.trainable_tokens for m in self.usable)
+
+    @property
+    def oldest_sync_index(self) -> int | None:
+        """Lowest sync index among the trainable tokens of the usable members; None when none has one."""
+        return min((s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None), default=None)
+
+
+@dataclass(slots=True)
+class Group:
+    """One round of a group id that is neither admitted nor refused.
+
+    gone: members that were refused one by one before. sealed_at: log time at which its deadline passed; it takes no more members.
+    entered_at, batch: since when and in which open batch it waits, when it is ready.
+    """
+
+    key: GroupKey
+    n: int
+    members: dict[str, Member] = field(default_factory=dict)
+    gone: int = 0
+    awaiting: int = 0
+    first_closed_at: int = 0
+    sealed_at: int | None = None
+    verdict: Verdict | None = None
+    batch: int | None = None
+    entered_at: int = 0
+
+    @property
+    def arrived(self) -> int:
+        """Members that have come, those already refused included."""
+        return len(self.members) + self.gone
+
+    @property
+    def closed_to_more(self) -> bool:
+        """Whether the next trajectory belongs to the next round."""
+        return self.sealed_at is not None or self.arrived >= self.n
+
+    def put(self, member: Member) -> None:
+        """Take a member, or a new revision of one."""
+        tid = member.candidate.trajectory_id
+        old = self.members.get(tid)
+        self.awaiting += member.awaits - (old.awaits if old is not None else False)
+        closed_at = member.candidate.closed_at
+        self.first_closed_at = min(self.first_closed_at, closed_at) if self.members else closed_at
+        self.members[tid] = member
+
+    def weigh(self, policy: AdmissionPolicy, channel: Channel) -> None:
+        """Look at every member again, under another policy."""
+        for member in self.members.values():
+            member.weigh(policy, channel)
+        self.awaiting = sum(m.awaits for m in self.members.values())
+
+    def deadline(self, policy: AdmissionPolicy) -> int:
+        """Event time from which it no longer waits for members."""
+        return self.first_closed_at + policy.group_deadline_ms
+
+    def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
+        """Event times from which it no longer waits for the rewards of a member."""
+        return [m.candidate.closed_at + policy.reward_deadline_ms for m in self.members.values() if m.awaits]
+
+
+def flaw_of(candidate: Candidate, place: Place | None, policy: AdmissionPolicy, channel: Channel) -> str | None:
+    """The reason for which a trajectory can't be trained, whatever the other members are; None: it can."""
+    if candidate.outcome not in policy.train_outcomes:
+        return "outcome"
+    if not candidate.trainable or place is None or (channel == "train" and candidate.oldest_sync_index is None):
+        return "untrainable"
+    if candidate.trainable_tokens < policy.min_trainable_tokens:
+        return "too_short"
+    limit = policy.max_trajectory_tokens
+    if limit is not None and candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps) > limit:
+        return "too_long"
+    if policy.min_quality is not None and candidate.quality is not None and candidate.quality < policy.min_quality:
+        return "quality"
+    if policy.required_rewards and valueless(policy.required_rewards, candidate.rewards):
+        return "reward_missing"
+    reward = training_reward(policy.reward_weights, candidate.rewards)
+    return "reward_missing" if reward is not None and not math.isfinite(reward) else None
+
+
+def judge(
+    group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
+) -> Verdict | None:
+    """The verdict, or None: it waits for members or for rewards. now: event time, None before there is any.
+
+    Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
+    """
+    sealed = group.sealed_at is not None or ended or (now is not None and now >= group.deadline(policy))
+    if not sealed and group.arrived < group.n:
+        return None
+    if not sealed and group.awaiting:
+        wait_ms = policy.reward_deadline_ms
+        if now is None or now < group.first_closed_at + wait_ms:
+            return None
+        if any(m.awaits and now < m.candidate.closed_at + wait_ms for m in group.members.values()):
+            return None
+    usable, dropped = [], []
+    for tid in sorted(group.members):
+        member = group.members[tid]
+        reason = member.flaw or ("reward_missing" if member.awaits else None)
+        if reason is None:
+            usable.append(member)
+        else:
+            dropped.append((member, reason))
+    least = min(policy.min_members, group.n)
+    if len(usable) < least:
+        reasons = Counter(reason for _, reason in dropped)
+        detail = f"{len(usable)} of {group.n} usable, {least} needed" + "".join(
+            f"; {count} {reason}" for reason, count in sorted(reasons.items())
+        )
+        absent = group.n - group.arrived
+        if absent > 0:
+            detail += f"; {absent} never came"
+        return Verdict((), (), _too_few(group, reasons, sealed, ended), detail)
+    if channel == "train" and policy.drop_zero_variance and group.n > 1:
+        rewards = {r for m in usable if (r := training_reward(policy.reward_weights, m.candidate.rewards)) is not None}
+        if len(rewards) <= 1:
+            what = f"all {rewards.pop():g}" if rewards else "none: name what is trained on in required_rewards"
+            return Verdict((), (), "zero_variance", f"rewards of {len(usable)} members: {what}")
+    return Verdict(tuple(usable), tuple(dropped))
+
+
+def _too_few(group: Group, reasons: Counter[str], sealed: bool, ended: bool) -> str:
+    if ended:
+        return "run_ended"
+    if (sealed and (group.arrived < group.n or group.awaiting)) or not reasons:
+        return "incomplete"
+    return min(reasons, key=lambda r: (-reasons[r], r))
+
+
+def batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
+    """The group as a batch has it."""
+    return BatchGroup(group_id=group.key[0], round=group.key[1], n=group.n, members=tuple(map(_batch_member, members)))
+
+
+def _batch_member(member: Member) -> BatchMember:
+    c = member.candidate
+    if member.place is None:
+        raise ValueError(f"trajectory {c.trajectory_id}: a usable member must have a place")
+    return BatchMember(
+        trajectory_id=c.trajectory_id,
+        trajectory_key=c.trajectory_key,
+        revision=c.revision,
+        place=member.place,
+        rewards=c.rewards,
+        untrainable_steps=tuple(s.step_id for s in c.steps if not s.trainable),
+        trainable_tokens=c.trainable_tokens,
+        oldest_sync_index=c.oldest_sync_index,
+    )

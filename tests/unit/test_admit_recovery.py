@@ -1,0 +1,225 @@
+"""Admission after a crash: the journal is cut, admission goes on from it, and nothing tells that it was away."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.events import (
+    AdmissionPolicy,
+    Candidate,
+    Late,
+    Place,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RewardValue,
+    RunEnded,
+    Tick,
+)
+from stream_jobs.admit import Admission
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, past_of
+
+SOURCE = Source("topic-1", 0, 2)
+
+
+def policy(version: int = 1, **changes: Any) -> AdmissionPolicy:
+    plain: dict[str, Any] = {
+        "run_id": "r", "policy_version": version, "group_size": 2, "min_members": 1, "required_rewards": ("rule",),
+        "reward_weights": {}, "reward_deadline_ms": 15, "group_deadline_ms": 40, "max_staleness": 2,
+        "drop_zero_variance": False, "min_trainable_tokens": 1, "train_outcomes": ("completed",), "batch_groups": 2,
+        "sync_every": 2, "val_groups": 2, "val_deadline_ms": 20, "algorithm": "grpo", "created_at": 0,
+    }  # fmt: skip
+    return AdmissionPolicy(**{**plain, **changes})
+
+
+CLOSE = st.tuples(
+    st.just("close"),
+    st.integers(0, 3),  # group
+    st.sampled_from([None, None, None, 0, 1]),  # round
+    st.sampled_from([None, 0.0, 1.0]),  # reward; None: not yet
+    st.integers(-3, 1),  # sync index, relative to what is trained now
+    st.integers(0, 60),  # how long it was open
+)
+REVISE = st.tuples(st.just("revise"), st.integers(0, 30), st.sampled_from([None, 0.0, 1.0]))
+TICK = st.tuples(st.just("tick"), st.integers(0, 1), st.integers(0, 10))
+AGAIN = st.tuples(st.just("again"), st.integers(0, 30))
+CHANGE = st.tuples(
+    st.just("policy"),
+    st.fixed_dictionaries(
+        {
+            "group_size": st.integers(1, 3),
+            "batch_groups": st.integers(1, 3),
+            "batch_tokens": st.sampled_from([None, 12]),
+            "max_staleness": st.sampled_from([None, 0, 2]),
+            "group_deadline_ms": st.sampled_from([5, 40]),
+            "drop_zero_variance": st.booleans(),
+            "sync_every": st.sampled_from([2, 2, 2, 3]),
+        }
+    ),
+)
+OPS = st.lists(st.one_of(CLOSE, CLOSE, CLOSE, REVISE, TICK, TICK, AGAIN, CHANGE), min_size=5, max_size=60)
+
+
+def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
+    """A log of candidates on which time passes with every record, read as the ops say."""
+    out: list[Entry] = []
+    seen: list[Candidate] = []
+    version, now = 1, 100
+
+    def put(event: Any) -> None:
+        out.append(
+            Entry(3 * len(out), event, Place(topic_id="t", partition=0, first_offset=len(out), last_offset=len(out)))
+        )
+
+    put(policy())
+    for op in [*ops, *([("end",)] if ended else [])]:
+        now += 3
+        match op:
+            case ("close", group, number, value, sync, open_for):
+                tid = f"t{len(seen)}"
+                rewards = () if value is None else (rewarded(value),)
+                seen.append(
+                    Candidate(
+                        run_id="r", channel=channel, trajectory_key=tid, trajectory_id=tid, group_id=f"g{group}",
+                        round=number, revision=0, outcome="completed", opened_at=now - open_for, closed_at=now,
+                        rewards=rewards, steps=(), prompt_tokens=1, trainable_tokens=5,
+                        oldest_sync_index=max(0, len(seen) // 8 + sync), trainable=True,
+                    )
+                )  # fmt: skip
+                put(seen[-1])
+            case ("revise", which, value) if seen:
+                old = seen[which % len(seen)]
+                rewards = () if value is None else (rewarded(value),)
+                seen[which % len(seen)] = dataclasses.replace(old, revision=old.revision + 1, rewards=rewards)
+                put(seen[which % len(seen)])
+            case ("again", which) if seen:
+                put(
+                    dataclasses.replace(seen[which % len(seen)], revision=0, opened_at=now + 1000, closed_at=now + 1001)
+                )
+            case ("tick", partition, lag):
+                put(Tick(partition=partition, event_time=now - lag))
+            case ("policy", changes):
+                version += 1
+                put(policy(version, **changes))
+            case ("end",):
+                put(RunEnded(run_id="r", created_at=0))
+    return out
+
+
+def rewarded(value: float) -> RewardValue:
+    return RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0)
+
+
+def run(state: Admission, log: list[Entry]) -> list[list[Journaled]]:
+    """What each record brings about, dead letters left out."""
+    return [journaled(state.fold(e)) for e in log]
+
+
+def journaled(decisions: list[Decision]) -> list[Journaled]:
+    return [d for d in decisions if not isinstance(d, Invalid)]
+
+
+def check(journal: list[Journaled]) -> None:
+    """What must hold for any journal."""
+    batches = [d for d in journal if isinstance(d, ReadyBatch)]
+    assert [b.batch_seq for b in batches] == list(range(len(batches)))
+    admitted = [m.trajectory_id for b in batches for g in b.groups for m in g.members]
+    refused = [t for d in journal if isinstance(d, Refused) and d.reason != "duplicate" for t in d.trajectory_ids]
+    assert max(Counter(admitted + refused).values(), default=1) == 1, "a trajectory is decided once"
+    rounds = [(g.group_id, g.round) for b in batches for g in b.groups]
+    rounds += [
+        (d.group_id, d.round) for d in journal if isinstance(d, Refused) and d.whole_group and d.round is not None
+    ]
+    assert max(Counter(rounds).values(), default=1) == 1, "a round is closed once"
+    starts = [d.input_from for d in journal if isinstance(d, ReadyBatch | Refused)]
+    assert starts == sorted(starts)
+    ends = [d.from_offset + 1 if isinstance(d, PolicyApplied) else d.input_to for d in journal]
+    assert ends == sorted(ends)
+    limit: int | None = None
+    for d in journal:
+        if isinstance(d, PolicyApplied):
+            limit = d.policy.max_staleness
+        elif isinstance(d, ReadyBatch) and d.channel == "train" and limit is not None:
+            oldest = min(m.oldest_sync_index or 0 for g in d.groups for m in g.members)
+            assert d.batch_seq // d.sync_every - oldest <= limit
+        if isinstance(d, ReadyBatch) and d.channel == "val":
+            assert len({min(m.oldest_sync_index or 0 for m in g.members) for g in d.groups}) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(ops=OPS, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
+def test_crash_after_any_step_changes_nothing(ops: list[Any], channel: Any, ended: bool) -> None:
+    """Decisions of one step are one transaction. Cut behind any of them, admission goes on with exactly the same decisions."""
+    log = log_of(ops, channel, ended)
+    steps = run(Admission("r", channel, SOURCE), log)
+    whole = [d for step in steps for d in step]
+    check(whole)
+    done: list[Journaled] = []
+    for at, step in enumerate(steps):
+        done += step
+        if not step:
+            continue  # the journal, and so the way on, is as before
+        state = Admission("r", channel, SOURCE, past_of(done, SOURCE.topic_id, 0))
+        assert journaled(state.opening()) == []
+        resumed = [d for step in run(state, log) for d in step]
+        assert resumed == [d for step in steps[at + 1 :] for d in step]
+
+
+@settings(max_examples=150, deadline=None)
+@given(ops=OPS, ended=st.booleans(), data=st.data())
+def test_cut_at_any_decision_decides_each_trajectory_once(ops: list[Any], ended: bool, data: Any) -> None:
+    """Even inside a step, which transactions prevent; and again and again."""
+    log = log_of(ops, "train", ended)
+    journal: list[Journaled] = []
+    for _ in range(3):
+        state = Admission("r", "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+        more = [d for step in run(state, log) for d in step]
+        cut = data.draw(st.integers(0, len(more)), label="decisions that got through")
+        journal += more[:cut]
+    state = Admission("r", "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+    journal += [d for step in run(state, log) for d in step]
+    check(journal)
+    if ended:
+        closed = {e.event.trajectory_id for e in log if isinstance(e.event, Candidate)}
+        decided = {m.trajectory_id for b in journal if isinstance(b, ReadyBatch) for g in b.groups for m in g.members}
+        decided |= {t for d in journal if isinstance(d, Refused) for t in d.trajectory_ids}
+        assert decided == closed, "none is lost"
+
+
+@settings(max_examples=100, deadline=None)
+@given(ops=st.lists(CLOSE, min_size=5, max_size=40), order=st.randoms(use_true_random=False))
+def test_any_order_of_arrival_trains_each_group_at_most_once(ops: list[Any], order: Any) -> None:
+    first, *rest = log_of(ops, "train", False)
+    order.shuffle(rest)
+    log = [first, *(dataclasses.replace(e, offset=3 * i + 3) for i, e in enumerate(rest))]
+    check([d for step in run(Admission("r", "train", SOURCE), log) for d in step])
+
+
+def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
+    log = log_of([("close", g, None, float(i), 0, 0) for g in range(3) for i in (0, 1)], "train", False)
+    before = [d for step in run(Admission("r", "train", SOURCE), log) for d in step]
+    assert [d.batch_seq for d in before if isinstance(d, ReadyBatch)] == [0]
+    anew = Source("topic-2", 0, 2)
+    past = past_of(before, anew.topic_id, 7)
+    assert (past.renewed, past.resume_from, past.next_seq) == (True, 7, 1)
+    state = Admission("r", "train", anew, past)
+    (opening,) = state.opening()
+    assert opening == PolicyApplied(
+        run_id="r", channel="train", policy=policy(), input_topic_id="topic-2", from_offset=7
+    )
+    moved = [dataclasses.replace(e, offset=7 + i) for i, e in enumerate(log)]
+    after = [d for step in run(state, moved) for d in step]
+    assert after == [], "what was trained is not trained again; the third group waits for a second one"
+    changed = Entry(40, policy(2, batch_groups=1))
+    applied, batch = (d for step in run(state, [changed]) for d in step)
+    assert isinstance(applied, PolicyApplied) and isinstance(batch, ReadyBatch) and batch.batch_seq == 1
+    again = past_of(
+        [*before, opening, Late(run_id="r", channel="train", trajectory_id="t0", revision=1, input_to=9)], "topic-2", 7
+    )
+    assert (again.renewed, again.resume_from, again.replay_until, again.policy) == (False, 7, 8, policy())
+    assert past_of([], "topic-2", 7).renewed is False
