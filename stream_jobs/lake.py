@@ -126,8 +126,11 @@ def app_id(table: str, source: Source) -> str:
 class Lake:
     """One writer's hold on all tables. Every method raises LakeTaken once a newer writer has claimed them."""
 
-    def __init__(self, uri: str, storage_options: Mapping[str, str], window_size: int) -> None:
+    def __init__(
+        self, uri: str, storage_options: Mapping[str, str], window_size: int, compact_commits: int = COMPACT_COMMITS
+    ) -> None:
         self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
+        self._compact_commits = compact_commits
         self._epoch = 0
         self._windows: dict[str, Window] = {}
         self._marks: dict[str, dict[Source, int]] = {name: {} for name in catalog()}
@@ -283,7 +286,7 @@ class Lake:
     def _tidy(self, name: str) -> None:
         """Now and then make large files of small ones, and delete files that nobody has needed for a week."""
         self._commits[name] += 1
-        if self._commits[name] % COMPACT_COMMITS:
+        if self._commits[name] % self._compact_commits:
             return
         table = self._open(name)
         try:

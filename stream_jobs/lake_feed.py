@@ -64,15 +64,16 @@ class Feed:
 
     def _follow(self, new: Mapping[str, int]) -> None:
         ids = self._cluster.topic_ids(list(new))
+        found: dict[str, _Followed] = {}
         start: dict[tuple[str, int], int] = {}
         for topic, topic_id in ids.items():
-            followed = _Followed(topic_id, tables_of(self._topics, topic), new[topic])
+            followed = found[topic] = _Followed(topic_id, tables_of(self._topics, topic), new[topic])
             marks = self._lowest_marks(followed)
             for partition, (low, high) in self._cluster.watermarks(topic, range(new[topic])).items():
                 start[topic, partition] = first_offset(topic, partition, marks.get(partition), low, high)
-            self._followed[topic] = followed
             positions = {p: o for (t, p), o in start.items() if t == topic}
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
+        self._followed |= found
         if start:
             self._reader.add(start)
 

@@ -1,0 +1,183 @@
+"""SQL over the lake, embedded: every table, and the views that analysts want. The only file that imports duckdb.
+
+`<table>_raw` is a table as it was written (append-only, every revision, times with zone). The plain names are views with times in
+UTC; four of them say more than their table:
+
+    trajectories  one row a closed trajectory: its newest candidate revision with its reward, joined with the payload's metadata
+    steps         with the trajectory they ended in, their index there, and their marks (late, duplicate, retried)
+    rewards       the one that counts for each target, source and name: the highest revision, among equals the first on the log
+    curation      with the trajectory id, also when only the key was given
+
+A connection can read nothing else: no files, no network, no settings.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import duckdb
+
+from schemas.settings import Settings
+from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_columns import TIME
+from stream_jobs.lake_tables import Table, catalog
+
+Format = Literal["table", "json", "csv"]
+MAX_CELL = 80
+"""Characters of a cell in a table for the terminal; JSON and CSV have all of it."""
+
+
+class SqlError(LakeError):
+    """The query is wrong, or asks for something that a query may not do. The message is DuckDB's."""
+
+
+def connect(settings: Settings, versions: Mapping[str, int] | None = None) -> Any:
+    """A DuckDB connection to the lake of `settings`. Use it itself: its cursors do not see the tables.
+
+    versions: table to Delta version, for tables to be read as they were then. Raises LakeMissing.
+    """
+    versions = dict(versions or {})
+    unknown = versions.keys() - catalog().keys()
+    if unknown:
+        raise LakeMissing(f"no table {', '.join(sorted(unknown))}; there are {', '.join(catalog())}")
+    tables = {name: _open(settings, name, versions.get(name)) for name in catalog()}
+    if all(t is None for t in tables.values()):
+        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+    connection = duckdb.connect(":memory:")
+    connection.execute("SET TimeZone = 'UTC'")
+    for name, found in tables.items():
+        connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
+    for name, table in catalog().items():
+        connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _open(settings: Settings, name: str, version: int | None) -> Any | None:
+    """The table as a dataset; None when an older release made the lake, without that table."""
+    try:
+        return dataset(
+            open_table(settings.lake_uri, name, settings.lake.storage_options, version), settings.lake.storage_options
+        )
+    except LakeMissing:
+        if version is not None:
+            raise
+        return None
+
+
+def _times(names: Iterable[str], prefix: str = "") -> str:
+    return ", ".join(f"timezone('UTC', {prefix}{n}) AS {n}" for n in names)
+
+
+def _utc(table: Table) -> str:
+    """The table with times as plain UTC timestamps, which every client can show."""
+    names = [f.name for f in table.schema if f.type == TIME]
+    return f"SELECT * REPLACE ({_times(names)}) FROM {table.name}_raw"
+
+
+_VIEWS = {
+    "trajectories": f"""
+        WITH latest AS (
+            SELECT * FROM candidates_raw
+            QUALIFY row_number() OVER (PARTITION BY kafka_topic_id, run_id, trajectory_id
+                                       ORDER BY revision DESC, kafka_timestamp DESC) = 1
+        ), payload AS (
+            SELECT kafka_topic_id, run_id, trajectory_id, any_value(metadata_json) AS metadata_json,
+                   any_value(reason) AS reason, flatten(list(steps ORDER BY part)) AS steps
+            FROM trajectories_raw GROUP BY ALL
+        )
+        SELECT c.run_id, c.trajectory_id, c.trajectory_key, c.group_id, c.group_size, c.round, c.channel, c.outcome, p.reason,
+               list_sum([r.value FOR r IN c.rewards IF r.step_id IS NULL]) AS reward,
+               c.oldest_sync_index AS policy_version,
+               list_min([s.oldest_version FOR s IN p.steps IF s.trainable
+                         AND starts_with(s.oldest_version, c.run_id || '/' || c.oldest_sync_index || '.')]) AS weight_version,
+               c.newest_sync_index AS newest_policy_version,
+               len(c.steps)::INTEGER AS steps, c.prompt_tokens, c.trainable_tokens, c.trainable,
+               c.reason AS untrainable_reason, c.quality, c.tags, c.revision, c.rewards, p.metadata_json,
+               p.steps AS step_details,
+               {_times(("opened_at", "closed_at", "kafka_timestamp"), "c.")}, c.kafka_topic_id
+        FROM latest c LEFT JOIN payload p ON p.kafka_topic_id = c.payload_topic_id
+             AND p.run_id = c.run_id AND p.trajectory_id = c.trajectory_id""",
+    "steps": f"""
+        WITH inside AS (
+            SELECT kafka_timestamp, run_id, trajectory_id, unnest(steps) AS step FROM trajectories_raw
+        ), closed AS (
+            SELECT * FROM inside
+            QUALIFY row_number() OVER (PARTITION BY run_id, step.step_id ORDER BY kafka_timestamp DESC) = 1
+        ), later AS (
+            SELECT run_id, step_id, any_value(trajectory_id) AS trajectory_id, list(DISTINCT mark ORDER BY mark) AS marks
+            FROM step_marks_raw GROUP BY ALL
+        )
+        SELECT s.* REPLACE ({_times(("received_at", "finished_at", "kafka_timestamp"), "s.")}),
+               coalesce(c.trajectory_id, l.trajectory_id) AS trajectory_id, c.step.index AS step_index,
+               c.step.parent AS parent_index, c.step.drift AS drift, c.step.trainable AS trainable,
+               c.step.untrainable_reason AS untrainable_reason,
+               list_sort(list_distinct(list_concat(c.step.marks, l.marks))) AS marks
+        FROM steps_raw s LEFT JOIN closed c ON c.run_id = s.run_id AND c.step.step_id = s.step_id
+             LEFT JOIN later l ON l.run_id = s.run_id AND l.step_id = s.step_id""",
+    "rewards": f"""
+        SELECT * REPLACE (coalesce(trajectory_id, trajectory_key) AS trajectory_id, {_times(("created_at", "kafka_timestamp"))})
+        FROM rewards_raw
+        QUALIFY row_number() OVER (
+            PARTITION BY run_id, trajectory_key, coalesce(trajectory_id, trajectory_key), step_id, source, name
+            ORDER BY reward_revision DESC, rewards_raw.kafka_timestamp, kafka_offset) = 1""",
+    "curation": f"""
+        SELECT * REPLACE (coalesce(trajectory_id, trajectory_key) AS trajectory_id, {_times(("created_at", "kafka_timestamp"))})
+        FROM curation_raw""",
+}  # fmt: skip
+
+
+def run_sql(settings: Settings, query: str, fmt: Format = "table") -> str:
+    """Answer one query as text. Raises SqlError with DuckDB's message, LakeMissing when there is no lake."""
+    connection = connect(settings)
+    try:
+        connection.execute(query)
+        names = [column[0] for column in connection.description or ()]
+        rows = connection.fetchall() if names else []
+    except duckdb.Error as e:
+        raise SqlError(str(e)) from e
+    finally:
+        connection.close()
+    return _FORMATS[fmt](names, rows)
+
+
+def _as_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    cells = [[_cell(v) for v in row] for row in rows]
+    widths = [max(len(n), *(len(row[i]) for row in cells)) if cells else len(n) for i, n in enumerate(names)]
+    right = [bool(rows) and all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+
+    rule = "  ".join("-" * w for w in widths)
+    return "\n".join([line(names), rule, *map(line, cells), f"({len(rows)} row{'' if len(rows) == 1 else 's'})"])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 1] + "…"
+
+
+def _as_json(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    return json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([names, *rows])
+    return out.getvalue().rstrip("\n")
+
+
+_FORMATS = {"table": _as_table, "json": _as_json, "csv": _as_csv}

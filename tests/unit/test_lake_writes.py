@@ -1,0 +1,135 @@
+"""The lake's hold on its tables, without Kafka: marks, windows, claims, compaction, values that no column can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from runtime.kafka import Fenced
+from schemas import events
+from stream_jobs.lake import MARK_OFFSETS, Lake, LakeMissing, LakeTaken, dataset, oldest_of_newest, open_table
+from stream_jobs.lake_tables import Placed, Row, catalog
+
+SOURCE = ("T", 0)
+
+
+def rows(first: int, *ids: str, **changes: Any) -> list[Row]:
+    def reward(event_id: str) -> events.Reward:
+        values: dict[str, Any] = {
+            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
+            "reward_revision": 0, "created_at": 1,
+        }  # fmt: skip
+        return events.Reward(**values | changes)
+
+    table = catalog()["rewards"]
+    placed = [Placed(*SOURCE, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)]
+    return [row for p in placed for row in table.rows_of(p)]
+
+
+def ids(path: Path) -> list[str]:
+    found = dataset(open_table(str(path), "rewards", {}), {}).to_table(columns=["event_id"])
+    return sorted(found.column("event_id").to_pylist())
+
+
+def claimed(path: Path, window: int = 100, **more: Any) -> Lake:
+    lake = Lake(str(path), {}, window, **more)
+    lake.claim()
+    return lake
+
+
+def never(row: Row, why: str) -> None:
+    raise AssertionError((row, why))
+
+
+def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> None:
+    lake = claimed(tmp_path)
+    assert lake.marks("rewards", [SOURCE, ("T", 1)]) == {}
+    assert lake.append("rewards", rows(0, "a", "b", "c"), {SOURCE: 3}, never) == 3
+    again = claimed(tmp_path)
+    assert again.marks("rewards", [SOURCE, ("T", 1)]) == {SOURCE: 3}
+    assert again.append("rewards", rows(1, "x", "y", "d", "e"), {SOURCE: 5}, never) == 2
+    assert again.append("rewards", rows(0, "z"), {SOURCE: 5}, never) == 0
+    assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
+
+
+def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None:
+    lake = claimed(tmp_path)
+    for i in range(10):
+        lake.append("rewards", rows(i, f"e{i}"), {SOURCE: i + 1}, never)
+    again = claimed(tmp_path, window=3)
+    assert again.append("rewards", rows(10, "e9", "e7", "e6", "e0"), {SOURCE: 14}, never) == 2
+    files = pa.table(open_table(str(tmp_path), "rewards", {}).get_add_actions(flatten=True))
+    assert oldest_of_newest(files, 3).as_py().microsecond == 9_000
+    assert oldest_of_newest(files, 1000) is None
+
+
+def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) -> None:
+    lake = claimed(tmp_path)
+    assert lake.append("rewards", [], {SOURCE: 7}, never) == 0
+    assert lake.marks("rewards", [SOURCE]) == {}
+    assert not lake.mark_due("rewards", {SOURCE: 7})
+    assert lake.mark_due("rewards", {SOURCE: MARK_OFFSETS})
+    assert lake.append("rewards", [], {SOURCE: MARK_OFFSETS}, never, mark=True) == 0
+    assert lake.marks("rewards", [SOURCE]) == {SOURCE: MARK_OFFSETS}
+    assert not lake.mark_due("rewards", {SOURCE: MARK_OFFSETS + 1})
+    version = open_table(str(tmp_path), "rewards", {}).version()
+    lake.append("rewards", [], {SOURCE: MARK_OFFSETS}, never, mark=True)
+    assert open_table(str(tmp_path), "rewards", {}).version() == version
+
+
+def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
+    older = claimed(tmp_path)
+    newer = claimed(tmp_path)
+    with pytest.raises(LakeTaken, match="took over from 1") as caught:
+        older.append("rewards", rows(0, "a"), {SOURCE: 1}, never)
+    assert isinstance(caught.value, Fenced)
+    assert newer.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
+    late = Lake(str(tmp_path), {}, 100)
+    late._claim("steps")
+    newest = claimed(tmp_path)
+    with pytest.raises(LakeTaken, match="while it was starting"):
+        late._claim("rewards")
+    assert newest.append("rewards", rows(1, "b"), {SOURCE: 2}, never) == 1
+
+
+def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None:
+    lake = claimed(tmp_path)
+    buried: list[tuple[int, str]] = []
+    bad = rows(1, "bad", created_at=2**70)
+    added = lake.append(
+        "rewards",
+        [*rows(0, "a"), *bad, *rows(2, "c")],
+        {SOURCE: 3},
+        lambda row, why: buried.append((row["kafka_offset"], why)),
+    )
+    assert (added, ids(tmp_path)) == (2, ["a", "c"])
+    assert len(buried) == 1
+    assert buried[0][0] == 1
+    assert "table rewards: OverflowError" in buried[0][1]
+    assert lake.append("rewards", bad, {SOURCE: 3}, never) == 0
+
+
+def test_compaction_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
+    old = pa.table({"event_id": ["old"], "run_id": ["r"], "kafka_topic_id": ["T"]})
+    write_deltalake(str(tmp_path / "rewards"), old)
+    lake = claimed(tmp_path, compact_commits=5)
+    for i in range(12):
+        lake.append("rewards", rows(i, f"e{i:02}"), {SOURCE: i + 1}, never)
+    table = DeltaTable(str(tmp_path / "rewards"))
+    assert len(table.file_uris()) == 3  # one of the first ten commits, two since
+    assert ids(tmp_path) == [*(f"e{i:02}" for i in range(12)), "old"]
+    again = claimed(tmp_path)
+    assert again.marks("rewards", [SOURCE]) == {SOURCE: 12}
+    assert again.append("rewards", rows(12, "e03", "new", "old"), {SOURCE: 15}, never) == 1
+
+
+def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(LakeMissing, match="no table steps at /"):
+        open_table(str(tmp_path), "steps", {})
+    claimed(tmp_path)
+    with pytest.raises(LakeMissing, match="has no version 7"):
+        open_table(str(tmp_path), "steps", {}, 7)

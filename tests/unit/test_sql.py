@@ -1,0 +1,196 @@
+"""The views over a small lake on disk, and what a query may not do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from schemas import events
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from stream_jobs.lake import Lake, LakeMissing, LakeTaken
+from stream_jobs.lake_tables import Placed, catalog
+from stream_jobs.sql import SqlError, connect, run_sql
+
+HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
+
+
+class SmallLake:
+    """Appends records as the lake writer does."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.lake = Lake(settings.lake_uri, {}, 1000)
+        self.lake.claim()
+        self._next: dict[str, int] = {}
+
+    def put(self, name: str, topic_id: str, *records: Any, headers: Mapping[str, bytes] = HEADERS) -> int:
+        first = self._next.get(topic_id, 0)
+        self._next[topic_id] = first + len(records)
+        placed = [Placed(topic_id, 0, first + i, 1000 + first + i, headers, r) for i, r in enumerate(records)]
+        rows = [row for p in placed for row in catalog()[name].rows_of(p)]
+        return self.lake.append(name, rows, {(topic_id, 0): self._next[topic_id]}, bury=lambda *_: None)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path)
+
+
+@pytest.fixture
+def lake(settings: Settings) -> SmallLake:
+    return SmallLake(settings)
+
+
+def reward(value: float | None, **changes: Any) -> events.RewardValue:
+    return events.RewardValue(
+        **{"source": "rule", "name": "f", "function_version": "1", "value": value, "reward_revision": 0} | changes
+    )
+
+
+def candidate(key: str, revision: int, sync: int | None, *rewards: events.RewardValue) -> events.Candidate:
+    return events.Candidate(
+        run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=revision,
+        outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
+        steps=(events.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2, trainable=True),),
+        prompt_tokens=3, trainable_tokens=2, oldest_sync_index=sync, trainable=True,
+    )  # fmt: skip
+
+
+def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> events.Trajectory:
+    step = events.TrajectoryStep(
+        step_id=f"{key}~{part + 1}.0", index=part, status="ok", drift="root", prompt_tokens=3, response_tokens=2,
+        response_json=b"{}", oldest_version=version, newest_version=version, trainable=True, marks=("retried",), offset=0,
+    )  # fmt: skip
+    return events.Trajectory(
+        run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train", outcome="completed",
+        opened_at=1_000, closed_at=2_000, metadata_json=b'{"gold": 1}', part=part, parts=parts, segments=(), steps=(step,),
+    )  # fmt: skip
+
+
+def test_rewards_by_policy_version(settings: Settings, lake: SmallLake) -> None:
+    lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"), trajectory("c", "r/2.2"),
+             trajectory("d", "r/11.1", 0, 2), trajectory("d", "r/3.9", 1, 2))  # fmt: skip
+    lake.put(
+        "candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1, reward(1.0), reward(9.0, step_id="b~1.0")),
+        candidate("c", 0, 2, reward(0.25), reward(0.5, source="env")), candidate("c", 2, 2, reward(None), reward(0.5, source="env")),
+        candidate("c", 1, 2, reward(7.0)), candidate("a", 1, 1, reward(0.5)), candidate("d", 0, 3), candidate("e", 0, None),
+    )  # fmt: skip
+    query = "select policy_version, avg(reward) from trajectories group by 1 order by 1 nulls last"
+    assert connect(settings).execute(query).fetchall() == [(1, 0.75), (2, 0.5), (3, None), (None, None)]
+    columns = "trajectory_id, weight_version, revision, steps, trainable_tokens, len(step_details), closed_at::varchar"
+    assert connect(settings).execute(f"select {columns} from trajectories order by 1").fetchall() == [
+        ("a", "r/1.2", 1, 1, 2, 1, "1970-01-01 00:00:02"),
+        ("b", "r/1.2", 0, 1, 2, 1, "1970-01-01 00:00:02"),
+        ("c", "r/2.2", 2, 1, 2, 1, "1970-01-01 00:00:02"),
+        ("d", "r/3.9", 0, 1, 2, 2, "1970-01-01 00:00:02"),
+        ("e", None, 0, 1, 2, None, "1970-01-01 00:00:02"),
+    ]
+    assert run_sql(settings, query).splitlines() == [
+        "policy_version  avg(reward)",
+        "--------------  -----------",
+        "             1         0.75",
+        "             2          0.5",
+        "             3",
+        "",
+        "(4 rows)",
+    ]
+    assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [{"policy_version": 1, "avg(reward)": 0.75}]
+    assert run_sql(settings, f"{query} limit 1", "csv") == "policy_version,avg(reward)\n1,0.75"
+
+
+def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
+    steps = [
+        events.Step(
+            step_id=s, run_id="r", trajectory_key="a", call_id="a~1", choice_index=0, protocol="p", model="m", status="ok",
+            streamed=False, request_json=b'{"x": 1}', response_json=b"{}", prompt_token_ids=pack_ids([1, 2, 3]),
+            response_token_ids=pack_ids([4, 5]), response_logprobs=pack_logprobs([-0.5, -0.25]), gateway_id="g",
+            received_at=1, finished_at=2,
+        )
+        for s in ("a~1.0", "a~9.0")
+    ]  # fmt: skip
+    lake.put("steps", "SS", *steps)
+    lake.put("trajectories", "TT", trajectory("a", "r/1.2"))
+    lake.put("trajectories", "T2", trajectory("a", "r/1.2"))  # the same, replayed into a topic made anew
+    marks = [
+        events.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a", step_id="a~9.0", mark="late", offset=9)
+        for i in range(2)
+    ]  # fmt: skip
+    lake.put("step_marks", "MM", *marks)
+    query = "select step_id, trajectory_id, step_index, marks, list_sum(response_logprobs), len(prompt_token_ids) from steps order by 1"
+    assert connect(settings).execute(query).fetchall() == [
+        ("a~1.0", "a", 0, ["retried"], -0.75, 3),
+        ("a~9.0", "a", None, ["late"], -0.75, 3),
+    ]
+    assert connect(settings).execute("select request_json->>'x' from steps_raw").fetchall() == [("1",), ("1",)]
+
+
+def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
+    def of(event_id: str, value: float, revision: int, **more: Any) -> events.Reward:
+        return events.Reward(
+            event_id=event_id, run_id="r", trajectory_key="k", source="human", name="n", function_version="1", value=value,
+            reward_revision=revision, created_at=1, **more,
+        )  # fmt: skip
+
+    sent = [of("a", 1.0, 0), of("b", 2.0, 3), of("c", 3.0, 3), of("d", 4.0, 1), of("e", 5.0, 0, step_id="k~1.0")]
+    assert lake.put("rewards", "RR", *sent) == 5
+    rows = connect(settings).execute("select value, step_id, trajectory_id from rewards order by 1").fetchall()
+    assert rows == [(2.0, None, "k"), (5.0, "k~1.0", "k")]
+    assert connect(settings).execute("select count(*) from rewards_raw").fetchall() == [(5,)]
+
+
+def test_time_travel(settings: Settings, lake: SmallLake) -> None:
+    lake.put("candidates", "CC", candidate("a", 0, 1, reward(0.0)))
+    lake.put("candidates", "CC", candidate("a", 1, 1, reward(1.0)))
+    for version, expected in ((2, [(0.0,)]), (3, [(1.0,)])):
+        assert (
+            connect(settings, {"candidates": version}).execute("select reward from trajectories").fetchall() == expected
+        )
+    with pytest.raises(LakeMissing, match="has no version 99"):
+        connect(settings, {"candidates": 99})
+    with pytest.raises(LakeMissing, match="no table nope; there are steps, "):
+        connect(settings, {"nope": 1})
+
+
+@pytest.mark.parametrize("table", list(catalog()))
+def test_every_table_answers(settings: Settings, lake: SmallLake, table: str) -> None:
+    assert run_sql(settings, f"select count(*) as n from {table}", "csv") == "n\n0"
+    assert run_sql(settings, f"select * from {table}_raw", "json") == "[]"
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["select * from read_csv('/etc/hosts')", "copy steps to '/tmp/x.csv'", "attach '/tmp/x.db'", "install httpfs",
+     "set memory_limit = '1GB'", "select * from nope", "selec"],
+)  # fmt: skip
+def test_what_a_query_may_not_do(settings: Settings, lake: SmallLake, query: str) -> None:
+    with pytest.raises(SqlError):
+        run_sql(settings, query)
+    with pytest.raises(duckdb.Error):
+        connect(settings).execute(query)
+
+
+def test_no_lake(settings: Settings) -> None:
+    with pytest.raises(LakeMissing, match="no lake at /"):
+        run_sql(settings, "select 1")
+
+
+def test_an_older_lake_lacks_a_table(settings: Settings, lake: SmallLake) -> None:
+    (settings.data_dir / "lake" / "weights").rename(settings.data_dir / "aside")
+    assert run_sql(settings, "select count(*) as n from weights", "csv") == "n\n0"
+
+
+def test_rows_come_once_and_the_newer_writer_goes_on(settings: Settings, lake: SmallLake) -> None:
+    assert lake.put("candidates", "CC", candidate("a", 0, 1), candidate("a", 0, 1), candidate("a", 1, 1)) == 2
+    assert lake.put("candidates", "CC", candidate("a", 1, 1)) == 0
+    newer = SmallLake(settings)
+    assert newer.put("candidates", "CC", candidate("b", 0, 1), candidate("b", 0, 1), candidate("c", 0, 1)) == 0
+    # its offsets were below the mark of the older one; past the mark, the window read back from the table knows the ids
+    assert newer.put("candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1)) == 1
+    with pytest.raises(LakeTaken, match="another writer took over from 1"):
+        lake.put("candidates", "CC", *(candidate(str(i), 0, 1) for i in range(9)))
+    assert run_sql(settings, "select count(*) as n from candidates", "csv") == "n\n3"
