@@ -135,14 +135,14 @@ class VllmServer:
             await asyncio.sleep(0.25)
         raise ServerFailed(f"vLLM was not ready within {time.monotonic() - began:.0f} s{self._tail()}")
 
-    async def wait_ended(self, http: aiohttp.ClientSession) -> int:
-        """Wait for the server to end by itself, then remove what is left of it; its exit code (negative: the signal)."""
+    async def wait_ended(self, http: aiohttp.ClientSession) -> str:
+        """Wait for the server to end by itself, then remove what is left of it; says how it ended (negative: the signal)."""
         if self._process is None:
             raise ServerFailed("vLLM was not started")
         process = self._process
         code = await process.wait()
         await self.kill()
-        return code
+        return f"vLLM ended with exit code {code}; its log: {self._log}"
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""
@@ -196,13 +196,13 @@ class AttachedServer:
             await asyncio.sleep(0.5)
         return time.monotonic() - began
 
-    async def wait_ended(self, http: aiohttp.ClientSession) -> int:
+    async def wait_ended(self, http: aiohttp.ClientSession) -> str:
         """Wait until the server has not answered /health three times in a row."""
         missed = 0
         while missed < 3:
             await asyncio.sleep(0.5)
             missed = 0 if await is_healthy(http, self.base_url) else missed + 1
-        return 0
+        return f"the server at {self.base_url} stopped answering"
 
     async def stop(self) -> None:
         """Leave it alone."""

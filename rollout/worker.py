@@ -85,7 +85,7 @@ class EngineKeeper:
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 await serving
-            return f"the engine ended with exit code {await ended}"
+            return await ended
         except EngineBroken as error:
             return str(error)
         finally:

@@ -442,6 +442,6 @@ def test_a_killed_server_leaves_nothing_behind(engine: Engine) -> None:
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
         assert time.monotonic() < deadline, f"still there: {family}"
         time.sleep(0.05)
-    assert engine.run(engine.server.wait_ended(engine.http)) == -signal.SIGKILL
+    assert "exit code -9" in engine.run(engine.server.wait_ended(engine.http))
     with pytest.raises(EngineUnavailable):
         engine.run(engine_label(engine.http, engine.url))

@@ -1,0 +1,322 @@
+"""The rollout worker on a real Kafka. Its engine is a stand-in that speaks vLLM's weight routes over HTTP: it can be made to
+die, to come back empty and to fail in the middle of a swap, as often as needed. (Real vLLM: test_rollout_engine.py.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout.worker import run
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import WeightFile, WeightVersion, WorkerStatus
+from schemas.settings import Settings
+
+HEARTBEAT_S = 0.2
+
+
+class StandIn:
+    """vLLM's weight routes. `held` is what the model holds, `label` what the engine says it holds."""
+
+    def __init__(self) -> None:
+        self.loads: list[str] = []
+        self.break_next_swap = False
+        self.hold_updates = asyncio.Event()
+        self.hold_updates.set()
+        self._site: web.TCPSite | None = None
+        self.port = 0
+        self._boot()
+
+    def _boot(self) -> None:
+        self.label, self.paused, self.updating = "default", False, False
+        self.staged: dict[str, str] | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/weight_info", self._info)
+        app.router.add_post("/start_weight_update", self._start)
+        app.router.add_post("/update_weights", self._update)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/finish_weight_update", self._finish)
+        app.router.add_post("/resume", self._resume)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def die(self) -> None:
+        """Gone, with all it held; the port stays its own."""
+        await self._runner.cleanup()
+        self._boot()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy"}]})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _start(self, _: web.Request) -> web.Response:
+        if self.updating:
+            return web.json_response({}, status=500)
+        self.updating, self.staged = True, None
+        return web.json_response({})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        await self.hold_updates.wait()
+        files = (await request.json())["update_info"]["files"]
+        if not files:
+            self.updating = False
+            return web.json_response({"error": "invalid weights: nothing"}, status=500)
+        self.staged = files
+        return web.json_response({})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert dict(request.query) == {"mode": "keep", "clear_cache": "true"}
+        self.paused = True
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        assert self.paused and self.staged is not None
+        if self.break_next_swap:
+            self.break_next_swap = False
+            return web.json_response({"error": "in pieces"}, status=500)
+        self.label = (await request.json())["weight_version"]
+        self.updating = False
+        self.loads.append(self.label)
+        return web.json_response({})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({})
+
+
+class Bench:
+    """A worker on its stand-in engine, and both of its topics."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, work: Path) -> None:
+        self.engine = StandIn()
+        self.work = work
+        self._codec, self._cluster = Codec(), cluster
+        self._topics = settings.kafka.topics
+        self._settings = settings
+        self._producer = cluster.producer()
+        create_topics(cluster, settings)
+
+    @asynccontextmanager
+    async def worker(self, **more: Any) -> Any:
+        """A worker while the block runs; it must end cleanly."""
+        await self.engine.start()
+        rollout = {
+            "attach_url": f"http://127.0.0.1:{self.engine.port}/v1",
+            "worker_id": "w",
+            "heartbeat_s": HEARTBEAT_S,
+            **more,
+        }
+        settings = self._settings.model_copy(
+            update={"run_id": "ours", "rollout": self._settings.rollout.model_validate(rollout)}
+        )
+        stop = asyncio.Event()
+        task = asyncio.create_task(run(settings, stop))
+        try:
+            yield task
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, 20)
+            await self.engine.die()
+
+    def publish(self, run_id: str, index: int, *, damaged: bool = False) -> str:
+        version_id = f"{run_id}/{index}.0"
+        path = self.work / f"{run_id}-{index}.safetensors"
+        path.write_bytes(version_id.encode())
+        digest = "0" * 64 if damaged else hashlib.sha256(version_id.encode()).hexdigest()
+        file = WeightFile(url=path.as_uri(), sha256=digest, size_bytes=len(version_id))
+        version = WeightVersion(
+            version_id=version_id,
+            run_id=run_id,
+            sync_index=index,
+            attempt=0,
+            format="full",
+            files=(file,),
+            channel="train",
+            metrics={},
+            created_at=0,
+        )
+        self._producer.put(self._topics.weights, version_id.encode(), self._codec.encode(version))
+        self._producer.flush()
+        return version_id
+
+    def said(self) -> list[WorkerStatus | None]:
+        """Everything on the workers topic; None: a tombstone."""
+        records = self._cluster.read_all(self._topics.workers)
+        return [None if record.value is None else self._codec.decode(record.value) for record in records]
+
+    async def until(self, condition: Callable[[WorkerStatus | None], bool], timeout_s: float = 20) -> list[Any]:
+        """Wait until the last thing said meets the condition; everything said."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            said = await asyncio.to_thread(self.said)
+            if said and condition(said[-1]):
+                return said
+            assert asyncio.get_running_loop().time() < deadline, said[-1] if said else "nothing said"
+            await asyncio.sleep(0.05)
+
+    async def serves(self, version_id: str) -> WorkerStatus:
+        said = await self.until(lambda s: s is not None and s.state == "ready" and s.weight_version == version_id)
+        status: WorkerStatus = said[-1]
+        return status
+
+
+@pytest.fixture
+def bench(settings: Settings, cluster: Cluster, tmp_path: Path) -> Callable[[], Bench]:
+    return lambda: Bench(settings, cluster, tmp_path)
+
+
+def states(said: list[WorkerStatus | None]) -> list[tuple[str, str | None]]:
+    """What changed, in order; without the states that may be over before they are said."""
+    steps = [("gone", None) if s is None else (s.state, s.weight_version) for s in said]
+    steps = [step for step in steps if step[0] not in ("loading", "draining")]
+    return [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
+
+
+def test_from_nothing_to_ready_to_gone(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        async with b.worker():
+            await b.until(lambda s: s is not None and s.state == "starting")
+            b.publish("theirs", 5)
+            seen = len(await asyncio.to_thread(b.said))
+            said = await b.until(lambda s: True)
+            while len(said) < seen + 4:  # a few heartbeats: the other run's version is no reason to be ready
+                said = await b.until(lambda s: True)
+            assert {s.state for s in said if s} == {"starting"}
+            first = b.publish("ours", 0)
+            status = await b.serves(first)
+            assert (status.loads, status.models, status.run_id, status.error) == (1, ("policy",), "ours", None)
+            assert status.base_url == f"http://127.0.0.1:{b.engine.port}"
+            assert status.last_load_ms is not None and status.heartbeat_interval_ms == 200
+            second = b.publish("ours", 1)
+            assert (await b.serves(second)).loads == 2
+        said = b.said()
+        assert states(said) == [
+            ("starting", None), ("ready", first), ("ready", second), ("gone", None)
+        ]  # fmt: skip
+        assert b.engine.loads == [first, second]
+
+    asyncio.run(scenario())
+
+
+def test_of_several_waiting_versions_the_newest_is_loaded(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        for index in range(3):
+            b.publish("ours", index)
+        async with b.worker():
+            await b.serves("ours/2.0")
+            b.engine.hold_updates.clear()
+            for index in range(3, 8):
+                b.publish("ours", index)
+            await asyncio.sleep(0.5)  # let them be heard while the engine is busy with the first
+            b.engine.hold_updates.set()
+            await b.serves("ours/7.0")
+        # One of the five was being staged while the others came.
+        assert (b.engine.loads[0], b.engine.loads[-1]) == ("ours/2.0", "ours/7.0")
+        assert len(b.engine.loads) <= 3
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_version_is_named_and_the_old_one_serves(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        b.publish("ours", 0)
+        b.publish("ours", 1, damaged=True)
+        async with b.worker():
+            # Nothing served yet: the newest good one does.
+            assert (await b.serves("ours/0.0")).loads == 1
+            b.publish("ours", 2, damaged=True)
+            said = await b.until(lambda s: s is not None and s.error is not None and "ours-2" in s.error)
+            assert (said[-1].state, said[-1].weight_version) == ("ready", "ours/0.0")
+            b.publish("ours", 3)
+            assert (await b.serves("ours/3.0")).error is None
+        assert b.engine.loads == ["ours/0.0", "ours/3.0"]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_that_comes_back_is_loaded_before_it_is_ready(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        b.publish("ours", 4)
+        async with b.worker():
+            await b.serves("ours/4.0")
+            await b.engine.die()
+            said = await b.until(lambda s: s is not None and s.state == "starting")
+            assert "stopped answering" in said[-1].error
+            b.publish("ours", 5)
+            await b.engine.start()
+            status = await b.serves("ours/5.0")
+            assert status.loads == 1
+        assert states(b.said()) == [
+            ("starting", None), ("ready", "ours/4.0"), ("starting", None), ("ready", "ours/5.0"), ("gone", None)
+        ]  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_a_swap_that_broke_is_not_served(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        b.publish("ours", 0)
+        async with b.worker():
+            await b.serves("ours/0.0")
+            b.engine.break_next_swap = True
+            b.publish("ours", 1)
+            said = await b.until(lambda s: s is not None and s.error is not None and "put into its model" in s.error)
+            assert said[-1].state == "starting"
+            await b.serves("ours/1.0")
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_takes_over_an_engine_that_another_left(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        version = b.publish("ours", 0)
+        b.engine.label, b.engine.paused = version, True
+        async with b.worker():
+            status = await b.serves(version)
+            assert status.loads == 0
+            assert not b.engine.paused
+        b.engine.updating = True  # killed between start and finish
+        b.publish("ours", 1)
+        async with b.worker():
+            await b.serves("ours/1.0")
+
+    asyncio.run(scenario())
+
+
+def test_boot_weights_are_served_on_request(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        async with b.worker(serve_base=True):
+            said = await b.until(lambda s: s is not None and s.state == "ready")
+            assert said[-1].weight_version is None
+            b.publish("ours", 0)
+            await b.serves("ours/0.0")
+
+    asyncio.run(scenario())
