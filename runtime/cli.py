@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -44,7 +44,7 @@ def _settings(config: Path | None, words: list[str] | None) -> Settings:
         _fail(str(e), 2)
 
 
-def _fail(message: str, code: int = 1) -> Any:
+def _fail(message: str, code: int = 1) -> NoReturn:
     sys.stderr.write(f"clawstream: {message}\n")
     raise SystemExit(code)
 

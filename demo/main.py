@@ -1,0 +1,254 @@
+"""`clawstream demo`: from nothing to a policy that has learned a tool task, on real parts, in one command.
+
+1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights of the right shape meanwhile.
+2. A tiny model is made and warm-started on the spot; the trainer publishes it as version 0 and vLLM loads it.
+3. The agent plays held-out tasks (T = 1 and greedy), then training groups while versions come and go, then held-out tasks again.
+4. Everything stops in order; the report counts what is on Kafka, in the lake and in the gateway's counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+from demo.configuration import demo_settings
+from demo.episodes import Episode, Played, Player, evaluation, share_correct, training_group
+from demo.feed import LoopState, follow
+from demo.live import Live
+from demo.pacing import may_launch
+from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
+from runtime.lifecycle import run_async
+from runtime.records import create_topics
+from runtime.up import Installation
+from schemas.settings import Settings
+
+READY_TIMEOUT_S = 300.0
+STALL_S = 240.0
+
+
+class DemoFailed(Exception):
+    """A part of the loop did not do its work. The message names it; logs are in <data_dir>/logs."""
+
+
+def main(settings: Settings) -> None:
+    """Entry point of `clawstream demo`."""
+    run_async("demo", demo_settings(settings), run)
+
+
+def fresh_home(home: Path) -> None:
+    """An empty directory; the last run moves to <name>.previous."""
+    previous = home.with_name(home.name + ".previous")
+    if home.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        home.rename(previous)
+    (home / "logs").mkdir(parents=True)
+
+
+async def make_model(settings: Settings, kind: str, out: Path) -> None:
+    """Make a model in a process of its own, so that torch's memory goes away again."""
+    steps = settings.demo.warm_start_steps
+    call = f"make_model(Path({str(out)!r}), 0, {steps})" if kind == "warm" else f"make_random_model(Path({str(out)!r}))"
+    code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
+    with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=log, stderr=log)
+        try:
+            if await process.wait() != 0:
+                raise DemoFailed(f"making the {kind} model failed: see {log.name}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def run(settings: Settings, stop: asyncio.Event) -> None:
+    """The whole demo; Ctrl-C ends it in order, without a report."""
+    fresh_home(settings.data_dir)
+    installation = Installation(settings)
+    installation.prepare()
+    job = asyncio.create_task(_demo(settings, installation))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({job, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            job.cancel()
+        await job
+    except asyncio.CancelledError:
+        sys.stderr.write("stopped before the end: no report\n")
+    finally:
+        stopping.cancel()
+        await installation.supervisor.stop_all()
+        installation.supervisor.release()
+
+
+async def _demo(settings: Settings, installation: Installation) -> None:
+    started = time.monotonic()
+    with Live(settings, started) as live:
+        live.say("starting Kafka and making the model")
+        boot = asyncio.create_task(make_model(settings, "boot", settings.data_dir / "boot"))
+        warm = asyncio.create_task(make_model(settings, "warm", settings.data_dir / "model"))
+        try:
+            installation.start("broker")
+            await installation.wait_for_kafka()
+            topics = settings.kafka.topics
+            ready = [topics.ready_batches_spec(settings.run_id, c) for c in settings.admit.channels]
+            await asyncio.to_thread(create_topics, installation.cluster, settings, ready)
+            await boot
+            installation.start("rollout", "gateway", "assemble", "reward", "admit", "lake")
+            live.say(f"warm start: {settings.demo.warm_start_steps} supervised steps, while vLLM boots")
+            await warm
+        finally:
+            boot.cancel()
+            warm.cancel()
+        live.phase_done("warm_start")
+        installation.start("trainer")
+        state, done = LoopState(), asyncio.Event()
+        live.state = state
+        feed = asyncio.create_task(follow(installation.cluster, settings, state, done))
+        try:
+            async with Player(settings, settings.data_dir / "logs" / "agents.log") as player:
+                live.player = player
+                await player.wait_until_ready(READY_TIMEOUT_S)
+                live.phase_done("start")
+                result = await _learn(settings, installation, player, state, live)
+        finally:
+            done.set()
+            await feed
+        live.say("stopping in order")
+        stopped_clean = await installation.stop_in_order(keep_broker=True)
+        live.say("counting")
+        report = await asyncio.to_thread(_report, settings, installation, state, result)
+        report["stopped_clean"] = stopped_clean
+        report["phases"] = live.phases
+        report["seconds"] = round(time.monotonic() - started, 1)
+        report["restarts"] = {n: p["restarts"] for n, p in installation.supervisor.table.items() if p["restarts"]}
+        await installation.stop_broker()
+    _finish(settings, report)
+
+
+async def _learn(
+    settings: Settings, installation: Installation, player: Player, state: LoopState, live: Live
+) -> dict[str, Any]:
+    """Evaluate, train, evaluate. Returns what the agent saw and the gateway's own counters."""
+    result: dict[str, Any] = {}
+    live.say("held-out tasks before training")
+    result["eval_before"] = await _evaluate(settings, player, "before", None)
+    result["eval_before_greedy"] = await _evaluate(settings, player, "before-greedy", 0.0)
+    live.phase_done("evaluation_before")
+    live.say("training")
+    played = await _train(settings, installation, player, state)
+    live.phase_done("training")
+    live.say("held-out tasks after training")
+    result["eval_after"] = await _evaluate(settings, player, "after", None)
+    result["eval_after_greedy"] = await _evaluate(settings, player, "after-greedy", 0.0)
+    live.phase_done("evaluation_after")
+    result["episodes"] = len(played)
+    result["episodes_failed"] = sum(p.error is not None for p in played)
+    result["turns_answered"] = player.turns_answered
+    counters = await player.counters()
+    result["steps_answered"] = int(counters["clawstream_gateway_steps_answered_total"])
+    return result
+
+
+async def _evaluate(settings: Settings, player: Player, name: str, temperature: float | None) -> float:
+    return share_correct(await asyncio.gather(*(player.play(e) for e in evaluation(settings, name, temperature))))
+
+
+async def _train(settings: Settings, installation: Installation, player: Player, state: LoopState) -> list[Played]:
+    """Keep groups going, as many as staleness allows, until the last version is published and loaded."""
+    demo = settings.demo
+    rng = random.Random(1000 + demo.seed)
+    groups: set[asyncio.Task[list[Played]]] = set()
+    played: list[Played] = []
+    launched, progress, seen = 0, time.monotonic(), (-1, -1)
+    while (state.loaded or 0) < demo.versions:
+        allowed = may_launch(
+            state.loaded or 0, launched, state.refused_groups, demo.groups_per_batch, demo.staleness, demo.versions
+        )
+        for _ in range(allowed):
+            groups.add(asyncio.create_task(_play_group(player, training_group(settings, launched, rng))))
+            launched += 1
+        await _some(groups, 0.05)
+        finished = {g for g in groups if g.done()}
+        groups -= finished
+        played += [p for g in finished for p in g.result()]
+        if (now := (state.batches, state.loaded or 0)) != seen:
+            seen, progress = now, time.monotonic()
+        _check_alive(installation, time.monotonic() - progress, seen)
+    played += [p for g in await asyncio.gather(*groups) for p in g]
+    return played
+
+
+async def _play_group(player: Player, episodes: list[Episode]) -> list[Played]:
+    return list(await asyncio.gather(*(player.play(e) for e in episodes)))
+
+
+async def _some(tasks: set[asyncio.Task[list[Played]]], timeout_s: float) -> None:
+    wait: Awaitable[Any] = asyncio.wait(tasks, timeout=timeout_s) if tasks else asyncio.sleep(timeout_s)
+    await wait
+
+
+def _check_alive(installation: Installation, idle_s: float, seen: tuple[int, int]) -> None:
+    down = {
+        n: p["state"]
+        for n, p in installation.supervisor.table.items()
+        if p["state"] not in ("running", "restarting", "done")
+    }
+    if down:
+        raise DemoFailed(f"these stay down: {down}; see {installation.settings.data_dir / 'logs'}")
+    if idle_s > STALL_S:
+        raise DemoFailed(
+            f"no progress for {STALL_S:g} s at batch {seen[0]}, version {seen[1]}; see {installation.settings.data_dir / 'logs'}"
+        )
+
+
+def _report(settings: Settings, installation: Installation, state: LoopState, result: dict[str, Any]) -> dict[str, Any]:
+    cluster = installation.cluster
+    lake, curve, answers = ask_lake(settings)
+    lags = final_lag(cluster, settings)
+    report = {
+        "seed": settings.demo.seed,
+        **result,
+        **count_topics(cluster, settings),
+        "steps_in_lake": lake.get("steps_ok", 0),
+        "steps_aborted_in_lake": lake.get("steps_aborted", 0) + lake.get("steps_error", 0),
+        "duplicates_in_lake": lake["duplicates"],
+        "second_turns": lake["second_turns"],
+        "drift_after_stop": lake["drift_after_stop"],
+        "drift_after_length": lake["drift_after_length"],
+        "final_lag": sum(lags.values()),
+        "final_lag_by_group": lags,
+        "weight_versions": len(state.versions_loaded),
+        "engine_starts": len(state.engines_started),
+        "install_seconds": install_seconds(),
+        "answers": answers,
+    }
+    draw_curve(settings.data_dir / "reward.png", curve, result["eval_before"], result["eval_after"])
+    return report
+
+
+def _finish(settings: Settings, report: dict[str, Any]) -> None:
+    path = settings.data_dir / "report.json"
+    path.write_text(json.dumps(report, indent=1))
+    out = [f"\nheld-out tasks, T = 1: {report['eval_before']:.3f} -> {report['eval_after']:.3f}"]
+    out.append(f"held-out tasks, greedy: {report['eval_before_greedy']:.3f} -> {report['eval_after_greedy']:.3f}")
+    out.append(
+        f"{report['weight_versions']} weight versions in {report['seconds']:.0f} s, final lag {report['final_lag']}\n"
+    )
+    for answer in report["answers"]:
+        out += [
+            f"{answer['question']}\n  {answer['sql']}",
+            *(f"    {json.dumps(row)}" for row in answer["rows"][-5:]),
+            "",
+        ]
+    out.append(f"report        {path}\nreward curve  {settings.data_dir / 'reward.png'}\n")
+    out.append(
+        'next: ask the lake yourself, e.g.\n  .venv/bin/clawstream sql "select outcome, count(*) from trajectories group by 1" '
+        f"data_dir={settings.data_dir}\n"
+    )
+    sys.stdout.write("\n".join(out))

@@ -1,0 +1,144 @@
+"""The demo's report: every number counted where it lies, independently of the others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.kafka import Cluster
+from runtime.lag import lag
+from runtime.records import Decoder
+from schemas.events import ReadyBatch, Step, WeightVersion
+from schemas.settings import Settings
+
+# name, question, SQL: what an analyst would ask.
+QUESTIONS = (
+    (
+        "Reward by the version that sampled it",
+        "select policy_version, count(*) as trajectories, round(avg(reward), 3) as reward from trajectories "
+        "where channel = 'train' and policy_version is not null group by 1 order by 1",
+    ),
+    (
+        "Streamed and plain calls",
+        "select streamed, finish_reason, count(*) as steps, round(avg(len(response_token_ids)), 1) as tokens "
+        "from steps group by all order by 1, 2",
+    ),
+    (
+        "From weights back to the steps that made them",
+        "select w.version_id, count(distinct g.group_id) as groups, round(w.metrics['reward_mean'], 3) as reward "
+        "from weights w join groups g on g.batch_seq between w.first_batch_seq and w.last_batch_seq and g.channel = w.channel "
+        "group by all order by max(w.sync_index) desc limit 5",
+    ),
+)
+
+
+def count_topics(cluster: Cluster, settings: Settings) -> dict[str, Any]:
+    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions name."""
+    topics = settings.kafka.topics
+    decoder = Decoder(cluster, topics.schemas)
+    status: dict[str, str] = {}
+    for partition in range(cluster.topics(topics.steps)[topics.steps]):
+        for record in cluster.read_all(topics.steps, partition):
+            if decoder.codec.type_name(record.value or b"") == "Step":
+                step: Step = decoder.decode(record.value)
+                status[step.step_id] = step.status
+    emitted = set()
+    for record in cluster.read_all(topics.ready_batches(settings.run_id, "train")):
+        event = decoder.decode(record.value)
+        if isinstance(event, ReadyBatch):
+            emitted.add(event.batch_seq)
+    versions: list[WeightVersion] = [decoder.decode(r.value) for r in cluster.read_all(topics.weights)]
+    trained = surviving_batches(versions)
+    counts = Counter(status.values())
+    return {
+        "steps_on_kafka": counts["ok"],
+        "steps_aborted": counts["aborted"] + counts["error"],
+        "batches_emitted": len(emitted),
+        "batches_trained": len(trained),
+        "batches_trained_once": len(trained) == len(set(trained)),
+        "versions_published": len(versions),
+        "logp_max_abs_diff": max(
+            (
+                v.metrics["logp_max_abs_diff_same_version"]
+                for v in versions
+                if "logp_max_abs_diff_same_version" in v.metrics
+            ),
+            default=None,
+        ),
+    }
+
+
+def surviving_batches(versions: Sequence[WeightVersion]) -> list[int]:
+    """batch_seq of every batch trained along the chain of parents of the newest version."""
+    by_id = {v.version_id: v for v in versions}
+    at = max(versions, key=lambda v: (v.sync_index, v.attempt), default=None)
+    out: list[int] = []
+    while at is not None:
+        if at.first_batch_seq is not None and at.last_batch_seq is not None:
+            out.extend(range(at.first_batch_seq, at.last_batch_seq + 1))
+        at = by_id.get(at.parent_version) if at.parent_version else None
+    return out
+
+
+def final_lag(cluster: Cluster, settings: Settings) -> dict[str, int]:
+    """Records that no consumer group has read, by group."""
+    total: Counter[str] = Counter()
+    for row in lag(cluster, settings):
+        total[row.group] += row.records or 0
+    return dict(total)
+
+
+def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """(counts, curve, answers) from the Delta tables. Runs in a process that has DuckDB."""
+    import importlib
+
+    # By name: no process imports another, and the demo uses the lake as an analyst does.
+    run_sql = importlib.import_module("stream_jobs.sql").run_sql
+
+    def rows(query: str) -> list[dict[str, Any]]:
+        return json.loads(run_sql(settings, query, "json"))  # type: ignore[no-any-return]
+
+    counts: dict[str, Any] = {
+        f"steps_{r['status']}": r["n"] for r in rows("select status, count(*) as n from steps group by 1")
+    }
+    counts["duplicates"] = rows("select count(*) - count(distinct step_id) as n from steps")[0]["n"]
+    drift = rows(
+        "select drift, cut, count(*) as n from (select s.drift, p.finish_reason = 'length' as cut from "
+        "(select trajectory_id, unnest(steps) as s from trajectories) join "
+        "(select trajectory_id as tid, unnest(steps) as p from trajectories) on tid = trajectory_id and p.index = s.index - 1) "
+        "group by all"
+    )
+    counts["second_turns"] = sum(r["n"] for r in drift)
+    counts["drift_after_stop"] = sum(r["n"] for r in drift if r["drift"] != "clean" and not r["cut"])
+    counts["drift_after_length"] = sum(r["n"] for r in drift if r["drift"] != "clean" and r["cut"])
+    asked = [(question, query, rows(query)) for question, query in QUESTIONS]
+    return counts, asked[0][2], [{"question": q, "sql": s, "rows": r} for q, s, r in asked]
+
+
+def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float) -> None:
+    """The reward curve as a PNG: mean reward of training trajectories by the version that sampled them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    x = [row["policy_version"] for row in curve]
+    axes.plot(x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward")
+    ends = (x[0], x[-1]) if x else (0, 1)
+    axes.plot(ends, (before, after), "o", color="#d1495b", label="held-out tasks, share correct (T = 1)")
+    axes.set(xlabel="weight version that sampled the trajectory", ylabel="reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def install_seconds() -> int | None:
+    """How long `make install` took, if it wrote it down."""
+    path = Path(".venv/install-seconds")
+    return int(path.read_text()) if path.exists() else None
