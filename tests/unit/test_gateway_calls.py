@@ -20,6 +20,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 
 from gateway.app import create_app
 from gateway.bus import MemoryBus
+from gateway.main import listen
 from gateway.scripted_engine import Say, Script, ScriptedEngine
 from gateway.spool import Spool
 from gateway.workers import WorkerTable
@@ -37,6 +38,7 @@ SPANS: list[dict[str, Any]] = [
     {"version": "default/4.0", "start": 2, "end": 3},
 ]
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+CODEC = Codec()  # dear to make: it parses all schemas
 Scenario = Callable[["World"], Awaitable[None]]
 
 
@@ -55,7 +57,7 @@ class World:
         return AsyncOpenAI(base_url=self.url + path, api_key=key, max_retries=0, **more)
 
     def records(self) -> list[Any]:
-        return [Codec().decode(m.value) for m in self.bus.messages]
+        return [CODEC.decode(m.value) for m in self.bus.messages]
 
     def steps(self) -> list[Step]:
         return [r for r in self.records() if isinstance(r, Step)]
@@ -66,7 +68,7 @@ class World:
         for file in files:
             from gateway.spool import frames
 
-            found += [Codec().decode(m.value) for m, _ in frames(file.read_bytes())]
+            found += [CODEC.decode(m.value) for m, _ in frames(file.read_bytes())]
         return found
 
     async def metric(self, name: str) -> float:
@@ -83,7 +85,7 @@ class World:
 @asynccontextmanager
 async def running(app: Any) -> AsyncIterator[str]:
     """The app behind a real web server, without the server's own main loop and its ticks."""
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, lifespan="on")
     config.load()
     server = uvicorn.Server(config)
@@ -111,7 +113,7 @@ def play(tmp_path: Path) -> Callable[..., None]:
                         | gateway,
                     }
                 )
-                app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams))
+                app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
                 async with running(app) as url, aiohttp.ClientSession() as http:
                     await scenario(World(url, engine, engine_url, bus, http, settings))
 

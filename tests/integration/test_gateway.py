@@ -1,0 +1,354 @@
+"""The gateway as a process on real Kafka: what was answered is on the log, whoever is stopped or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.bus import Message
+from gateway.scripted_engine import Say, Script, ScriptedEngine
+from gateway.spool import frame, frames
+from runtime.broker import EmbeddedBroker
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import DeadLetter, SessionEvent, Step, WorkerStatus
+from schemas.settings import Settings
+from schemas.topics import partition_of
+
+START = "import sys; from runtime.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
+HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
+CODEC = Codec()
+
+
+_ports = itertools.count(22000 + os.getpid() % 4000)
+
+
+def free_port() -> int:
+    """A port that is free together with the next one, below the range that clients get; never the same twice."""
+    for port in _ports:
+        try:
+            for p in (port, port + 1):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", p))
+        except OSError:
+            continue
+        next(_ports)
+        return port
+    raise AssertionError("unreachable")
+
+
+def with_gateway(settings: Settings, **gateway: Any) -> Settings:
+    said = settings.model_dump(exclude_unset=True)
+    return Settings.model_validate(said | {"gateway": said.get("gateway", {}) | gateway})
+
+
+@contextmanager
+def gateway(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
+    """A gateway process; killed at the end if it is still there."""
+    log = Path(settings.data_dir) / f"{settings.gateway.gateway_id}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        process = subprocess.Popen([sys.executable, "-c", START, *words_of(settings)], stderr=out, stdout=out)
+    try:
+        yield process
+    except BaseException:
+        print(log.read_text()[-5000:])
+        raise
+    finally:
+        process.kill()
+        process.wait()
+
+
+def url_of(settings: Settings) -> str:
+    return f"http://127.0.0.1:{settings.gateway.port}"
+
+
+async def until_up(settings: Settings, path: str = "/health", status: int = 200) -> None:
+    async with asyncio.timeout(40), aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(url_of(settings) + path) as r:
+                    if r.status == status:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def agent(settings: Settings, path: str, key: str = "none") -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=url_of(settings) + path, api_key=key, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def text_of(step: Step) -> str:
+    text: str = json.loads(step.request_json)["messages"][0]["content"]
+    return text
+
+
+async def call(client: AsyncOpenAI, text: str = "hi", stream: bool = False) -> list[str]:
+    """One call, read to its end; its step ids."""
+    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": text}], "stream": stream}
+    raw = await client.chat.completions.with_raw_response.create(**ask)
+    if stream:
+        finished = [c.choices[0].finish_reason async for c in raw.parse() if c.choices]
+        assert finished[-1] == "stop"
+    return str(raw.headers["x-clawstream-step"]).split(",")
+
+
+def on_log(cluster: Cluster, settings: Settings) -> list[Any]:
+    """Everything on the steps topic, in order within each partition, without repeated ids."""
+    topic = settings.kafka.topics.steps
+    found: dict[str, Any] = {}
+    for partition in range(settings.kafka.partitions):
+        for record in cluster.read_all(topic, partition):
+            event = CODEC.decode(record.value)
+            found.setdefault(getattr(event, "step_id", None) or event.event_id, event)
+    return list(found.values())
+
+
+def step_ids(cluster: Cluster, settings: Settings) -> list[str]:
+    return [e.step_id for e in on_log(cluster, settings) if isinstance(e, Step)]
+
+
+def spool_files(settings: Settings) -> list[Path]:
+    return sorted((settings.spool_dir / settings.gateway.gateway_id).glob("*.spool"))
+
+
+def status(url: str, state: Any = "ready") -> WorkerStatus:
+    return WorkerStatus(
+        worker_id="w0", base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=20_000,
+        started_at=1, loads=0,
+    )  # fmt: skip
+
+
+async def answer_all(settings: Settings, other: Settings, trajectories: int) -> list[str]:
+    """Many agents at once, streaming and not, turns alternating between two gateways. Returns all step ids that were answered."""
+
+    async def one(i: int) -> list[str]:
+        answered = []
+        async with agent(settings, f"/t{i}/g/v1") as a, agent(other, f"/t{i}/g/v1") as b:
+            for turn in range(4):
+                answered += await call((a, b)[turn % 2], f"{i}/{turn}", stream=turn % 3 == 1)
+        return answered
+
+    return [s for found in await asyncio.gather(*map(one, range(trajectories))) for s in found]
+
+
+def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
+    first = with_gateway(settings, port=free_port(), worker_wait_s=20)
+    second = with_gateway(settings, port=free_port(), worker_wait_s=20, gateway_id="gateway-1")
+    create_topics(cluster, settings)
+    topics = settings.kafka.topics
+
+    async def body() -> list[str]:
+        engine = ScriptedEngine(lambda _: Script([HI], version_start="default/0.0"))
+        async with engine.serve() as engine_url:
+            await asyncio.gather(until_up(first), until_up(second))
+            await until_up(first, "/ready", 503)
+            producer = cluster.producer()
+            producer.put(topics.workers, b"poison", b"\x00\x01")
+            producer.put(topics.workers, b"w0", CODEC.encode(status(engine_url)))
+            producer.flush()
+            await asyncio.gather(until_up(first, "/ready"), until_up(second, "/ready"))
+            answered = await answer_all(first, second, 20)
+            # A session opened at one gateway goes on at the other.
+            async with aiohttp.ClientSession() as http:
+                async with http.post(url_of(first) + "/sessions", json={"group_id": "g", "run_id": "r2"}) as r:
+                    session = await r.json()
+                async with agent(second, "/v1", session["session_key"]) as client:
+                    answered += await call(client)
+                bearer = {"authorization": f"Bearer {session['session_key']}"}
+                async with http.post(url_of(second) + "/sessions/complete", headers=bearer) as r:
+                    assert r.status == 200
+            # A worker that leaves is not called any more.
+            producer.put(topics.workers, b"w0", None)
+            producer.flush()
+            await until_up(second, "/ready", 503)
+            producer.close()
+        return answered
+
+    with gateway(first), gateway(second):
+        answered = asyncio.run(body())
+    events = on_log(cluster, settings)
+    steps = [e for e in events if isinstance(e, Step)]
+    assert len(answered) == 81 and sorted(answered) == sorted(s.step_id for s in steps)
+    assert {s.gateway_id for s in steps} == {"gateway-0", "gateway-1"}
+    assert {s.worker_id for s in steps} == {"w0"}
+    for i in range(20):  # what one agent did in turn is in this order on the log
+        turns = [s for s in steps if s.trajectory_key == f"t{i}"]
+        assert [text_of(s) for s in turns] == [f"{i}/{turn}" for turn in range(4)]
+    session_events = [e for e in events if not isinstance(e, Step)]
+    assert [type(e) for e in session_events] == [SessionEvent, SessionEvent]
+    assert [e.kind for e in session_events] == ["opened", "completed"]
+    partition = partition_of(session_events[0].trajectory_key.encode(), settings.kafka.partitions)
+    in_order = [CODEC.decode(r.value) for r in cluster.read_all(settings.kafka.topics.steps, partition)]
+    ours = [e for e in in_order if e.trajectory_key == session_events[0].trajectory_key]
+    assert [type(e).__name__ for e in ours] == ["SessionEvent", "Step", "SessionEvent"]
+    letters = [CODEC.decode(r.value) for r in cluster.read_all(topics.dead_letters)]
+    assert {(d.topic, d.key, d.value, d.reason) for d in letters if isinstance(d, DeadLetter)} == {
+        (topics.workers, b"poison", b"\x00\x01", "undecodable")
+    }
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
+    """A broker that this test alone may stop."""
+    with EmbeddedBroker(tmp_path / "broker", free_port()) as broker:
+        yield broker
+        for pid in broker.pids.values():
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroker, tmp_path: Path) -> None:
+    (pid,) = own_broker.pids.values()
+    engine_port = free_port()
+    settings = Settings.model_validate(
+        {
+            "data_dir": tmp_path / "data",
+            "kafka": {"bootstrap_servers": own_broker.bootstrap_servers, "partitions": 2},
+            "gateway": {
+                "port": free_port(), "produce_timeout_s": 1.0, "upstreams": [f"http://127.0.0.1:{engine_port}"],
+            },
+        }
+    )  # fmt: skip
+    cluster = Cluster(settings.bootstrap_servers)
+    answered: list[str] = []
+
+    async def before() -> None:
+        await until_up(settings, "/ready")
+        async with agent(settings, "/t/g") as client:
+            answered.extend(await call(client))
+            os.kill(pid, signal.SIGSTOP)
+            answered.extend(await call(client))  # waits for the acknowledgement that does not come, then spooled
+            answered.extend(await call(client, stream=True))
+            async with aiohttp.ClientSession() as http:
+                async with http.post(url_of(settings) + "/complete_trajectory/t", json={"reward": 1}) as r:
+                    assert r.status == 200
+            # Calls that are cut off by the kill were not answered: nothing is promised about them.
+        await asyncio.gather(*[burst(f"/k{i}/g", 3) for i in range(8)])
+
+    async def burst(path: str, calls: int) -> None:
+        async with agent(settings, path) as client:
+            for _ in range(calls):
+                answered.extend(await call(client))
+
+    async def after() -> None:
+        await until_up(settings)
+        async with agent(settings, "/t/g") as client:
+            answered.extend(await call(client))
+            assert spool_files(settings)
+            os.kill(pid, signal.SIGCONT)
+            deadline = time.monotonic() + 40
+            while spool_files(settings):
+                assert time.monotonic() < deadline, "the spool was not drained"
+                await asyncio.sleep(0.1)
+            answered.extend(await call(client, stream=True))
+
+    async def body() -> None:
+        async with ScriptedEngine(lambda _: Script([HI])).serve(engine_port):
+            with gateway(settings) as process:
+                await before()
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            waiting = [m for f in spool_files(settings) for m, _ in frames(f.read_bytes())]
+            assert len(waiting) >= 27
+            assert_torn_tail_is_harmless(spool_files(settings)[-1], waiting[0])
+            with gateway(settings) as process:
+                await after()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(20) == 0
+
+    asyncio.run(body())
+    found = step_ids(cluster, settings)
+    assert sorted(found) == sorted(answered) and len(answered) == 29
+    in_order = [
+        e for e in on_log(cluster, settings) if e.trajectory_key == "t"
+    ]  # what was answered one after the other is on the log so
+    assert [e.step_id for e in in_order if isinstance(e, Step)] == [s for s in answered if s.startswith("t~")]
+    assert [type(e).__name__ for e in in_order] == ["Step", "Step", "Step", "SessionEvent", "Step", "Step"]
+    assert len(list((settings.spool_dir / "gateway-0").glob("*.torn"))) == 1
+
+
+def assert_torn_tail_is_harmless(file: Path, message: Message) -> None:
+    """Leave half of a frame at the end, as a crash in mid-write would."""
+    with file.open("ab") as out:
+        out.write(frame(message)[:-3])
+
+
+def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings) -> None:
+    gate = asyncio.Semaphore(0)
+
+    async def body() -> list[str]:
+        engine = ScriptedEngine(lambda _: Script([HI], gate=gate))
+        async with engine.serve() as engine_url:
+            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url])
+            with gateway(mine) as process:
+                await until_up(mine, "/ready")
+                async with agent(mine, "/t/g") as client:
+                    calls = [asyncio.create_task(call(client, stream=s)) for s in (False, True)]
+                    while len(engine.requests) < 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    process.send_signal(signal.SIGTERM)
+                    while True:  # it accepts no more
+                        try:
+                            async with aiohttp.ClientSession() as http, http.get(url_of(mine) + "/health"):
+                                await asyncio.sleep(0.02)
+                        except aiohttp.ClientError:
+                            break
+                    for _ in range(8):
+                        gate.release()
+                    answered = await asyncio.gather(*calls)
+                assert await asyncio.to_thread(process.wait, 20) == 0
+        return [s for found in answered for s in found]
+
+    answered = asyncio.run(body())
+    assert sorted(step_ids(cluster, settings)) == sorted(answered)
+
+
+def test_any_order_of_starts(tmp_path: Path) -> None:
+    """No Kafka at all at first: calls are served from the spool on, and reach the log when there is one."""
+    port, engine_port = free_port(), free_port()
+    settings = Settings.model_validate(
+        {
+            "data_dir": tmp_path / "data",
+            "kafka": {"bootstrap_servers": f"127.0.0.1:{port}", "partitions": 2},
+            "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
+        }
+    )
+
+    async def body() -> list[str]:
+        async with ScriptedEngine(lambda _: Script([HI])).serve(engine_port):
+            with gateway(settings) as process:
+                await until_up(settings, "/ready", 503)
+                async with agent(settings, "/t/g") as client:
+                    answered = await call(client) + await call(client, stream=True)
+                with EmbeddedBroker(tmp_path / "broker", port):
+                    await until_up(settings, "/ready")
+                    deadline = time.monotonic() + 40
+                    while spool_files(settings):
+                        assert time.monotonic() < deadline, "the spool was not drained"
+                        await asyncio.sleep(0.1)
+                    assert step_ids(Cluster(settings.bootstrap_servers), settings) == answered
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(20) == 0
+        return answered
+
+    assert len(asyncio.run(body())) == 2
