@@ -1,0 +1,316 @@
+"""The trainer on a real Kafka: exactly once along the surviving chain, whoever is killed; fencing; bad input."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from demo.model import make_random_model
+from runtime.config import words_of
+from runtime.kafka import Cluster, Producer, SourceTruncated
+from runtime.lifecycle import EXIT_FENCED
+from runtime.records import Decoder, create_topics
+from schemas.codec import Codec
+from schemas.errors import SettingsError
+from schemas.events import (
+    BatchGroup,
+    BatchMember,
+    DeadLetter,
+    Place,
+    ReadyBatch,
+    Refused,
+    RewardValue,
+    Segment,
+    Trajectory,
+    TrajectoryStep,
+    WeightVersion,
+)
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from schemas.topics import partition_of
+from trainer.errors import BatchGap, PayloadUnreadable
+from trainer.lineage import chain
+from trainer.loop import train
+
+PROGRAM = "import sys; from trainer.loop import main; from runtime.config import load; main(load(words=sys.argv[1:]))"
+GROUPS, MEMBERS = 2, 3
+Eventually = Callable[..., object]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@dataclass
+class Feed:
+    """Assemble and admit in one: writes trajectories, then batches that refer to them."""
+
+    cluster: Cluster
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self.topics, self.codec = self.settings.kafka.topics, Codec()
+        self.topic = self.topics.ready_batches(self.settings.run_id, "train")
+        create_topics(self.cluster, self.settings, [self.topics.ready_batches_spec(self.settings.run_id, "train")])
+        self.producer: Producer = self.cluster.producer(f"{self.topics.prefix}-feed")
+        self.plain: Producer = self.cluster.producer()
+        self.trajectories_id = self.cluster.topic_id(self.topics.trajectories)
+        self.written: Counter[int] = Counter()
+
+    def batch(self, seq: int, sync_every: int = 1) -> ReadyBatch:
+        """A batch whose payload is on the log."""
+        groups = []
+        for g in range(GROUPS):
+            members = tuple(self._member(seq, g, m) for m in range(MEMBERS))
+            groups.append(BatchGroup(group_id=f"g{g}", round=seq, n=MEMBERS, members=members))
+        return ReadyBatch(
+            run_id=self.settings.run_id, channel="train", batch_seq=seq, groups=tuple(groups), policy_version=0,
+            sync_every=sync_every, algorithm="grpo", reward_weights={}, input_topic_id="c", input_partition=0,
+            input_from=0, input_to=0, content_hash="", trainable_tokens=0, created_at_event_time=0,
+        )  # fmt: skip
+
+    def _member(self, seq: int, g: int, m: int) -> BatchMember:
+        name = f"t{seq}-{g}-{m}"
+        key, partition = name.encode(), partition_of(name.encode(), self.settings.kafka.partitions)
+        parts = self._parts(name, seq + g + m)
+        for part in parts:
+            self.plain.put(self.topics.trajectories, key, self.codec.encode(part))
+        first = self.written[partition]
+        self.written[partition] += len(parts)
+        last = self.written[partition] - 1
+        place = Place(topic_id=self.trajectories_id, partition=partition, first_offset=first, last_offset=last)
+        value = float((seq + g + m) % 3)
+        reward = RewardValue(source="rule", name="r", function_version="1", value=value, reward_revision=0)
+        return BatchMember(
+            trajectory_id=name, trajectory_key=name, revision=0, place=place, rewards=(reward,), untrainable_steps=(),
+            trainable_tokens=4,
+        )  # fmt: skip
+
+    def _parts(self, name: str, n: int) -> list[Trajectory]:
+        """Every third trajectory has two parts."""
+        said = Segment(parent=0, step_index=0, token_ids=pack_ids([8 + n % 20, 9]), logprobs=pack_logprobs([-3.0] * 2))
+        more = Segment(parent=1, step_index=1, token_ids=pack_ids([10, 8 + n % 20]), logprobs=pack_logprobs([-3.0] * 2))
+        steps = tuple(
+            TrajectoryStep(
+                step_id=f"{name}~{i}.0", index=i, segment=i + 1, status="ok", drift="clean", prompt_tokens=2 + i,
+                response_tokens=2, response_json=b"{}", oldest_version="default", newest_version="default",
+                trainable=True, offset=i,
+            )
+            for i in range(2)
+        )  # fmt: skip
+        whole = Trajectory(
+            run_id=self.settings.run_id, trajectory_key=name, trajectory_id=name, group_id="g", channel="train",
+            outcome="completed", opened_at=0, closed_at=1, part=0, parts=1,
+            segments=(Segment(token_ids=pack_ids([2, 5])), said, more), steps=steps,
+        )  # fmt: skip
+        if n % 3:
+            return [whole]
+        return [
+            replace(whole, parts=2, segments=whole.segments[:2], steps=whole.steps[:1]),
+            replace(whole, part=1, parts=2, segments=whole.segments[2:], steps=whole.steps[1:]),
+        ]
+
+    def write(self, *records: object) -> None:
+        """In one transaction onto the ready-batches topic, after their payload; bytes go as they are."""
+        self.plain.flush()
+        with self.producer.transaction():
+            for record in records:
+                value = record if isinstance(record, bytes) else self.codec.encode(record)
+                self.producer.put(self.topic, self.settings.run_id.encode(), value)
+
+    def refused(self) -> Refused:
+        return Refused(
+            run_id=self.settings.run_id, channel="train", group_id="g", trajectory_ids=(), revisions=(), whole_group=True,
+            reason="stale", n=1, input_topic_id="c", input_from=0, input_to=0,
+        )  # fmt: skip
+
+    def versions(self) -> list[WeightVersion]:
+        decoder = Decoder(self.cluster, self.topics.schemas)
+        return [decoder.decode(r.value) for r in self.cluster.read_all(self.topics.weights)]
+
+    def ids(self) -> list[str]:
+        return [v.version_id.partition("/")[2] for v in self.versions()]
+
+    def lag(self) -> int:
+        """Of the trainer's group, control records included."""
+        group = f"{self.topics.prefix}-trainer.{self.settings.run_id}.train"
+        return self.cluster.watermarks(self.topic)[0][1] - self.cluster.committed(group).get((self.topic, 0), 0)
+
+
+@pytest.fixture
+def trained(settings: Settings, model_dir: Path) -> Settings:
+    """The settings of a trainer of the tiny model."""
+    more = settings.trainer.model_copy(update={"model_path": model_dir, "device": "cpu", "lr": 1e-3})
+    return settings.model_copy(update={"run_id": "r", "trainer": more})
+
+
+@pytest.fixture
+def feed(cluster: Cluster, trained: Settings) -> Iterator[Feed]:
+    feed = Feed(cluster, trained)
+    yield feed
+    feed.producer.close()
+    feed.plain.close()
+
+
+def until(settings: Settings, max_versions: int) -> Settings:
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"max_versions": max_versions})})
+
+
+@contextmanager
+def process(settings: Settings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer of its own process; killed at the end if it still runs."""
+    with log.open("ab") as out:
+        p = subprocess.Popen([sys.executable, "-c", PROGRAM, *words_of(settings)], stderr=out, stdout=out)
+    try:
+        yield p
+    finally:
+        p.kill()
+        p.wait()
+
+
+def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
+    """Walk the surviving chain from its head: the batches 0 to n-1, each exactly once, in order."""
+    assert len({v.version_id for v in versions}) == len(versions), "an id was used twice"
+    trained: list[int] = []
+    for version in reversed(chain(versions, versions[-1].version_id)):
+        if version.first_batch_seq is not None and version.last_batch_seq is not None:
+            trained += range(version.first_batch_seq, version.last_batch_seq + 1)
+    assert trained == list(range(batches))
+
+
+def test_batches_become_versions_and_the_lag_reaches_zero(
+    feed: Feed, trained: Settings, eventually: Eventually
+) -> None:
+    feed.write(feed.refused(), b"no record", feed.batch(0), feed.refused())
+    stop = threading.Event()
+    thread = threading.Thread(target=train, args=(trained, stop))
+    thread.start()
+    try:
+        eventually(lambda: feed.ids() == ["0.0", "1.0"])
+        feed.write(feed.batch(1), feed.refused(), feed.batch(2))
+        eventually(lambda: feed.ids() == ["0.0", "1.0", "2.0", "3.0"])
+        eventually(lambda: feed.lag() == 0)
+        feed.write(feed.refused())
+        eventually(lambda: feed.lag() == 0)
+    finally:
+        stop.set()
+        thread.join()
+    versions = feed.versions()
+    assert_trained_once(versions, 3)
+    assert versions[1].metrics["groups"] == GROUPS
+    assert versions[1].metrics["tokens"] == GROUPS * MEMBERS * 4
+    assert versions[1].batches_topic_id == feed.cluster.topic_id(feed.topic)
+    letters = [feed.codec.decode(r.value) for r in feed.cluster.read_all(feed.topics.dead_letters)]
+    assert [(x.topic, x.offset, x.value, x.process, x.reason) for x in letters if isinstance(x, DeadLetter)] == [
+        (feed.topic, 1, b"no record", "trainer", "undecodable")
+    ]
+
+
+def test_a_gap_is_an_error_that_names_both_numbers(feed: Feed, trained: Settings) -> None:
+    feed.write(feed.batch(0))
+    train(until(trained, 1), threading.Event())
+    feed.write(feed.batch(2))
+    with pytest.raises(BatchGap, match=r"batch_seq 2 at offset 2, expected 1"):
+        train(trained, threading.Event())
+    assert feed.ids() == ["0.0", "1.0"]
+
+
+def test_a_trainer_set_otherwise_than_its_run_refuses(feed: Feed, trained: Settings) -> None:
+    feed.write(feed.batch(0, sync_every=3))
+    with pytest.raises(SettingsError, match=r"sync_every=1, but batch 0 .* sync_every=3"):
+        train(trained, threading.Event())
+
+
+def test_payload_that_is_gone_stops_the_trainer(feed: Feed, trained: Settings) -> None:
+    batch = feed.batch(0)
+    place = batch.groups[0].members[0].place
+    feed.write(batch)
+    feed.cluster.delete_records(feed.topics.trajectories, place.partition, place.last_offset + 1)
+    with pytest.raises(PayloadUnreadable, match="batch 0"):
+        train(trained, threading.Event())
+    assert feed.ids() == ["0.0"]
+
+
+def test_payload_of_a_topic_made_anew_stops_the_trainer(feed: Feed, trained: Settings) -> None:
+    batch = feed.batch(0)
+    member = batch.groups[0].members[0]
+    elsewhere = replace(member, place=replace(member.place, topic_id="elsewhere"))
+    group = replace(batch.groups[0], members=(elsewhere, *batch.groups[0].members[1:]))
+    feed.write(replace(batch, groups=(group, *batch.groups[1:])))
+    with pytest.raises(PayloadUnreadable, match="made anew"):
+        train(trained, threading.Event())
+
+
+def test_a_ready_batches_topic_made_anew_is_read_from_its_start(
+    feed: Feed, trained: Settings, eventually: Eventually
+) -> None:
+    feed.write(feed.batch(0), feed.batch(1))
+    train(until(trained, 2), threading.Event())
+    feed.cluster.delete_topic(feed.topic)
+    eventually(lambda: not feed.cluster.topics(feed.topic))
+    create_topics(feed.cluster, trained, [feed.topics.ready_batches_spec("r", "train")])
+    feed.write(feed.batch(0))
+    train(until(trained, 3), threading.Event())
+    versions = feed.versions()
+    assert feed.ids() == ["0.0", "1.0", "2.0", "3.1"]
+    assert (versions[-1].first_batch_seq, versions[-1].last_batch_seq) == (0, 0)
+    assert versions[-1].batches_topic_id == feed.cluster.topic_id(feed.topic) != versions[-2].batches_topic_id
+
+
+def test_a_topic_that_ends_before_the_position_stops_the_trainer(feed: Feed, trained: Settings) -> None:
+    feed.write(feed.batch(0))
+    train(until(trained, 1), threading.Event())
+    feed.write(feed.batch(1))
+    feed.cluster.delete_records(feed.topic, 0, 3)
+    with pytest.raises(SourceTruncated, match="position 1"):
+        train(trained, threading.Event())
+
+
+def test_kill_9_at_random_trains_every_batch_exactly_once(
+    feed: Feed, trained: Settings, tmp_path: Path, eventually: Eventually
+) -> None:
+    seed = time.time_ns()
+    rng, total, log = random.Random(seed), 40, tmp_path / "trainer.log"
+    log.touch()
+    feed.write(*(feed.batch(seq) for seq in range(total)))
+    for _ in range(3):
+        goal = log.read_text().count("version_published") + rng.randrange(1, 8)
+        with process(trained, log) as p:
+            eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 90)  # type: ignore[misc]
+            time.sleep(rng.random() * 0.1)  # anywhere in training, checkpoint, publication, deletion
+            os.kill(p.pid, signal.SIGKILL)
+            assert p.wait() == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
+    with process(until(trained, total), log) as p:
+        assert p.wait(120) == 0, log.read_text()[-2000:]
+    versions = feed.versions()
+    assert_trained_once(versions, total)
+    assert versions[-1].sync_index == total and versions[-1].attempt == 3, f"seed {seed}"
+
+
+def test_a_second_trainer_fences_the_first_and_sigterm_ends_it_clean(
+    feed: Feed, trained: Settings, tmp_path: Path, eventually: Eventually
+) -> None:
+    log = tmp_path / "second.log"
+    with process(trained, tmp_path / "first.log") as first:
+        eventually(lambda: feed.ids() == ["0.0"], 90)
+        with process(trained, log) as second:
+            eventually(lambda: "resumed" in log.read_text(), 90)
+            feed.write(feed.batch(0))
+            assert first.wait(60) == EXIT_FENCED, (tmp_path / "first.log").read_text()[-2000:]
+            eventually(lambda: feed.ids() == ["0.0", "1.1"], 60)
+            second.terminate()
+            assert second.wait(30) == 0, log.read_text()[-2000:]
+    assert_trained_once(feed.versions(), 1)
