@@ -58,7 +58,7 @@ class Player:
         self.url = f"http://127.0.0.1:{settings.gateway.port}"
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._free = asyncio.Semaphore(settings.demo.concurrency)
-        self.turns_answered = 0
+        self.answered: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -113,9 +113,14 @@ class Player:
                 f"{base}/complete_trajectory",
                 {"outcome": "failed", "reason": error} if error else {"outcome": "completed"},
             )
-        self.turns_answered += result["turns"]
+        self.answered[episode.key] = result["turns"]
         correct = score(task.gold, task.key, result["answer"], None) == 1.0
         return Played(episode, result["answer"], result["turns"], error, correct)
+
+    @property
+    def turns_answered(self) -> int:
+        """Calls whose answer an agent has got, in episodes that have ended."""
+        return sum(self.answered.values())
 
     async def _ask(self, episode: Episode, base: str) -> dict[str, Any]:
         job = {"id": episode.key, "question": episode.task.question, "base_url": base, "stream": episode.stream}

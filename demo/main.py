@@ -150,6 +150,7 @@ async def _learn(
     result["episodes"] = len(played)
     result["episodes_failed"] = sum(p.error is not None for p in played)
     result["turns_answered"] = player.turns_answered
+    result["answered"] = player.answered
     counters = await player.counters()
     result["steps_answered"] = int(counters["clawstream_gateway_steps_answered_total"])
     return result
@@ -211,10 +212,11 @@ def _report(settings: Settings, installation: Installation, state: LoopState, re
     cluster = installation.cluster
     lake, curve, answers = ask_lake(settings)
     lags = final_lag(cluster, settings)
+    answered = result.pop("answered")
     report = {
         "seed": settings.demo.seed,
         **result,
-        **count_topics(cluster, settings),
+        **count_topics(cluster, settings, answered),
         "steps_in_lake": lake.get("steps_ok", 0),
         "steps_aborted_in_lake": lake.get("steps_aborted", 0) + lake.get("steps_error", 0),
         "duplicates_in_lake": lake["duplicates"],

@@ -35,30 +35,40 @@ QUESTIONS = (
 )
 
 
-def count_topics(cluster: Cluster, settings: Settings) -> dict[str, Any]:
-    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions name."""
+def count_topics(cluster: Cluster, settings: Settings, answered: Mapping[str, int]) -> dict[str, Any]:
+    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions name.
+
+    answered: trajectory key to the number of calls whose answer the agent has got.
+    """
     topics = settings.kafka.topics
     decoder = Decoder(cluster, topics.schemas)
     status: dict[str, str] = {}
+    recorded: Counter[str] = Counter()
+    seen: set[str] = set()
     for partition in range(cluster.topics(topics.steps)[topics.steps]):
         for record in cluster.read_all(topics.steps, partition):
             if decoder.codec.type_name(record.value or b"") == "Step":
                 step: Step = decoder.decode(record.value)
-                status[step.step_id] = step.status
-    emitted = set()
+                if status.setdefault(step.step_id, step.status) == "ok":
+                    recorded[step.trajectory_key] += step.step_id not in seen
+                seen.add(step.step_id)
+    emitted: dict[int, list[tuple[str, int]]] = {}
     for record in cluster.read_all(topics.ready_batches(settings.run_id, "train")):
         event = decoder.decode(record.value)
         if isinstance(event, ReadyBatch):
-            emitted.add(event.batch_seq)
+            emitted[event.batch_seq] = [(g.group_id, g.round) for g in event.groups]
     versions: list[WeightVersion] = [decoder.decode(r.value) for r in cluster.read_all(topics.weights)]
     trained = surviving_batches(versions)
     counts = Counter(status.values())
+    groups = [g for seq in trained for g in emitted.get(seq, [])]
     return {
         "steps_on_kafka": counts["ok"],
         "steps_aborted": counts["aborted"] + counts["error"],
         "batches_emitted": len(emitted),
         "batches_trained": len(trained),
-        "batches_trained_once": len(trained) == len(set(trained)),
+        "groups_trained": len(groups),
+        "groups_trained_twice": len(groups) - len(set(groups)),
+        "answered_but_missing": sum(max(0, n - recorded[key]) for key, n in answered.items()),
         "versions_published": len(versions),
         "logp_max_abs_diff": max(
             (

@@ -85,6 +85,7 @@ class Supervisor:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
+            self.release()
             raise AlreadyRunning(
                 f"another `clawstream up` works on {self._dir}; stop it or set another data_dir"
             ) from e

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,25 +9,13 @@ from typing import TypeVar
 from uuid import uuid4
 
 import pytest
+from tests_ports import free_port
 
 from runtime.broker import EmbeddedBroker
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 
 T = TypeVar("T")
-
-
-def free_port(start: int = 21000) -> int:
-    """A port that is free together with the one after it. Below 32768: above it the kernel hands out ports to clients."""
-    for port in range(start + (uuid4().int % 300) * 20, 32000, 20):
-        try:
-            for p in (port, port + 1):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", p))
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no free port between 21000 and 32000")
 
 
 @pytest.fixture(scope="session")

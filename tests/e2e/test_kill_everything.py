@@ -1,0 +1,131 @@
+"""`kill -9` of every part of the running loop, one after the other, on real parts; then everything is counted.
+
+The loop is the demo's own: real agents, gateway, Kafka, Faust, Delta Lake, trainer and vLLM, under the supervisor of
+`clawstream up`. The model is hardly warm-started: here nothing is learned, everything is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests_ports import free_port
+
+VICTIMS = ("gateway", "assemble", "reward", "admit", "lake", "trainer", "vllm", "broker")
+VERSIONS = 30
+START_TIMEOUT_S = 240.0
+BACK_TIMEOUT_S = 150.0
+
+
+class Loop:
+    """A demo in the background."""
+
+    def __init__(self, home: Path) -> None:
+        rng = random.Random(os.getpid())
+        self.home = home
+        # Other batch boundaries in every run: what is exactly once must not depend on them.
+        flush_rows, flush_s = rng.randrange(5, 60), rng.uniform(0.1, 1.0)
+        self.log = (home.parent / "demo.log").open("wb")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "runtime.cli", "demo", f"data_dir={home}"),
+                *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
+                *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
+                *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),
+                *(f"broker.port={free_port()}", f"gateway.port={free_port()}", f"rollout.port={free_port()}"),
+                *(f"jobs.web_port={free_port()}", "up.restart_delay_s=0.5"),
+            ],
+            stdout=self.log,
+            stderr=self.log,
+        )
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The supervisor's table of processes."""
+        try:
+            return dict(json.loads((self.home / "up.json").read_text())["processes"])
+        except (OSError, ValueError):
+            return {}
+
+    def versions(self) -> int:
+        """Versions that the trainer has published, seen from outside."""
+        return len(list((self.home / "weights" / "demo").glob("*"))) and self._newest()
+
+    def _newest(self) -> int:
+        names = [p.name for p in (self.home / "weights" / "demo").glob("[0-9]*.[0-9]*")]
+        return max((int(n.partition(".")[0]) for n in names), default=0)
+
+    def wait_for_version(self, sync_index: int, timeout_s: float) -> None:
+        """Wait until the loop has got so far. The demo itself must be alive."""
+        deadline = time.monotonic() + timeout_s
+        while self.versions() < sync_index:
+            assert self.process.poll() is None, self.tail("the demo ended early")
+            assert time.monotonic() < deadline, self.tail(f"version {sync_index} not reached within {timeout_s:g} s")
+            time.sleep(0.1)
+
+    def pids(self, victim: str) -> list[int]:
+        """Processes to kill: the victim itself, not the supervisor's wrapper around it."""
+        if victim == "broker":
+            return [int(p.read_text().split()[0]) for p in (self.home / "broker").glob("node-*/broker.pid")]
+        if victim == "vllm":
+            worker = psutil.Process(self.table["rollout"]["pid"])
+            return [c.pid for c in worker.children() if "vllm" in " ".join(c.cmdline())]
+        return [self.table[victim]["pid"]]
+
+    def tail(self, why: str) -> str:
+        """The end of all logs, for a failed assertion."""
+        parts = [why]
+        for path in (self.home.parent / "demo.log", *sorted((self.home / "logs").glob("*.log"))):
+            parts.append(f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:]))
+        return "\n".join(parts)[-20_000:]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    running = Loop(tmp_path / "run")
+    yield running
+    if running.process.poll() is None:
+        running.process.terminate()
+        try:
+            running.process.wait(120)
+        except subprocess.TimeoutExpired:
+            running.process.kill()
+            running.process.wait()
+    running.log.close()
+
+
+@pytest.mark.timeout(1500)
+def test_nothing_is_lost_or_doubled(loop: Loop) -> None:
+    loop.wait_for_version(1, START_TIMEOUT_S)
+    for victim in VICTIMS:
+        before = loop.versions()
+        pids = loop.pids(victim)
+        assert pids, loop.tail(f"no process of {victim}")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        # Back by itself: the loop turns again, through every part.
+        loop.wait_for_version(before + 2, BACK_TIMEOUT_S)
+    code = loop.process.wait(600)
+    assert code == 0, loop.tail(f"the demo ended with {code}")
+    report = json.loads((loop.home / "report.json").read_text())
+
+    assert report["answered_but_missing"] == 0
+    assert report["steps_on_kafka"] == report["steps_in_lake"] > 0
+    assert report["steps_aborted"] == report["steps_aborted_in_lake"]
+    assert report["duplicates_in_lake"] == 0
+    assert report["batches_emitted"] == report["batches_trained"] == VERSIONS
+    assert report["groups_trained_twice"] == 0
+    assert report["final_lag"] == 0
+    assert report["engine_starts"] == 2
+    killed = {"rollout" if v == "vllm" else v for v in VICTIMS} - {"rollout"}
+    assert killed <= report["restarts"].keys()

@@ -1,0 +1,149 @@
+"""The supervisor with real processes: who dies comes back, who is fenced stays down, stopping ends everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS
+from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+DEAF = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def exits(code: int) -> list[str]:
+    return [sys.executable, "-c", f"raise SystemExit({code})"]
+
+
+HELD: list[Supervisor] = []
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    yield
+    while HELD:
+        HELD.pop().release()
+
+
+def acquired(directory: Path, **options: float) -> Supervisor:
+    supervisor = Supervisor(directory, **options)
+    supervisor.acquire()
+    HELD.append(supervisor)
+    return supervisor
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def pid_of(supervisor: Supervisor, name: str) -> int | None:
+    pid = supervisor.table[name]["pid"]
+    assert pid is None or isinstance(pid, int)
+    return pid
+
+
+def test_killed_process_comes_back(tmp_path: Path) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, restart_delay_s=0.05)
+        supervisor.start(ProcessSpec("a", SLEEP))
+        await until(lambda: pid_of(supervisor, "a") is not None)
+        first = pid_of(supervisor, "a")
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(supervisor, "a") not in (None, first))
+        assert supervisor.table["a"]["restarts"] == 1
+        written = json.loads((tmp_path / "up.json").read_text())
+        assert written["supervisor"] == os.getpid() and written["processes"]["a"]["restarts"] == 1
+        second = pid_of(supervisor, "a")
+        await supervisor.stop_all()
+        assert not psutil.pid_exists(second or 0)
+        assert supervisor.state("a") == "stopped"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("code", "why"), [(EXIT_FENCED, "fenced"), (EXIT_SETTINGS, "wrong settings"), (0, "done")])
+def test_process_that_must_not_restart_stays_down(tmp_path: Path, code: int, why: str) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, restart_delay_s=0.01)
+        supervisor.start(ProcessSpec("a", exits(code)))
+        assert await asyncio.wait_for(supervisor.wait_down("a"), 20) == why
+        assert supervisor.table["a"]["restarts"] == 0
+
+    asyncio.run(body())
+
+
+def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, restart_delay_s=0.02)
+        supervisor.start(ProcessSpec("a", exits(70)))
+        await until(lambda: supervisor.table["a"]["restarts"] == 4)
+        await supervisor.stop_all()
+        assert supervisor.table["a"]["exit_code"] == 70
+
+    started = time.monotonic()
+    asyncio.run(body())
+    assert time.monotonic() - started >= 0.02 + 0.04 + 0.08
+
+
+def test_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, stop_timeout_s=0.5)
+        supervisor.start(ProcessSpec("a", DEAF))
+        await until(
+            lambda: (tmp_path / "logs" / "a.log").exists() and "up" in (tmp_path / "logs" / "a.log").read_text()
+        )
+        await supervisor.stop("a")
+        assert supervisor.table["a"]["exit_code"] == -signal.SIGKILL
+
+    asyncio.run(body())
+
+
+def test_second_supervisor_is_refused(tmp_path: Path) -> None:
+    first, second = Supervisor(tmp_path), Supervisor(tmp_path)
+    first.acquire()
+    with pytest.raises(AlreadyRunning, match="set another data_dir"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from runtime.supervisor import ProcessSpec, Supervisor\n"
+        "async def main():\n"
+        f"    s = Supervisor(Path({str(tmp_path)!r})); s.acquire()\n"
+        f"    s.start(ProcessSpec('a', {SLEEP!r}))\n"
+        "    while not s.table['a']['pid']: await asyncio.sleep(0.01)\n"
+        "    print(s.table['a']['pid'], flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.kill()
+        supervisor.wait()
+        child.wait(20)
+        assert not child.is_running()
