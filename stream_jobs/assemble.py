@@ -143,11 +143,14 @@ class Fold:
         waiting = self.state.waiting[source][offset]
         ends: Entry = [op.WAITS_NO_MORE, source, offset]
         if source == STEPS and waiting.key in self.state.opened:
-            return [ends, [op.CLOSED, *waiting.key, *waiting.entry, self.state.time[STEPS]]]
+            return [ends, [op.CLOSED, *waiting.key, *waiting.entry[:2], self.state.time[STEPS]]]
         if source == STEPS and waiting.key in self.state.closed:
             return [ends]
         detail = f"no {'step' if waiting.tail else 'trajectory'} {_name(waiting.key, waiting.tail)}: {why}"
         return [ends, [op.BURIED, source, offset, "unknown_target", detail]]
+
+    def _waiting_for(self, key: Key) -> Sequence[tuple[Source, int]]:
+        return self.state.waiting_for.get(key, ())
 
     def _make_room(self, source: Source) -> list[Entry]:
         """Before one more waits: the oldest gives up when there are too many."""
@@ -233,8 +236,12 @@ class Fold:
             return [], None
         if event.kind != "opened":
             reason = event.reason[:REASON_CHARS] if event.reason else None
+            event_hash = _hash(event.event_id.encode())
+            if any(s == STEPS and self.state.waiting[s][o].entry[2] == event_hash for s, o in self._waiting_for(key)):
+                return [], None
             if trajectory is None:
-                return [*self._make_room(STEPS), [op.WAITS, STEPS, offset, now, *key, None, [event.kind, reason]]], None
+                entry: Entry = [event.kind, reason, event_hash]
+                return [*self._make_room(STEPS), [op.WAITS, STEPS, offset, now, *key, None, entry]], None
             return [[op.CLOSED, *key, event.kind, reason, now]], None
         said = {
             "group_id": check_group_id(event.group_id) if event.group_id is not None else None,
@@ -314,7 +321,7 @@ class Fold:
         if entry[0] not in (op.OPENED, op.ATTRIBUTES, op.STEP):
             return
         key: Key = (entry[1], entry[2])
-        for source, offset in list(self.state.waiting_for.get(key, ())):
+        for source, offset in list(self._waiting_for(key)):
             waiting = self.state.waiting[source][offset]
             if source == REWARDS and self._appeared(key, waiting.tail, waiting.at) is not None:
                 self._do([[op.WAITS_NO_MORE, source, offset]])

@@ -170,9 +170,10 @@ class Closed:
 
 @dataclass(slots=True)
 class Waiting:
-    """A reward, mark or completion whose target is not known yet. Of a reward or mark: the entry that it will be.
+    """A reward, mark or completion whose target is not known yet.
 
-    tail: of the step it waits for; None: the trajectory. entry: what is applied when the target comes.
+    tail: of the step it waits for; None: the trajectory. entry: of a reward or mark, the one that is applied when the target comes;
+    of a completion, [kind, reason, hash of its event id].
     """
 
     source: Source
