@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +45,19 @@ from trainer.errors import BatchGap, PayloadUnreadable
 from trainer.lineage import chain
 from trainer.loop import train
 
-PROGRAM = "import sys; from trainer.loop import main; from runtime.config import load; main(load(words=sys.argv[1:]))"
+NURSERY = """
+import json, os, sys
+from runtime.config import load
+from trainer.loop import main
+for line in sys.stdin:
+    order = json.loads(line)
+    if "wait" in order:
+        answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+    elif not (answer := os.fork()):
+        os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        main(load(words=order["words"]))
+    print(answer, flush=True)
+"""
 GROUPS, MEMBERS = 2, 3
 Eventually = Callable[..., object]
 
@@ -169,16 +182,45 @@ def until(settings: Settings, max_versions: int) -> Settings:
     return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"max_versions": max_versions})})
 
 
-@contextmanager
-def process(settings: Settings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A trainer of its own process; killed at the end if it still runs."""
-    with log.open("ab") as out:
-        p = subprocess.Popen([sys.executable, "-c", PROGRAM, *words_of(settings)], stderr=out, stdout=out)
-    try:
-        yield p
-    finally:
-        p.kill()
-        p.wait()
+class Nursery:
+    """A process that has imported torch once (10 s) and forks trainers, each as real as one that was started alone."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([sys.executable, "-c", NURSERY], stdin=pipe, stdout=pipe, text=True)
+
+    def _ask(self, **order: object) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    @contextmanager
+    def trainer(self, settings: Settings, log: Path) -> Iterator[int]:
+        """The pid of a trainer; killed at the end of the block."""
+        pid = self._ask(words=words_of(settings), log=str(log))
+        try:
+            yield pid
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self, pid: int) -> int:
+        """Its exit code, negative for a signal. Blocks until it ended."""
+        return self._ask(wait=pid)
+
+    def close(self) -> None:
+        """The children that run still are orphaned: `trainer` kills them."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
@@ -280,7 +322,7 @@ def test_a_topic_that_ends_before_the_position_stops_the_trainer(feed: Feed, tra
 
 
 def test_kill_9_at_random_trains_every_batch_exactly_once(
-    feed: Feed, trained: Settings, tmp_path: Path, eventually: Eventually
+    feed: Feed, trained: Settings, nursery: Nursery, tmp_path: Path, eventually: Eventually
 ) -> None:
     seed = time.time_ns()
     rng, total, log = random.Random(seed), 40, tmp_path / "trainer.log"
@@ -288,29 +330,30 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
     feed.write(*(feed.batch(seq) for seq in range(total)))
     for _ in range(3):
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
-        with process(trained, log) as p:
+        with nursery.trainer(trained, log) as pid:
             eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 90)  # type: ignore[misc]
             time.sleep(rng.random() * 0.1)  # anywhere in training, checkpoint, publication, deletion
-            os.kill(p.pid, signal.SIGKILL)
-            assert p.wait() == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
-    with process(until(trained, total), log) as p:
-        assert p.wait(120) == 0, log.read_text()[-2000:]
+            os.kill(pid, signal.SIGKILL)
+            assert nursery.wait(pid) == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
+    with nursery.trainer(until(trained, total), log) as pid:
+        assert nursery.wait(pid) == 0, log.read_text()[-2000:]
     versions = feed.versions()
     assert_trained_once(versions, total)
     assert versions[-1].sync_index == total and versions[-1].attempt == 3, f"seed {seed}"
 
 
 def test_a_second_trainer_fences_the_first_and_sigterm_ends_it_clean(
-    feed: Feed, trained: Settings, tmp_path: Path, eventually: Eventually
+    feed: Feed, trained: Settings, nursery: Nursery, tmp_path: Path, eventually: Eventually
 ) -> None:
     log = tmp_path / "second.log"
-    with process(trained, tmp_path / "first.log") as first:
+    log.touch()
+    with nursery.trainer(trained, tmp_path / "first.log") as first:
         eventually(lambda: feed.ids() == ["0.0"], 90)
-        with process(trained, log) as second:
+        with nursery.trainer(trained, log) as second:
             eventually(lambda: "resumed" in log.read_text(), 90)
             feed.write(feed.batch(0))
-            assert first.wait(60) == EXIT_FENCED, (tmp_path / "first.log").read_text()[-2000:]
+            assert nursery.wait(first) == EXIT_FENCED, (tmp_path / "first.log").read_text()[-2000:]
             eventually(lambda: feed.ids() == ["0.0", "1.1"], 60)
-            second.terminate()
-            assert second.wait(30) == 0, log.read_text()[-2000:]
+            os.kill(second, signal.SIGTERM)
+            assert nursery.wait(second) == 0, log.read_text()[-2000:]
     assert_trained_once(feed.versions(), 1)
