@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
@@ -38,7 +37,7 @@ VERSION_START = "x-clawstream-version-start"
 COMMENT = "clawstream-versions"
 INVALID = "invalid weights: "
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
-ENGINE_NICE = "CLAWSTREAM_ENGINE_NICE"
+WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 Scope = MutableMapping[str, Any]
@@ -54,10 +53,6 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`: idempotent, as vLLM may call it several times in a process."""
     if os.environ.get(DIE_WITH_PARENT):
         _die_with_parent()
-    if (nice := os.environ.get(ENGINE_NICE)) and multiprocessing.parent_process() is not None:
-        # Engine core and worker poll their queue with sched_yield for a second after each message. At equal priority a process
-        # on the same core was seen to wait 5 s for its turn.
-        os.setpriority(os.PRIO_PROCESS, 0, int(nice))
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -155,6 +150,12 @@ def _disk_backend() -> type[Any]:
         init_info_cls, update_info_cls = NoInit, Files
         staged: dict[str, torch.Tensor] | None = None
         layout: Layout | None = None
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            # Only workers make a backend, once their model is loaded. A worker polls its queue with sched_yield for a second
+            # after each message: at equal priority a process on the same core was seen to wait 5 s for its turn.
+            os.nice(int(os.environ.get(WORKER_NICE, "0")))
 
         def init_transfer_engine(self, init_info: NoInit) -> None:
             """Nothing to do."""

@@ -301,7 +301,8 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
 
 
 def test_the_environment_keeps_what_was_there() -> None:
-    environment = server_environment({"PYTHONPATH": "/a:/b", "HOME": "/h"})
+    environment = server_environment({"PYTHONPATH": "/a:/b", "HOME": "/h", "PYTHONDONTWRITEBYTECODE": "1"})
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert environment["HOME"] == "/h"
     assert environment["PYTHONPATH"].split(":")[1:] == ["/a", "/b"]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
