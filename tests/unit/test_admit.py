@@ -205,6 +205,13 @@ def test_staleness_is_judged_again_when_the_batch_closes() -> None:
     assert refusals(out) == [("stale", ("a", "b"), True)] and groups(out) == []
 
 
+def test_staleness_is_judged_for_each_of_several_batches_that_close_at_once() -> None:
+    pairs = [cand(f"{g}{i}", g, float(i)) for g in "ab" for i in (0, 1)]
+    smaller = policy(policy_version=2, max_staleness=0)
+    out = fold(policy(batch_groups=3, max_staleness=0), *pairs, smaller)
+    assert groups(out) == [[["a0", "a1"]]] and refusals(out) == [("stale", ("b0", "b1"), True)]
+
+
 def test_batch_closes_at_tokens_and_keeps_the_order_of_readiness() -> None:
     many = policy(batch_groups=9, batch_tokens=20)
     events = [cand("a1", "a"), cand("b1", "b"), cand("b2", "b", 0.0), cand("a2", "a", 0.0), cand("c1", "c")]

@@ -268,13 +268,14 @@ def test_a_crash_at_any_flush_loses_and_doubles_nothing(sent: list[int], fates: 
 
 
 def test_first_offset() -> None:
-    assert first_offset("t", 0, None, 5, 9) == 5
-    assert first_offset("t", 0, 7, 5, 9) == 7
-    assert first_offset("t", 0, 9, 9, 9) == 9
+    assert first_offset("t", 0, [None, None], 5, 9) == 5
+    assert first_offset("t", 0, [8, None], 5, 9) == 5
+    assert first_offset("t", 0, [8, 7], 5, 9) == 7
+    assert first_offset("t", 0, [9], 9, 9) == 9
     with pytest.raises(SourceTruncated, match=r"t-0 ends at 9, position 10 \(lake\); run clawstream doctor"):
-        first_offset("t", 0, 10, 5, 9)
+        first_offset("t", 0, [6, 10], 5, 9)
     with pytest.raises(SourceTruncated, match="t-0 starts at 5, position 4"):
-        first_offset("t", 0, 4, 5, 9)
+        first_offset("t", 0, [None, 4], 5, 9)
 
 
 def test_packed_bytes_are_little_endian() -> None:

@@ -71,13 +71,14 @@ def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) ->
     lake = claimed(tmp_path)
     assert lake.append("rewards", [], {SOURCE: 7}, never) == 0
     assert lake.marks("rewards", [SOURCE]) == {}
-    assert not lake.mark_due("rewards", {SOURCE: 7})
-    assert lake.mark_due("rewards", {SOURCE: MARK_OFFSETS})
-    assert lake.append("rewards", [], {SOURCE: MARK_OFFSETS}, never, mark=True) == 0
-    assert lake.marks("rewards", [SOURCE]) == {SOURCE: MARK_OFFSETS}
-    assert not lake.mark_due("rewards", {SOURCE: MARK_OFFSETS + 1})
+    assert lake.mark_due("rewards", {SOURCE: 7})  # the first one comes at once
+    assert not lake.mark_due("rewards", {SOURCE: 0})
+    assert lake.append("rewards", [], {SOURCE: 7}, never, mark=True) == 0
+    assert lake.marks("rewards", [SOURCE]) == {SOURCE: 7}
+    assert not lake.mark_due("rewards", {SOURCE: 6 + MARK_OFFSETS})
+    assert lake.mark_due("rewards", {SOURCE: 7 + MARK_OFFSETS})
     version = open_table(str(tmp_path), "rewards", {}).version()
-    lake.append("rewards", [], {SOURCE: MARK_OFFSETS}, never, mark=True)
+    lake.append("rewards", [], {SOURCE: 7}, never, mark=True)
     assert open_table(str(tmp_path), "rewards", {}).version() == version
 
 

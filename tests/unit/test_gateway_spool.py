@@ -1,0 +1,262 @@
+"""Spool and journal: what was promised survives, in order, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.bus import MemoryBus, Message
+from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
+from gateway.journal import Journal
+from gateway.metrics import Metrics
+from gateway.spool import Spool, frame, frames
+
+messages = st.builds(Message, st.text(max_size=20), st.binary(max_size=30), st.binary(max_size=200))
+
+
+def note(n: int, key: bytes = b"k") -> Message:
+    return Message("t", key, b"%d" % n)
+
+
+@given(st.lists(messages, max_size=8), st.binary(max_size=40))
+def test_frames_round_trip_and_a_tail_that_is_no_frame_ends_them(items: list[Message], tail: bytes) -> None:
+    data = b"".join(map(frame, items))
+    read = [m for m, _ in frames(data + tail)]
+    assert read[: len(items)] == items
+
+
+@given(st.lists(messages, min_size=1, max_size=6), st.data())
+def test_cut_anywhere_leaves_exactly_the_whole_frames(items: list[Message], data: st.DataObject) -> None:
+    whole = b"".join(map(frame, items))
+    cut = data.draw(st.integers(0, len(whole)))
+    ends = [sum(len(frame(m)) for m in items[: i + 1]) for i in range(len(items))]
+    read = list(frames(whole[:cut]))
+    assert [m for m, _ in read] == items[: sum(e <= cut for e in ends)]
+    assert [e for _, e in read] == [e for e in ends if e <= cut]
+
+
+@given(st.lists(messages, min_size=1, max_size=4), st.data())
+def test_a_flipped_bit_ends_the_frames_there(items: list[Message], data: st.DataObject) -> None:
+    whole = bytearray(b"".join(map(frame, items)))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= 1 << data.draw(st.integers(0, 7))
+    read = [m for m, _ in frames(bytes(whole))]
+    intact = sum(sum(len(frame(m)) for m in items[: i + 1]) <= at for i in range(len(items)))
+    assert read[:intact] == items[:intact] and len(read) <= len(items)
+    assert read == items[: len(read)]
+
+
+def open_spool(directory: Path, max_bytes: int = 1 << 20, segment_bytes: int = 200) -> Spool:
+    spool = Spool(directory, max_bytes, segment_bytes)
+    spool.open()
+    return spool
+
+
+def append(spool: Spool, *items: Message) -> None:
+    spool.append([frame(m) for m in items])
+    spool.count(m.key for m in items)
+
+
+def drain(spool: Spool) -> list[Message]:
+    out = []
+    while (found := spool.first()) is not None:
+        out += found[1]
+        spool.remove(found[0])
+    return out
+
+
+def test_a_crash_keeps_everything_in_order_over_segments(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path)
+    wrote = [note(i, b"k%d" % (i % 3)) for i in range(50)]
+    for m in wrote:
+        append(spool, m)
+    assert len(spool.segments) == 5
+    spool.close()  # gives back the lock as a death does; nothing is written by it
+    again = open_spool(tmp_path)
+    assert sum((s.keys for s in again.segments), start=type(again.segments[0].keys)()) == {
+        b"k0": 17,
+        b"k1": 17,
+        b"k2": 16,
+    }
+    append(again, note(50))
+    assert drain(again) == [*wrote, note(50)]
+    assert again.size_bytes == 0 and list(tmp_path.glob("*.spool")) == []
+    append(again, note(51))
+    assert drain(again) == [note(51)]
+    again.close()
+
+
+def test_torn_tail_is_cut_off_and_kept(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path)
+    append(spool, note(1))
+    spool.close()
+    (file,) = tmp_path.glob("*.spool")
+    file.write_bytes(file.read_bytes() + frame(note(2))[:-1])
+    again = open_spool(tmp_path)
+    append(again, note(3))
+    assert drain(again) == [note(1), note(3)]
+    (torn,) = tmp_path.glob("*.torn")
+    assert torn.read_bytes() == frame(note(2))[:-1]
+    again.close()
+
+
+def test_bound_is_kept(tmp_path: Path) -> None:
+    size = len(frame(note(1)))
+    spool = open_spool(tmp_path, max_bytes=2 * size + 1)
+    append(spool, note(1), note(2))
+    with pytest.raises(SpoolFull):
+        append(spool, note(3))
+    assert spool.free_bytes == 1
+    assert drain(spool) == [note(1), note(2)]
+    append(spool, note(3))
+    spool.close()
+
+
+def test_a_disk_that_fails_midway_hides_nothing_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = open_spool(tmp_path)
+    append(spool, note(1))
+    write = os.write
+
+    def half(fd: int, data: bytes) -> int:
+        if len(data) > 5:
+            return write(fd, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        with pytest.raises(SpoolFailed, match="No space left"):
+            spool.append([frame(note(2))[:9]])
+    append(spool, note(3))
+    assert drain(spool) == [note(1), note(3)]
+    spool.close()
+
+
+# ---------------------------------------------------------------- journal
+
+Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
+
+
+def journal(directory: Path, body: Body, max_bytes: int = 1 << 20) -> MemoryBus:
+    """Run body over a started journal, close it, give the bus."""
+
+    async def run() -> MemoryBus:
+        bus, spool = MemoryBus(), Spool(directory, max_bytes)
+        it = Journal(bus, spool, Metrics())
+        await it.start()
+        await body(it, bus, spool)
+        await it.close()
+        return bus
+
+    return asyncio.run(run())
+
+
+def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.acknowledges = False
+        assert await it.record([note(1)]) == "spooled"
+        # Kafka takes what is new again, but the drain has not come by yet: the order of the key must hold.
+        bus.acknowledges = True
+        assert await it.record([note(2)]) == "spooled"
+        assert await it.record([note(3, b"other")]) == "acknowledged"
+
+    bus = journal(tmp_path, body)
+    assert [m for m in bus.messages if m.key == b"k"] == [note(1), note(2)]
+    assert note(3, b"other") in bus.messages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_each_key_holds_while_kafka_comes_and_goes(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    answered: dict[bytes, list[Message]] = {b"a": [], b"b": [], b"c": []}
+
+    async def agent(it: Journal, key: bytes) -> None:
+        for i in range(60):
+            await it.record([note(i, key)])
+            answered[key].append(note(i, key))
+            await asyncio.sleep(rng.random() / 200)
+
+    async def weather(bus: MemoryBus) -> None:
+        while True:
+            await asyncio.sleep(rng.random() / 50)
+            bus.reachable = rng.random() < 0.6
+            bus.acknowledges = rng.random() < 0.6
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        outside = asyncio.create_task(weather(bus))
+        await asyncio.gather(*(agent(it, key) for key in answered))
+        outside.cancel()
+        bus.reachable = bus.acknowledges = True
+
+    bus = journal(tmp_path, body)
+    for key, wanted in answered.items():
+        assert [m for m in bus.messages if m.key == key] == wanted
+
+
+def test_what_an_earlier_process_left_comes_first(tmp_path: Path) -> None:
+    async def before(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        await it.record([note(1), note(2)])
+
+    async def after(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        await it.record([note(3)])
+
+    assert journal(tmp_path, before).messages == []
+    assert journal(tmp_path, after).messages == [note(1), note(2), note(3)]
+
+
+def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsyncs: list[int] = []
+    fsync = os.fsync
+
+    def counted(fd: int) -> None:
+        fsyncs.append(fd)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", counted)
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        await asyncio.gather(*(it.record([note(i)]) for i in range(100)))
+        bus.reachable = True
+
+    bus = journal(tmp_path, body)
+    assert bus.messages == [note(i) for i in range(100)]
+    assert len(fsyncs) < 20
+
+
+def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        with it.reserve(50), pytest.raises(NoRoom), it.reserve(51):
+            pass
+        with it.reserve(100):
+            pass
+        await it.record([note(1)])
+        with pytest.raises(NotRecorded):
+            await it.record([Message("t", b"k", b"x" * 200)])
+        await it.record([note(2)])
+        assert it.spooled_keys == 1 and it.spooled_bytes == 2 * len(frame(note(1)))
+        bus.reachable = True
+
+    assert journal(tmp_path, body, max_bytes=100).messages == [note(1), note(2)]
+
+
+def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+        await it.record([Message("t", b"k", b"x" * 200)])
+        await it.record([note(2)])
+        bus.max_bytes = 100
+        bus.reachable = True
+
+    assert journal(tmp_path, body).messages == [note(1), note(2)]
+    assert [m.value for m, _ in frames((tmp_path / "refused").read_bytes())] == [b"x" * 200]
