@@ -13,8 +13,8 @@ The only file that imports deltalake. The protocol:
    again, check again, write again.
 5. Then the positions are committed to Kafka, as advice for those who watch the lag. Nothing resumes from them.
 
-A table without new rows is not committed at every flush. Its mark follows by an empty commit when it is MARK_OFFSETS behind, or MARK_S
-old, and when the writer is told to stop: so that is the most a restart reads again.
+A table without new rows is not committed at every flush. Its mark follows by an empty commit when there is none yet, when it is
+MARK_OFFSETS behind or MARK_S old, and when the writer is told to stop: so that is the most a restart reads again.
 """
 
 from __future__ import annotations
@@ -234,6 +234,8 @@ class Lake:
     def mark_due(self, name: str, positions: Positions) -> bool:
         """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
         known = self._marks[name]
+        if any(offset and source not in known for source, offset in positions.items()):
+            return True  # the first mark comes early: without one a restart can't tell what retention has taken since
         behind = max((offset - known.get(source, 0) for source, offset in positions.items()), default=0)
         return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable
@@ -26,7 +26,6 @@ Marks = Callable[[str, Iterable[Source]], Positions]
 class _Followed(NamedTuple):
     topic_id: str
     tables: tuple[str, ...]
-    partitions: int
 
 
 class Feed:
@@ -67,21 +66,16 @@ class Feed:
         found: dict[str, _Followed] = {}
         start: dict[tuple[str, int], int] = {}
         for topic, topic_id in ids.items():
-            followed = found[topic] = _Followed(topic_id, tables_of(self._topics, topic), new[topic])
-            marks = self._lowest_marks(followed)
-            for partition, (low, high) in self._cluster.watermarks(topic, range(new[topic])).items():
-                start[topic, partition] = first_offset(topic, partition, marks.get(partition), low, high)
+            followed = found[topic] = _Followed(topic_id, tables_of(self._topics, topic))
+            sources = [(topic_id, p) for p in range(new[topic])]
+            marks = [self._marks(table, sources) for table in followed.tables]
+            for p, (low, high) in self._cluster.watermarks(topic, range(new[topic])).items():
+                start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)
             positions = {p: o for (t, p), o in start.items() if t == topic}
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
         self._followed |= found
         if start:
             self._reader.add(start)
-
-    def _lowest_marks(self, followed: _Followed) -> dict[int, int]:
-        """Per partition the lowest mark of the topic's tables; none when one of them has nothing of it yet."""
-        sources = [(followed.topic_id, p) for p in range(followed.partitions)]
-        marks = [self._marks(table, sources) for table in followed.tables]
-        return {s[1]: min(m[s] for m in marks) for s in sources if all(s in m for m in marks)}
 
     def poll(self) -> None:
         """Read what there is, at most POLL_RECORDS, waiting POLL_S when there is nothing. Raises SourceTruncated."""
@@ -159,19 +153,15 @@ class Feed:
         self._reader.close()
 
 
-def first_offset(topic: str, partition: int, mark: int | None, low: int, high: int) -> int:
-    """Where to begin, given the lowest mark of the topic's tables. No mark: at the log's start.
+def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:
+    """Where to begin, given the marks of the topic's tables: at the lowest, or at the log's start when a table has none.
 
-    Raises SourceTruncated when the log ends before the mark or begins after it: something was lost that the lake has never seen.
+    Raises SourceTruncated when the log ends before a mark or begins after it: something was lost that the lake has never seen.
     """
-    if mark is None:
-        return low
-    if mark > high:
+    known = [m for m in marks if m is not None]
+    for wrong in (m for m in known if not low <= m <= high):
+        side = f"ends at {high}" if wrong > high else f"starts at {low}"
         raise SourceTruncated(
-            f"source truncated: {topic}-{partition} ends at {high}, position {mark} (lake); run clawstream doctor"
+            f"source truncated: {topic}-{partition} {side}, position {wrong} (lake); run clawstream doctor"
         )
-    if mark < low:
-        raise SourceTruncated(
-            f"source truncated: {topic}-{partition} starts at {low}, position {mark} (lake); run clawstream doctor"
-        )
-    return mark
+    return min(known) if len(known) == len(marks) else low
