@@ -192,6 +192,7 @@ class Producer:
                 self._failed = KafkaException(err)
 
         self._produce(topic, key, value, headers, partition, delivered)
+        self._producer.poll(0)  # else deliveries pile up until the queue is full
 
     def flush(self, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Wait until everything put so far is acknowledged. Raises Unavailable, TooLarge or Fenced."""
