@@ -1,0 +1,26 @@
+"""The Kafka client, in the one package that imports it: one cluster, its topics, producers and readers.
+
+Positions are (topic id, partition, offset): a topic that was deleted and made again has another id, and is another topic.
+Readers see committed records only. Nothing here knows what a record means.
+"""
+
+from runtime.kafka.cluster import READ_TIMEOUT_S, Cluster
+from runtime.kafka.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
+from runtime.kafka.producer import Producer
+from runtime.kafka.reader import BEGINNING, Reader
+from runtime.kafka.record import Ack, Record
+
+__all__ = [
+    "BEGINNING",
+    "READ_TIMEOUT_S",
+    "Ack",
+    "Cluster",
+    "Fenced",
+    "KafkaError",
+    "Producer",
+    "Reader",
+    "Record",
+    "SourceTruncated",
+    "TooLarge",
+    "Unavailable",
+]

@@ -1,0 +1,231 @@
+"""One cluster: its topics, offsets and groups, and the way to producers and readers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError as Code
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+
+from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
+from runtime.kafka.producer import Producer
+from runtime.kafka.reader import Reader
+from runtime.kafka.record import Record
+
+READ_TIMEOUT_S = 30.0
+
+
+class Cluster:
+    """One Kafka cluster. Cheap to make: it connects when first used.
+
+    client_options: librdkafka options for every client, such as security.protocol and sasl.*.
+    """
+
+    def __init__(self, bootstrap_servers: str, client_options: Mapping[str, str] | None = None) -> None:
+        self.bootstrap_servers = bootstrap_servers
+        self._options: dict[str, Any] = {
+            "bootstrap.servers": bootstrap_servers,
+            "log_level": 2,  # what matters comes back from the call; a broker that is away makes 20 lines a second otherwise
+            "reconnect.backoff.max.ms": 1000,
+            "topic.metadata.propagation.max.ms": 5000,
+            "error_cb": _ignore_error,
+            **(client_options or {}),
+        }
+        self._admin: AdminClient | None = None
+
+    @property
+    def admin(self) -> AdminClient:
+        if self._admin is None:
+            self._admin = AdminClient(self._options)
+        return self._admin
+
+    def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
+        """A producer. With a transactional id it fences the older ones at once. overrides: librdkafka options, `_` for `.`"""
+        return Producer(self._options, transactional_id, **{k.replace("_", "."): v for k, v in overrides.items()})
+
+    def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
+        """A reader of given partitions. overrides: librdkafka options, `_` for `.`"""
+        return Reader(self._options, group, start, **{k.replace("_", "."): v for k, v in overrides.items()})
+
+    # -- topics
+
+    def create_topic(
+        self, name: str, partitions: int, config: Mapping[str, str], replication: int = 1, min_insync: int = 1
+    ) -> bool:
+        """Make a topic; False when it was there. Returns once it can be written."""
+        new = NewTopic(name, partitions, replication, config={**config, "min.insync.replicas": str(min_insync)})
+        try:
+            self.admin.create_topics([new], operation_timeout=READ_TIMEOUT_S)[name].result()
+        except KafkaException as e:
+            if e.args[0].code() == Code.TOPIC_ALREADY_EXISTS:
+                return False
+            raise translated(e) from e
+        self._wait_until_made(name)
+        return True
+
+    def _wait_until_made(self, name: str) -> None:
+        for _ in range(300):
+            metadata = self.topics(name).get(name)
+            if metadata is not None:
+                return
+            threading.Event().wait(0.02)
+        raise Unavailable(f"topic {name} was made, but is not in the metadata after 6 s")
+
+    def topics(self, name: str | None = None) -> dict[str, int]:
+        """Topic to number of partitions; of one topic (absent when it does not exist) or of all."""
+        try:
+            listed = (
+                self.admin.list_topics(name, timeout=READ_TIMEOUT_S)
+                if name
+                else self.admin.list_topics(timeout=READ_TIMEOUT_S)
+            )
+        except KafkaException as e:
+            raise translated(e) from e
+        return {
+            t: len(m.partitions)
+            for t, m in listed.topics.items()
+            if m.error is None and m.partitions and all(p.leader >= 0 for p in m.partitions.values())
+        }
+
+    def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
+        """Kafka's UUID of each topic that exists."""
+        if not names:
+            return {}
+        out = {}
+        for name, future in self.admin.describe_topics(
+            TopicCollection(list(names)), request_timeout=READ_TIMEOUT_S
+        ).items():
+            try:
+                out[name] = str(future.result().topic_id)
+            except KafkaException as e:
+                if e.args[0].code() != Code.UNKNOWN_TOPIC_OR_PART:
+                    raise translated(e) from e
+        return out
+
+    def topic_id(self, name: str) -> str:
+        """Kafka's UUID of a topic; KafkaError when there is none of that name."""
+        found = self.topic_ids([name]).get(name)
+        if found is None:
+            raise KafkaError(f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream topics create`")
+        return found
+
+    def set_topic_config(self, name: str, config: Mapping[str, str]) -> None:
+        """Replace the topic's own configuration."""
+        resource = ConfigResource(ConfigResource.Type.TOPIC, name, set_config=dict(config))
+        for future in self.admin.alter_configs([resource]).values():
+            future.result()
+
+    def delete_topic(self, name: str) -> None:
+        """Delete a topic with all it has."""
+        try:
+            self.admin.delete_topics([name], operation_timeout=READ_TIMEOUT_S)[name].result()
+        except KafkaException as e:
+            raise translated(e) from e
+
+    def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """Drop everything below an offset."""
+        for future in self.admin.delete_records([TopicPartition(topic, partition, before)]).values():
+            try:
+                future.result()
+            except KafkaException as e:
+                raise translated(e) from e
+
+    # -- offsets
+
+    def watermarks(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
+        """Partition to (first offset that is there, one past the last, control records included)."""
+        consumer = Consumer({**self._options, "group.id": "clawstream-offsets", "enable.auto.commit": False})
+        try:
+            wanted = range(self.topics(topic).get(topic, 0)) if partitions is None else partitions
+            return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=READ_TIMEOUT_S) for p in wanted}
+        except KafkaException as e:
+            raise translated(e) from e
+        finally:
+            consumer.close()
+
+    def check_position(self, topic: str, stored_topic_id: str, partition: int, offset: int) -> bool:
+        """Whether a stored position is of today's topic of that name: False for another id, which starts a new position.
+
+        Raises SourceTruncated when it is the same topic but the position lies past its end or before its start.
+        """
+        if self.topic_ids([topic]).get(topic) != stored_topic_id:
+            return False
+        low, high = self.watermarks(topic, [partition])[partition]
+        if offset > high:
+            raise SourceTruncated(
+                f"source truncated: {topic}-{partition} ends at {high}, position {offset}; run clawstream doctor"
+            )
+        if offset < low:
+            raise SourceTruncated(
+                f"source truncated: {topic}-{partition} starts at {low}, position {offset}; run clawstream doctor"
+            )
+        return True
+
+    def read_range(self, topic: str, partition: int, first: int, last: int) -> Iterator[Record]:
+        """Every committed record with first <= offset <= last, in order. Waits for those not yet readable, 30 s at most."""
+        if last < first:
+            return
+        reader = self.reader("clawstream-range", {(topic, partition): first})
+        try:
+            idle = 0
+            while reader.positions[topic, partition] <= last:
+                batch = reader.poll(2000, 0.1)
+                for record in batch:
+                    if record.offset > last:
+                        return
+                    yield record
+                idle = 0 if batch else idle + 1
+                if not batch and reader.at_end and reader.positions[topic, partition] > last:
+                    return
+                if idle > READ_TIMEOUT_S / 0.1:
+                    raise Unavailable(
+                        f"{topic}-{partition}: offset {last} could not be read within {READ_TIMEOUT_S:g} s"
+                    )
+        finally:
+            reader.close()
+
+    def read_all(self, topic: str, partition: int = 0, first: int | None = None) -> Iterator[Record]:
+        """Every committed record from `first` (default: the first there is) to the end the partition has now."""
+        low, high = self.watermarks(topic, [partition])[partition]
+        start = low if first is None else first
+        if start >= high:
+            return
+        reader = self.reader("clawstream-range", {(topic, partition): start})
+        try:
+            idle = 0
+            while reader.positions[topic, partition] < high:
+                batch = reader.poll(2000, 0.1)
+                yield from (r for r in batch if r.offset < high)
+                idle = 0 if batch else idle + 1
+                if idle > READ_TIMEOUT_S / 0.1:
+                    raise Unavailable(
+                        f"{topic}-{partition}: its end {high} could not be read within {READ_TIMEOUT_S:g} s"
+                    )
+        finally:
+            reader.close()
+
+    # -- groups
+
+    def groups(self) -> list[str]:
+        """Names of all consumer groups."""
+        try:
+            listed = self.admin.list_consumer_groups(request_timeout=READ_TIMEOUT_S).result()
+        except KafkaException as e:
+            raise translated(e) from e
+        return sorted(g.group_id for g in listed.valid)
+
+    def committed(self, group: str) -> dict[tuple[str, int], int]:
+        """What the group has committed: (topic, partition) to next offset."""
+        request = ConsumerGroupTopicPartitions(group)
+        try:
+            found = self.admin.list_consumer_group_offsets([request], request_timeout=READ_TIMEOUT_S)[group].result()
+        except KafkaException as e:
+            raise translated(e) from e
+        return {(tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0}
+
+
+def _ignore_error(_: Code) -> None:
+    """Errors that matter come back from the call they concern; the rest is librdkafka saying that it retries."""

@@ -1,0 +1,180 @@
+"""Producing: idempotent, acknowledged by all in-sync replicas, placed by murmur2."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import KafkaError as Code
+from confluent_kafka import KafkaException, Message
+from confluent_kafka import Producer as _Producer
+
+from runtime.kafka.errors import Unavailable, translated
+from runtime.kafka.record import Ack
+
+FLUSH_TIMEOUT_S = 30.0
+
+
+class Producer:
+    """Idempotent, acks=all, murmur2. `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
+
+    With a transactional id: the newest instance of the id fences all older ones when it starts.
+    """
+
+    def __init__(self, options: Mapping[str, Any], transactional_id: str | None = None, **overrides: Any) -> None:
+        config: dict[str, Any] = {
+            "acks": "all",
+            "enable.idempotence": True,
+            "partitioner": "murmur2_random",
+            "compression.type": "lz4",
+            "linger.ms": 2,
+            "message.max.bytes": 10 * 1024 * 1024,
+            "retry.backoff.ms": 20,
+            **options,
+            **overrides,
+        }
+        if transactional_id is not None:
+            config |= {"transactional.id": transactional_id, "transaction.timeout.ms": 10_000, "retry.backoff.ms": 5}
+        self._producer = _Producer(config)
+        self._done: deque[tuple[asyncio.Future[Ack], Any, Any]] = deque()
+        self._wake_pending = False
+        self._poller: threading.Thread | None = None
+        self._closing = False
+        self._failed: BaseException | None = None
+        if transactional_id is not None:
+            try:
+                self._producer.init_transactions(FLUSH_TIMEOUT_S)
+            except KafkaException as e:
+                raise translated(e) from e
+
+    # -- with an event loop
+
+    async def send(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: int | None = None,
+    ) -> Ack:
+        """Produce and wait for the acknowledgement of all in-sync replicas. Raises Unavailable, TooLarge or Fenced."""
+        return await self.send_soon(topic, key, value, headers, partition)
+
+    def send_soon(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: int | None = None,
+    ) -> asyncio.Future[Ack]:
+        """Produce; the future is the acknowledgement. Records of one partition keep the order of the calls."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Ack] = loop.create_future()
+        if self._poller is None:
+            self._poller = threading.Thread(target=self._poll, name="kafka-acks", daemon=True)
+            self._poller.start()
+
+        def delivered(err: Code | None, msg: Message) -> None:  # on the poll thread
+            self._done.append((future, err, msg))
+            if not self._wake_pending:
+                self._wake_pending = True
+                loop.call_soon_threadsafe(self._resolve)
+
+        self._produce(topic, key, value, headers, partition, delivered)
+        return future
+
+    def _poll(self) -> None:
+        while not self._closing:
+            self._producer.poll(0.2)
+
+    def _resolve(self) -> None:
+        self._wake_pending = False
+        while self._done:
+            future, err, msg = self._done.popleft()
+            if future.done():
+                continue
+            if err is not None:
+                future.set_exception(translated(KafkaException(err)))
+            else:
+                future.set_result(Ack(msg.partition(), msg.offset()))
+
+    # -- without one
+
+    def put(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises what failed."""
+
+        def delivered(err: Code | None, _: Message) -> None:
+            if err is not None and self._failed is None:
+                self._failed = KafkaException(err)
+
+        self._produce(topic, key, value, headers, partition, delivered)
+        self._producer.poll(0)  # else deliveries pile up until the queue is full
+
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Wait until everything put so far is acknowledged. Raises Unavailable, TooLarge or Fenced."""
+        left = self._producer.flush(timeout_s)
+        self._raise_failed()
+        if left:
+            raise Unavailable(f"{left} records were not acknowledged within {timeout_s:g} s")
+
+    def _raise_failed(self) -> None:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise translated(failed) from failed
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything put inside becomes visible at once, or not at all. Raises Fenced when a newer instance took over."""
+        try:
+            self._producer.begin_transaction()
+            try:
+                yield
+            except BaseException:
+                self._producer.abort_transaction(FLUSH_TIMEOUT_S)
+                raise
+            self._producer.commit_transaction(FLUSH_TIMEOUT_S)
+            self._raise_failed()
+        except KafkaException as e:
+            raise translated(e) from e
+
+    def _produce(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Mapping[str, bytes] | None,
+        partition: int | None,
+        delivered: Any,
+    ) -> None:
+        more: dict[str, Any] = {"partition": partition} if partition is not None else {}
+        try:
+            self._producer.produce(
+                topic, value, key, on_delivery=delivered, headers=dict(headers) if headers else None, **more
+            )
+        except BufferError as e:
+            raise Unavailable(f"the producer's queue is full: {e}") from e
+        except KafkaException as e:
+            raise translated(e) from e
+
+    def purge(self) -> None:
+        """Give up what is still in the queue; its futures fail."""
+        self._producer.purge()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Wait for what is in flight, then stop the poll thread."""
+        self._producer.flush(timeout_s)
+        self._closing = True
+        if self._poller is not None:
+            self._poller.join(1.0)

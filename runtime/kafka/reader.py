@@ -1,0 +1,93 @@
+"""Reading given partitions from given offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
+from confluent_kafka import KafkaError as Code
+
+from runtime.kafka.errors import translated
+from runtime.kafka.record import Record, record_of
+
+BEGINNING = OFFSET_BEGINNING
+"""As a first offset: wherever the log starts."""
+
+
+class Reader:
+    """Reads given partitions from given offsets, committed records only. Group and commits are advice for lag displays.
+
+    start: (topic, partition) to first offset. An offset that the topic no longer has raises SourceTruncated.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], group: str, start: Mapping[tuple[str, int], int], **overrides: Any
+    ) -> None:
+        self._consumer = Consumer(
+            {
+                "group.id": group,
+                "enable.auto.commit": False,
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+                "fetch.wait.max.ms": 50,
+                "fetch.message.max.bytes": 10 * 1024 * 1024,
+                "queued.max.messages.kbytes": 65536,
+                **options,
+                **overrides,
+            }
+        )
+        self._next: dict[tuple[str, int], int] = dict(start)
+        self._ends: set[tuple[str, int]] = set()
+        self._assign(start)
+
+    def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
+        if start:
+            self._consumer.incremental_assign([TopicPartition(t, p, o) for (t, p), o in start.items()])
+
+    def add(self, start: Mapping[tuple[str, int], int]) -> None:
+        """Read further partitions too."""
+        self._next.update(start)
+        self._assign(start)
+
+    def poll(self, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
+        """Up to max_records, as soon as there are some. Empty after timeout_s, or at the end of a partition."""
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return []
+        out: list[Record] = []
+        for m in (first, *(self._consumer.consume(max_records - 1, 0) if max_records > 1 else ())):
+            err = m.error()
+            if err is None:
+                out.append(record_of(m))
+                self._next[m.topic(), m.partition()] = m.offset() + 1
+                self._ends.discard((m.topic(), m.partition()))
+            elif err.code() == Code._PARTITION_EOF:
+                # Control records take offsets: only the end of the partition tells how far a reader has really come.
+                self._next[m.topic(), m.partition()] = max(self._next[m.topic(), m.partition()], m.offset())
+                self._ends.add((m.topic(), m.partition()))
+            elif err.code() in (Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE) or err.fatal():
+                raise translated(KafkaException(err))
+        return out
+
+    @property
+    def positions(self) -> Mapping[tuple[str, int], int]:
+        """Next offset of each partition: everything below was returned by `poll`, or was no record."""
+        return self._next
+
+    @property
+    def at_end(self) -> bool:
+        """Whether every partition was read to the end it had when last looked at."""
+        return self._ends >= self._next.keys()
+
+    def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
+        """Tell Kafka how far the group is. Advice only: no one resumes from it. Failure is not an error."""
+        if positions:
+            self._consumer.commit(
+                offsets=[TopicPartition(t, p, o) for (t, p), o in positions.items()], asynchronous=True
+            )
+
+    def close(self) -> None:
+        """Leave; commits in flight are finished."""
+        self._consumer.close()
