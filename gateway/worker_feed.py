@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gateway.bus import Message
 from gateway.workers import WorkerTable
-from runtime.kafka import BEGINNING, Cluster, KafkaError, Reader, Record, SourceTruncated
+from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
 from runtime.lifecycle import die
 from runtime.records import Decoder, create_topics, dead_letter, reason_of
 from runtime.telemetry import logger
@@ -76,7 +76,8 @@ class WorkerFeed:
         topic_id = self._cluster.topic_id(topic)
         # A reader's own codec: the other one is used on the event loop.
         decoder = Decoder(self._cluster, self._topics.schemas)
-        reader: Reader = self._cluster.reader(f"{self._topics.prefix}-gateway", {(topic, 0): BEGINNING})
+        first, _ = self._cluster.watermarks(topic, [0])[0]
+        reader: Reader = self._cluster.reader(f"{self._topics.prefix}-gateway", {(topic, 0): first})
         try:
             while not self._stop.is_set():
                 for record in reader.poll():
