@@ -25,7 +25,7 @@ from trainer.rows import Row
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 """Configuration, tokenizer and chat template files: what belongs to a model beside its weights."""
-PADDING = 0  # any id: padded positions are masked from attention and never trained
+PADDING = 0  # any id: it is on the right, so nothing sees it, and it is never trained
 
 
 class Policy:
@@ -73,14 +73,13 @@ class Policy:
         """
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.full((len(rows), longest), PADDING)
-        attention = torch.zeros((len(rows), longest), dtype=torch.long)
         trained = torch.zeros((len(rows), longest), dtype=torch.bool)
         for i, row in enumerate(rows):
             ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
-            attention[i, : len(row.token_ids)] = 1
             trained[i, : len(row.token_ids)] = torch.tensor(row.mask)
-        ids, attention, trained = ids.to(self.device), attention.to(self.device), trained[:, 1:].to(self.device)
-        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
+        ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
+        # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
         scores: Tensor = logits[trained].float() / self.settings.temperature
         chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
         return chosen - scores.logsumexp(-1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, Record, SourceTruncated
+from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
 from runtime.records import Decoder, decode_all
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
@@ -132,7 +133,8 @@ class Source:
         now = time.monotonic()
         if now - self._checked_at > CHECK_INTERVAL_S:
             self._checked_at = now
-            self._check_topic()
+            with suppress(Unavailable):  # the broker is away: there is nothing to read wrongly either
+                self._check_topic()
 
     def _check_topic(self) -> None:
         today = self._cluster.topic_ids([self.topic]).get(self.topic)

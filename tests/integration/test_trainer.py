@@ -331,7 +331,7 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
     for _ in range(3):
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
         with nursery.trainer(trained, log) as pid:
-            eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 90)  # type: ignore[misc]
+            eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 90)
             time.sleep(rng.random() * 0.1)  # anywhere in training, checkpoint, publication, deletion
             os.kill(pid, signal.SIGKILL)
             assert nursery.wait(pid) == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
