@@ -70,8 +70,8 @@ def create_app(
     # Raw ASGI routes, before everything that FastAPI would do to them.
     chat = CallEndpoint(parts, OpenAIChat())
     for prefix in ("", "/v1", "/{trajectory}/{prompt}", "/{trajectory}/{prompt}/v1"):
-        app.router.routes.insert(0, Route(prefix + "/chat/completions", chat, methods=["POST"]))
         app.router.routes.insert(0, Route(prefix + "/models", _models(parts), methods=["GET"]))
+        app.router.routes.insert(0, Route(prefix + "/chat/completions", chat, methods=["POST"]))
     _answer_errors(app)
     app.add_middleware(ControlBodyLimit)
     return app

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from gateway.errors import BusUnavailable, RecordTooLarge
@@ -90,13 +90,15 @@ class KafkaBus:
         try:
             for m in messages:
                 acks.append(self._producer.send_soon(m.topic, m.key, m.value))
-            await asyncio.wait(acks, timeout=self._timeout_s)
-            late = sum(not ack.done() for ack in acks)
-            if late:
-                raise kafka.Unavailable(f"{late} of {len(acks)} records not acknowledged within {self._timeout_s:g} s")
-            _raise_first(ack.exception() for ack in acks)
+            async with asyncio.timeout(self._timeout_s):
+                for ack in acks:
+                    await ack
         except kafka.TooLarge as error:
             raise RecordTooLarge(f"a record is larger than Kafka takes: {error}") from error
+        except TimeoutError as error:
+            self._failed_at = time.monotonic()
+            waited = f"not acknowledged within {self._timeout_s:g} s"
+            raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {waited}") from error
         except kafka.KafkaError as error:
             self._failed_at = time.monotonic()
             raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}") from error
@@ -110,13 +112,6 @@ class KafkaBus:
         """Wait for what is in flight, then end."""
         self._closed.set()
         self._producer.close(timeout_s)
-
-
-def _raise_first(errors: Iterable[BaseException | None]) -> None:
-    found = [error for error in errors if error is not None]
-    if found:
-        # TooLarge last: as long as anything else is wrong, sending all again is the answer.
-        raise min(found, key=lambda error: isinstance(error, kafka.TooLarge))
 
 
 class MemoryBus:

@@ -76,6 +76,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # what agents are told comes from gateway.public_url
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S)),
         )
