@@ -164,6 +164,30 @@ def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> 
     assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
 
 
+def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one_version_old(model_dir: Path) -> None:
+    policy, good, prompt = Policy(model_dir, settings(lr=2e-3, minibatches=2)), 17, (2, 9, 10)
+    generator = torch.Generator().manual_seed(0)
+
+    def probabilities() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.softmax(policy.model(torch.tensor([prompt])).logits[0, -1], -1)
+
+    before, sampler = probabilities()[good].item(), probabilities()
+    for version in range(25):
+        rows = []
+        for _ in range(4):
+            tokens = torch.multinomial(sampler, 16, replacement=True, generator=generator).tolist()
+            advantages = grpo([float(t == good) for t in tokens], 0.3)
+            rows += [
+                row((*prompt, t), "0001", math.log(sampler[t].item()), a)
+                for t, a in zip(tokens, advantages, strict=True)
+            ]
+        sampler = probabilities()
+        policy.update(rows, version, truncated_is, 2e-3, None)
+    assert before < 0.2
+    assert probabilities()[good].item() > 0.9
+
+
 def test_differences_are_measured_before_the_first_update_only(model_dir: Path) -> None:
     stats = Policy(model_dir, settings(minibatches=2, epochs=2)).update(ROWS, 0, truncated_is, 1e-3, "r/3.0")
     assert len(stats.steps) == 4
