@@ -12,14 +12,14 @@ from runtime.kafka import Ack, Cluster, Producer, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AssemblyMarker, SessionEvent, Step, StepMark, Tick
+from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot, SessionEvent, Step, StepMark, Tick
 from schemas.ids import stable_id
 from schemas.topics import CANDIDATE_PARTITIONS, MAX_MESSAGE_BYTES, Topics
 from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Bad, Fold, Limits
 from stream_jobs.errors import BrokenStateLog, Overtaken
-from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Source
+from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Open, Source
 from stream_jobs.payload import Kept, PayloadCache, metadata_of, payload_of
 from stream_jobs.provenance import provenance
 from stream_jobs.state_log import StateLog
@@ -139,7 +139,7 @@ class Owner:
         """Payload of the open trajectories, as far as it is not cold."""
         state, starts = self._log.state, dict[int, int]()
         since = state.time[STEPS] - COLD_AFTER_MS
-        for trajectory in (*state.opened.values(), *state.pending.closings.values()):
+        for trajectory in (*state.opened.values(), *self._closings().values()):
             for s in trajectory.steps:
                 if s.at >= since:
                     base = trajectory.steps[s.base] if s.base is not None else None
@@ -208,17 +208,30 @@ class Owner:
         logger().info("snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, pieces=len(pieces))
 
     async def _append(self, values: Sequence[bytes]) -> int:
-        """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record."""
-        topic, first = self._shared.topics.assembly, self._last + 1
+        """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record.
+
+        Only what a worker wrote that we have fenced may lie between: no reader takes it.
+        """
+        topic = self._shared.topics.assembly
         sent = [self._shared.producer.send_soon(topic, None, v, partition=self.partition) for v in values]
-        for ack in await asyncio.gather(*sent):
-            if ack.offset != self._last + 1:
+        acks = await asyncio.gather(*sent)
+        for ack in acks:
+            if ack.offset != self._last + 1 and not await asyncio.to_thread(
+                self._all_fenced, self._last + 1, ack.offset - 1
+            ):
                 raise Overtaken(
                     f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {self._last + 1}: another worker "
                     "owns the partition"
                 )
             self._last = ack.offset
-        return first
+        return acks[0].offset
+
+    def _all_fenced(self, first: int, last: int) -> bool:
+        """Whether the state log has only records of lower epochs there (blocking)."""
+        codec = self._shared.decoder.codec
+        records = self._shared.cluster.read_range(self._shared.topics.assembly, self.partition, first, last)
+        found = [codec.decode(r.value) for r in records]
+        return all(isinstance(r, AssemblyDelta | AssemblySnapshot) and r.epoch < self._epoch for r in found)
 
     # -- 4: outputs
 
@@ -260,10 +273,15 @@ class Owner:
         value = self._encode(candidate(key, closed, self._shared.decoder.codec))
         return self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
 
+    def _closings(self) -> dict[Key, Open]:
+        """Decided closings that have a payload."""
+        state = self._log.state
+        return {k: t for k, t in state.pending.closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
+
     async def _payload(self) -> dict[int, Kept]:
         """Payload of all that closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
         state = self._log.state
-        closings = {k: t for k, t in state.pending.closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
+        closings = self._closings()
         found = {o: kept for t in closings.values() for o in offsets_of(t) if (kept := self._cache.get(o)) is not None}
         missing = [o for t in closings.values() for o in offsets_of(t) if o not in found]
         if missing:
@@ -333,10 +351,10 @@ class Owner:
 
 def read_offsets(cluster: Cluster, topic: str, partition: int, wanted: Sequence[int]) -> dict[int, Record]:
     """Records at the sorted offsets, without those that retention has removed (blocking)."""
-    low, _ = cluster.watermarks(topic, [partition])[partition]
+    low, high = cluster.watermarks(topic, [partition])[partition]
     runs: list[list[int]] = []
     for offset in wanted:
-        if offset < low:
+        if not low <= offset < high:
             continue
         if not runs or offset - runs[-1][-1] > GAP:
             runs.append([])

@@ -1,0 +1,328 @@
+"""Assemble on a real Kafka with real worker processes that are killed, stopped and doubled."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.config import words_of
+from runtime.kafka import Cluster, Record
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import Candidate, Curation, DeadLetter, Reward, SessionEvent, Step, StepMark, Tick, Trajectory
+from schemas.ids import new_call_id, new_event_id
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from schemas.topics import partition_of
+from stream_jobs.tree import prompt_of
+
+ROOT = Path(__file__).parents[2]
+RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
+Eventually = Callable[..., Any]
+
+
+def step(key: str, prompt: list[int], response: list[int], **more: Any) -> Step:
+    call = new_call_id(key)
+    return Step(
+        step_id=f"{call}.0", run_id="run", trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
+        status="ok", streamed=False, request_json=b"{}", response_json=b'{"content":"x"}', prompt_token_ids=pack_ids(prompt),
+        response_token_ids=pack_ids(response), response_logprobs=pack_logprobs([-0.5] * len(response)), version_first="run/2.0",
+        version_last="run/2.0", gateway_id="g", received_at=0, finished_at=0, **more,
+    )  # fmt: skip
+
+
+def session(key: str, kind: Any, **more: Any) -> SessionEvent:
+    return SessionEvent(event_id=new_event_id(), run_id="run", trajectory_key=key, kind=kind, created_at=0, **more)
+
+
+def reward(key: str, value: float, **more: Any) -> Reward:
+    return Reward(
+        event_id=new_event_id(), run_id="run", trajectory_key=key, source="env", name="score", function_version="1", value=value,
+        reward_revision=0, created_at=0, **more,
+    )  # fmt: skip
+
+
+@dataclass
+class Jobs:
+    """An installation with its topics, and the workers that a test starts."""
+
+    settings: Settings
+    cluster: Cluster
+    logs: Path
+    codec: Codec = field(default_factory=Codec)
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        create_topics(self.cluster, self.settings)
+        self.topics = self.settings.kafka.topics
+        self.producer = self.cluster.producer()
+
+    def start(self, worker: str = "0", job: str = "assemble", **jobs: Any) -> subprocess.Popen[bytes]:
+        tuned = self.settings.model_copy(
+            update={"jobs": self.settings.jobs.model_copy(update={"worker_id": worker, **jobs})}
+        )
+        with (self.logs / f"{job}-{worker}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", RUN.format(job), *words_of(tuned)], cwd=ROOT, stdout=log, stderr=log
+            )
+        self.workers.append(process)
+        return process
+
+    def put(self, *events: Any, key: bytes | None = None) -> None:
+        for event in events:
+            topic = self.topics.rewards if isinstance(event, Reward | Curation) else self.topics.steps
+            self.producer.put(topic, key or event.trajectory_key.encode(), self.codec.encode(event))
+
+    def records(self, topic: str, *kinds: type) -> list[tuple[Record, Any]]:
+        found = [
+            (r, self.codec.decode(r.value))
+            for p in range(self.cluster.topics(topic)[topic])
+            for r in self.cluster.read_all(topic, p)
+        ]
+        return [(r, e) for r, e in found if isinstance(e, kinds)]
+
+    def candidates(self) -> dict[str, Candidate]:
+        """The last candidate of each trajectory."""
+        out: dict[str, Candidate] = {}
+        for _, c in self.records(self.topics.candidates, Candidate):
+            if c.trajectory_id not in out or c.revision > out[c.trajectory_id].revision:
+                out[c.trajectory_id] = c
+        return out
+
+    def conversation(self, key: str, turns: int = 3) -> list[Any]:
+        """A whole trajectory: opened, steps, completed."""
+        events: list[Any] = [
+            session(key, "opened", metadata_json=b'{"gold":"x"}', group_id=f"g-{key[0]}", group_size=4)
+        ]
+        ids = [1, 2, len(key)]
+        for turn in range(turns):
+            events.append(step(key, ids, [10 + turn, 11]))
+            ids = [*ids, 10 + turn, 11, 7, 7]
+        return [*events, session(key, "completed")]
+
+
+@pytest.fixture
+def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+    tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3})})
+    made = Jobs(tuned, cluster, tmp_path)
+    yield made
+    for worker in made.workers:
+        if worker.poll() is None:
+            worker.kill()
+            worker.wait()
+    made.producer.close()
+
+
+def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> None:
+    worker = jobs.start()
+    keys = [f"k{i}" for i in range(12)]
+    for key in keys:
+        jobs.put(*jobs.conversation(key), reward(key, 0.5))
+    jobs.producer.flush()
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(keys), 60)
+
+    topic_id = jobs.cluster.topic_id(jobs.topics.trajectories)
+    for record, c in jobs.records(jobs.topics.candidates, Candidate):
+        assert record.key == b"run" and record.headers["topic_id"].decode() == topic_id
+        place = [int(record.headers[n]) for n in ("partition", "first_offset", "last_offset")]
+        assert place[0] == partition_of(c.trajectory_key.encode(), 4)
+        (payload,) = (jobs.codec.decode(r.value) for r in jobs.cluster.read_range(jobs.topics.trajectories, *place))
+        assert (payload.trajectory_id, payload.group_id, payload.group_size) == (c.trajectory_id, "g-k", 4)
+        assert payload.metadata_json == b'{"gold":"x"}' and payload.outcome == c.outcome == "completed"
+        assert [s.drift for s in payload.steps] == ["root", "clean", "clean"]
+        assert [len(prompt_of(payload.segments, s.segment)) // 4 for s in payload.steps] == [3, 7, 11]
+        assert (c.trainable_tokens, c.prompt_tokens, c.oldest_sync_index) == (6, 7, 2)
+
+    # Event time goes on, for every source partition to every partition of candidates, and lag comes down to what ticks make.
+    ticks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for record, t in jobs.records(jobs.topics.candidates, Tick):
+        ticks[t.partition, record.partition].append(t.event_time)
+    assert len(ticks) == 16 and all(times == sorted(set(times)) for times in ticks.values())
+    jobs.put(reward(keys[0], 0.9, step_id=jobs.candidates()[keys[0]].steps[0].step_id))
+    jobs.producer.flush()
+    eventually(lambda: len(jobs.candidates()[keys[0]].rewards) == 2)
+    group = f"{jobs.topics.prefix}-assemble"
+    ends = {
+        (t, p): e for t in (jobs.topics.steps, jobs.topics.rewards) for p, (_, e) in jobs.cluster.watermarks(t).items()
+    }
+    eventually(lambda: all(jobs.cluster.committed(group).get(place, -1) >= end for place, end in ends.items()))
+
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+    count = len(jobs.records(jobs.topics.trajectories, Trajectory))
+    jobs.start()  # a new owner does nothing again
+    jobs.put(*jobs.conversation("next"))
+    jobs.producer.flush()
+    eventually(lambda: "next" in jobs.candidates(), 60)
+    assert len(jobs.records(jobs.topics.trajectories, Trajectory)) == count + 1
+
+
+def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventually) -> None:
+    jobs.start(trajectory_timeout_s=1.5, orphan_after_s=1.0)
+    topics = jobs.topics
+    eventually(lambda: jobs.records(topics.candidates, Tick), 60)
+    key = "straggler"
+    other = f"{key}~{'0' * 26}.0"
+    for topic in (topics.steps, topics.rewards):
+        for value in (
+            b"garbage",
+            None,
+            b"\xc3\x01unknown!body",
+            jobs.codec.encode(Tick(partition=0))[:-1] + b"\xff\xff",
+        ):
+            jobs.producer.put(topic, key.encode(), value)
+    jobs.producer.put(topics.steps, key.encode(), jobs.codec.encode(reward(key, 1.0)))
+    jobs.producer.put(topics.rewards, key.encode(), jobs.codec.encode(step(key, [1], [2])))
+    first = step(key, [1], [2])
+    jobs.put(first, reward("nobody", 1.0), reward(key, 1.0, step_id=other), reward(key, 0.25))
+    jobs.producer.flush()
+
+    eventually(lambda: key in jobs.candidates() and jobs.candidates()[key].rewards)
+    assert (jobs.candidates()[key].outcome, jobs.candidates()[key].rewards[0].value) == ("timed_out", 0.25)
+    late = step(key, [1, 2, 3], [4])
+    jobs.put(late, first)  # one that is late, one that is only sent again
+    jobs.producer.flush()
+    eventually(lambda: jobs.records(topics.trajectories, StepMark))
+    marks = [m for _, m in jobs.records(topics.trajectories, StepMark)]
+    assert [(m.step_id, m.mark, m.trajectory_id) for m in marks] == [(late.step_id, "late", key)]
+    eventually(lambda: len(jobs.records(topics.dead_letters, DeadLetter)) >= 12)
+    letters = jobs.records(topics.dead_letters, DeadLetter)
+    reasons = sorted((d.topic.rpartition(".")[2], d.reason) for _, d in letters)
+    assert reasons == sorted(
+        [(t, r) for t in ("steps", "rewards") for r in ["undecodable"] * 3 + ["unknown_schema", "invalid"]]
+        + [("rewards", "unknown_target")] * 2
+    )
+    for record, letter in letters:
+        (original,) = jobs.cluster.read_range(letter.topic, letter.partition, letter.offset, letter.offset)
+        assert (letter.key, letter.value, record.key) == (original.key, original.value, original.key)
+        assert letter.topic_id == jobs.cluster.topic_id(letter.topic)
+
+
+class Feed(threading.Thread):
+    """Whole conversations at a steady rate, their records mixed; a reward for each, some before their steps."""
+
+    def __init__(self, jobs: Jobs, count: int, rate: float) -> None:
+        super().__init__()
+        self.jobs, self.keys, self.rate = jobs, [f"t{i}" for i in range(count)], rate
+
+    def run(self) -> None:
+        rng, open_ = random.Random(1), list[list[Any]]()
+        waiting = list(self.keys)
+        while waiting or open_:
+            while waiting and len(open_) < 40:
+                open_.append(self.jobs.conversation(waiting.pop(0)))
+            at = rng.randrange(len(open_))
+            event = open_[at].pop(0)
+            self.jobs.put(event, *[event] * (rng.random() < 0.05))
+            if event.__class__ is SessionEvent and event.kind == (
+                "opened" if len(event.trajectory_key) % 2 else "completed"
+            ):
+                self.jobs.put(reward(event.trajectory_key, float(len(event.trajectory_key))))
+            if not open_[at]:
+                open_.pop(at)
+            time.sleep(1 / self.rate)
+        self.jobs.producer.flush()
+
+
+def check_everything_once(jobs: Jobs, keys: list[str]) -> int:
+    """Nothing lost, whatever is there twice is there with the same bytes. Returns how many records are there twice."""
+    last = jobs.candidates()
+    assert sorted(last) == sorted(keys)
+    for key, c in last.items():
+        assert (c.outcome, len(c.steps), c.trainable_tokens) == ("completed", 3, 6)
+        assert [r.value for r in c.rewards] == [float(len(key))]
+    values: dict[tuple[str, str, int], list[bytes | None]] = defaultdict(list)
+    for record, t in jobs.records(jobs.topics.trajectories, Trajectory):
+        values["trajectory", t.trajectory_id, t.part].append(record.value)
+    for record, c in jobs.records(jobs.topics.candidates, Candidate):
+        values["candidate", c.trajectory_id, c.revision].append(record.value)
+    assert {k[1] for k in values if k[0] == "trajectory"} == set(keys)
+    different = [k for k, v in values.items() if len(set(v)) != 1]
+    assert not different, f"sent again with other bytes: {different[:5]}"
+    assert not jobs.records(jobs.topics.dead_letters, DeadLetter)
+    return sum(len(v) - 1 for v in values.values())
+
+
+def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) -> None:
+    feed = Feed(jobs, 300, 150)
+    feed.start()
+    rng = random.Random(2)
+    for _ in range(6):
+        worker = jobs.start(snapshot_min_bytes=3000)
+        before = len(jobs.records(jobs.topics.assembly, object))
+        eventually(lambda n=before: len(jobs.records(jobs.topics.assembly, object)) >= n + 6, 60)
+        time.sleep(rng.uniform(0, 1.0))  # where in a batch the kill falls is chance
+        worker.kill()
+        worker.wait()
+    jobs.start(snapshot_min_bytes=3000)
+    feed.join()
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 60)
+    twice = check_everything_once(jobs, feed.keys)
+    lows = [low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values()]
+    assert all(lows), "no snapshot has trimmed the state log"
+    print(f"{twice} records were sent again")
+
+
+def test_second_worker_shares_and_a_stopped_one_is_fenced(jobs: Jobs, eventually: Eventually) -> None:
+    def owners() -> dict[int, str]:
+        return {
+            r.partition: marker.worker
+            for r, marker in jobs.records(jobs.topics.assembly, object)
+            if hasattr(marker, "worker")
+        }
+
+    feed = Feed(jobs, 150, 100)
+    first = jobs.start("0")
+    eventually(lambda: len(owners()) == 4, 60)
+    feed.start()
+    second = jobs.start("1")
+    eventually(lambda: set(owners().values()) == {"0", "1"}, 60)
+    first.send_signal(signal.SIGSTOP)
+    eventually(lambda: set(owners().values()) == {"1"}, 60)
+    feed.join()
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 60)
+    first.send_signal(signal.SIGCONT)
+    # Stopped in a batch it is fenced and dies; stopped between two it finds itself out of the group, and comes back into it.
+    jobs.put(*jobs.conversation("t-after"), reward("t-after", 7.0))
+    jobs.producer.flush()
+    eventually(lambda: "t-after" in jobs.candidates() and jobs.candidates()["t-after"].rewards, 60)
+    assert first.poll() in (None, 70)
+    assert second.poll() is None
+    check_everything_once(jobs, [*feed.keys, "t-after"])
+
+
+def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
+    worker = jobs.start()
+    jobs.put(*jobs.conversation("done"), step("open", [1], [2]))
+    jobs.producer.flush()
+    eventually(lambda: "done" in jobs.candidates(), 60)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+    jobs.cluster.delete_topic(jobs.topics.steps)
+    eventually(lambda: jobs.topics.steps not in jobs.cluster.topics())
+    create_topics(jobs.cluster, jobs.settings)
+    jobs.put(*jobs.conversation("fresh"))
+    jobs.producer.flush()
+    worker = jobs.start()
+    eventually(lambda: {"open", "fresh"} <= jobs.candidates().keys(), 60)
+    assert (jobs.candidates()["open"].outcome, jobs.candidates()["fresh"].outcome) == ("lost", "completed")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+
+    jobs.put(*[step("open2", [1], [2]) for _ in range(5)])
+    jobs.producer.flush()
+    p = partition_of(b"open2", 4)
+    jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
+    assert jobs.start().wait(60) == 79
+    assert "source truncated" in (jobs.logs / "assemble-0.log").read_text()
