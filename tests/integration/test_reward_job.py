@@ -1,0 +1,126 @@
+"""The reward job on a real Kafka: every closed trajectory is answered, once as far as anyone can tell."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import DeadLetter, Reward, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from stream_jobs.trajectory import in_parts
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    "import sys; from runtime.config import load; from stream_jobs import app; app.run_reward(load(words=sys.argv[1:]))"
+)
+CODEC = Codec()
+Eventually = Callable[..., Any]
+
+
+def trajectory(key: str, answer: str, run: str = "run", **more: Any) -> Trajectory:
+    response = pack_ids([3])
+    step = TrajectoryStep(
+        step_id=f"{key}~C.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
+        response_json=b'{"content":"' + answer.encode() + b'"}', trainable=True, offset=0,
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "run_id": run, "trajectory_key": key, "trajectory_id": key, "group_id": key, "channel": "train", "outcome": "completed",
+        "opened_at": 0, "closed_at": 1, "metadata_json": b'{"gold":"42"}', "part": 0, "parts": 1, "steps": (step,),
+        "segments": (
+            Segment(token_ids=pack_ids([1])),
+            Segment(parent=0, step_index=0, token_ids=response, logprobs=pack_logprobs([-0.1])),
+        ),
+    }  # fmt: skip
+    return Trajectory(**(given | more))
+
+
+@contextmanager
+def worker(settings: Settings, functions: dict[str, tuple[str, ...]]) -> Iterator[subprocess.Popen[bytes]]:
+    tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"reward_functions": functions})})
+    with (settings.data_dir / "reward.log").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-c", RUN, *words_of(tuned)], cwd=ROOT, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def read(cluster: Cluster, topic: str) -> list[Any]:
+    partitions = range(cluster.topics(topic)[topic])
+    return [CODEC.decode(r.value) for p in partitions for r in cluster.read_all(topic, p)]
+
+
+def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluster, eventually: Eventually) -> None:
+    create_topics(cluster, settings)
+    topics, producer = settings.kafka.topics, cluster.producer()
+
+    def put(*events: Any) -> None:
+        for event in events:
+            producer.put(topics.trajectories, event.trajectory_key.encode(), CODEC.encode(event))
+        producer.flush()
+
+    functions = {"run": ("exact_match@1", "schemas.tokens:count@2"), "*": ("last_number@1.5",)}
+    whole = trajectory("parts", "42")
+    parts = list(in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000))
+    assert len(parts) > 3
+    with worker(settings, functions) as job:
+        put(
+            trajectory("right", "42"), trajectory("wrong", "41"), trajectory("failed", "42", outcome="failed"),
+            trajectory("bare", "42", metadata_json=None), trajectory("lost", "", outcome="lost", segments=(), steps=()),
+            trajectory("elsewhere", "so 41 or 42", run="other"),
+            StepMark(event_id="m", run_id="run", trajectory_key="right", step_id="right~C.1", mark="late", offset=1),
+            *parts[:2],
+        )  # fmt: skip
+        producer.put(topics.trajectories, b"right", b"garbage")
+        eventually(lambda: len(read(cluster, topics.rewards)) >= 11, 60)
+        job.kill()  # in the middle of a trajectory: its writer was killed, too, and begins anew
+        job.wait()
+    with worker(settings, functions) as job:
+        put(*parts, trajectory("right", "42"))
+        eventually(lambda: any(r.trajectory_key == "parts" for r in read(cluster, topics.rewards)), 60)
+        group = f"{topics.prefix}-reward"
+        ends = {
+            (topics.trajectories, p): high for p, (_, high) in cluster.watermarks(topics.trajectories).items() if high
+        }
+        eventually(lambda: {k: v for k, v in cluster.committed(group).items() if v} == ends)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(15) == 0
+    producer.close()
+
+    answers: dict[tuple[str, str], Reward] = {}
+    for r in read(cluster, topics.rewards):
+        assert (r.source, r.trajectory_id) == ("rule", r.trajectory_key)
+        before = answers.setdefault((r.trajectory_key, r.name), r)
+        assert replace(r, created_at=0) == replace(before, created_at=0), "answered again, otherwise"
+    said = {k: (r.value, r.reason, r.function_version, r.reward_revision) for k, r in answers.items()}
+    assert {k[0]: v for k, v in said.items() if k[1] == "exact_match"} == {
+        "right": (1.0, None, "1", 1),
+        "wrong": (0.0, None, "1", 1),
+        "failed": (1.0, None, "1", 1),
+        "bare": (None, "ValueError: no metadata", "1", 1),
+        "lost": (None, "trajectory lost: no payload", "1", 1),
+        "parts": (1.0, None, "1", 1),
+    }
+    assert said["elsewhere", "last_number"] == (1.0, None, "1.5", 0)
+    assert said["right", "count"][0] is None and "TypeError" in str(said["right", "count"][1])
+    letters = [d for d in read(cluster, topics.dead_letters) if isinstance(d, DeadLetter)]
+    assert {(d.reason, d.value, d.process) for d in letters} == {("undecodable", b"garbage", "reward")}
+
+
+def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
+    with worker(settings, {"*": ("no_such@1",)}) as job:
+        assert job.wait(30) == 2
+    assert "jobs.reward_functions.*: 'no_such@1': no built-in reward" in (settings.data_dir / "reward.log").read_text()
