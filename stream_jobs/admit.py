@@ -110,13 +110,15 @@ class Admission:
         now = min(self._ticks.values())
         if now == self.now:
             return
-        self.now = now
         while (due := self._deadlines.next(now)) is not None:
+            # Time passes deadline by deadline, however far apart the ticks are: no one is judged before his own.
+            self.now = due.at if self.now is None else max(self.now, due.at)
             if due.batch:
-                if self._batches.overdue(due.owner[1], self._in_force, now):
+                if self._batches.overdue(due.owner[1], self._in_force, self.now):
                     self._close(due.owner[1], all_of_it=True)
             elif (group := self._groups.get(due.owner)) is not None:
                 self._consider(group)
+        self.now = now
 
     def _candidate(self, c: Candidate, entry: Entry) -> None:
         if self.policy is None and self._ended is None:
@@ -251,7 +253,8 @@ class Admission:
             self._refuse(group, verdict.refusal, verdict.detail)
             return
         is_new = self._batches.put(group, verdict, self._log_time(m.candidate for m in verdict.usable))
-        stale = self._stale(group)
+        # A step of the past was judged for a lower batch number, and passed.
+        stale = None if self.replaying else self._stale(group)
         if stale is not None:
             self._refuse(group, "stale", stale)
         elif group.batch is not None:

@@ -158,7 +158,7 @@ def judge(
         absent = group.n - group.arrived
         if absent > 0:
             detail += f"; {absent} never came"
-        return Verdict((), (), _too_few(group, reasons, sealed, ended), detail)
+        return Verdict((), (), _too_few(group, reasons, ended), detail)
     if channel == "train" and policy.drop_zero_variance and group.n > 1:
         rewards = {r for m in usable if (r := training_reward(policy.reward_weights, m.candidate.rewards)) is not None}
         if len(rewards) <= 1:
@@ -167,10 +167,10 @@ def judge(
     return Verdict(tuple(usable), tuple(dropped))
 
 
-def _too_few(group: Group, reasons: Counter[str], sealed: bool, ended: bool) -> str:
+def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
     if ended:
         return "run_ended"
-    if (sealed and (group.arrived < group.n or group.awaiting)) or not reasons:
+    if group.arrived < group.n or not reasons:
         return "incomplete"
     return min(reasons, key=lambda r: (-reasons[r], r))
 

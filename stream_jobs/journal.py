@@ -108,7 +108,7 @@ def past_of(journal: Iterable[Journaled], topic_id: str, low: int) -> Past:
             past.replay_until = max(past.replay_until, record.input_to - 1)
             past.input_to = max(past.input_to, record.input_to)
         if isinstance(record, ReadyBatch | Refused):
-            past.resume_from = max(low, record.input_from)
+            past.resume_from = record.input_from
     if here is not None and here != topic_id:
         past.renewed, past.policy = True, past.newest
         past.resume_from, past.replay_until, past.input_to = low, low, low

@@ -49,8 +49,8 @@ class Rounds:
             self.floor += 1
 
     def missed_by(self, opened_at: int) -> int | None:
-        """The round that a trajectory opened at this time was meant for and has missed; None: it belongs to a later one."""
-        return next((o.round for o in self.owed if opened_at < o.closed_at), None)
+        """The first round that a trajectory opened at this time was meant for and has missed; None: it belongs to a later one."""
+        return min((o.round for o in self.owed if opened_at < o.closed_at), default=None)
 
     def turned_away(self, number: int) -> None:
         """One of those that missed this round has come and was refused."""

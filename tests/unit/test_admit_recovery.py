@@ -209,6 +209,22 @@ def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: 
     check([d for step in run(Admission("r", "train", SOURCE), log) for d in step])
 
 
+def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
+    """Who reads on has to read the last tick of every source partition once more; without them a deadline would be missed."""
+    ready = [("close", 0, None, float(i % 2), 0, 0) for i in range(6)]
+    log = log_of([*ready, ("tick", (0, 1), 1000)], "train", False)
+    old = log[1].event
+    assert isinstance(old, Candidate)
+    late = dataclasses.replace(old, trajectory_id="late", group_id="h", group_size=1, rewards=())
+    steps = run(Admission("r", "train", SOURCE), [*log, Entry(99, late, log[1].place)])
+    whole = [d for step in steps for d in step]
+    last = whole[-1]
+    assert isinstance(last, Refused) and (last.reason, last.trajectory_ids) == ("reward_missing", ("late",))
+    past = past_of(whole[:-1], SOURCE.topic_id, 0)
+    assert past.resume_from > log[0].offset
+    assert run(Admission("r", "train", SOURCE, past), [*log, Entry(99, late, log[1].place)])[-1] == [last]
+
+
 def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
     log = log_of([("close", g, None, float(i % 2), 0, 0) for g in range(3) for i in range(3)], "train", False)
     before = [d for step in run(Admission("r", "train", SOURCE), log) for d in step]

@@ -1,0 +1,276 @@
+"""The admission process: one fenced, journaled fold for each channel of a run. Its only state is its output topic.
+
+Protocol of a channel:
+1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open transaction is rolled back.
+2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided trajectories, rounds, policy, and
+   `input_from`, where to read on. Another id of the candidates topic starts at that topic's beginning, with a warning; the same id
+   with an end before the position stops the process.
+3. The candidates are read from there, and from so far before that every source partition has ticked once: event time is known again.
+   What was decided folds to nothing; the rest is what it was.
+4. The decisions of some records, in log order, are one transaction, dead letters included. So a decision is on the journal with all
+   others of its step, or it was never made.
+5. Where the reader is, is committed as advice, after the transaction. No one resumes from it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from runtime.kafka import Cluster, Record
+from runtime.lifecycle import run_sync
+from runtime.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
+from runtime.telemetry import logger
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
+from schemas.events import (
+    AdmissionPolicy,
+    Candidate,
+    Channel,
+    DeadLetter,
+    Late,
+    Place,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
+from schemas.ids import RUN_ID
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.admit import Admission
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, past_of
+from stream_jobs.policy import flaw_of_policy, policy_of, same_content
+
+PROCESS = "admit"
+POLL_RECORDS = 1000
+IDLE_S = 0.05
+COMMIT_INTERVAL_S = 0.5
+_PLACE = ("topic_id", "partition", "first_offset", "last_offset")
+
+
+class Desk:
+    """Admission of one channel: what it has decided, what it reads, where it writes."""
+
+    def __init__(self, settings: Settings, channel: Channel, cluster: Cluster, decoder: Decoder) -> None:
+        self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
+        self._cluster, self._decoder = cluster, decoder
+        self._journal_topic = self._topics.ready_batches(self._run, channel)
+        self._name = f"{settings.kafka.topic_prefix}-admit.{self._run}.{channel}"
+        self._log = logger().bind(run=self._run, channel=channel)
+        self._producer = cluster.producer(self._name)  # first of all: from here on no one else writes the journal
+        topic = self._topics.candidates
+        partition = partition_of(self._run.encode(), cluster.topics(topic)[topic])
+        tickers = cluster.topics(self._topics.steps)[self._topics.steps]
+        self._source = Source(cluster.topic_id(topic), partition, tickers)
+        self._at = (topic, partition)
+        low = cluster.watermarks(topic, [partition])[partition][0]
+        self._journaled, self.past = self._read_journal(low)
+        self._admission = Admission(self._run, channel, self._source, self.past)
+
+    def _read_journal(self, low: int) -> tuple[int, Past]:
+        count = 0
+
+        def records() -> Iterable[Journaled]:
+            nonlocal count
+            for record in self._cluster.read_all(self._journal_topic):
+                try:
+                    event = self._decoder.decode(record.value)
+                except (Undecodable, UnknownSchema) as e:
+                    self._log.error("journal_unreadable", offset=record.offset, error=str(e))
+                    continue
+                if isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
+                    count += 1
+                    yield event
+
+        past = past_of(records(), self._source.topic_id, low)
+        topic, partition = self._at
+        if past.renewed:
+            self._log.warning("candidates_made_anew", topic=topic, topic_id=self._source.topic_id, next=past.next_seq)
+        elif count:
+            for position in (past.resume_from, past.input_to):
+                self._cluster.check_position(topic, self._source.topic_id, partition, position)
+        return count, past
+
+    def newest_policy(self) -> AdmissionPolicy | None:
+        """The policy that will be in force once everything that is on the log now has been read; None when it has none."""
+        newest, here = self.past.newest, not self.past.renewed
+        for record in self._cluster.read_all(*self._at, first=self.past.input_to):
+            if record.key == self._run.encode():
+                try:
+                    event = self._decoder.decode(record.value)
+                except (Undecodable, UnknownSchema):
+                    continue
+                if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
+                    newest, here = event, True
+        return newest if here else None
+
+    def open(self) -> None:
+        """Begin to read: at what is not decided, or as far before it as event time needs."""
+        start = self._first_tick_needed()
+        committed = self._cluster.committed(self._name).get(self._at, 0)
+        self._buried_below = 0 if self.past.renewed else committed
+        self._reader = self._cluster.reader(self._name, {self._at: start})
+        self._committed, self._committed_at = -1, 0.0
+        self._log.info(
+            "admission_starts", next_batch=self.past.next_seq, journal=self._journaled, reads_from=start,
+            undecided_from=self.past.resume_from,
+        )  # fmt: skip
+        opening = self._admission.opening()
+        if opening:
+            self._write(opening, [])
+
+    def _first_tick_needed(self) -> int:
+        """Lowest offset from which every source partition ticks before the start; the log's first when one never did."""
+        topic, partition = self._at
+        low = self._cluster.watermarks(topic, [partition])[partition][0]
+        start = max(low, self.past.resume_from)
+        window, seen = 64 * self._source.tickers, set[int]()
+        while start > low and len(seen) < self._source.tickers:
+            stop, start = start, max(low, start - window)
+            window *= 2
+            seen.update(self._ticking(self._cluster.read_range(topic, partition, start, stop - 1)))
+        return start
+
+    def _ticking(self, records: Iterable[Record]) -> Iterator[int]:
+        for record in records:
+            try:
+                if record.value is not None and self._decoder.codec.type_name(record.value) == "Tick":
+                    yield self._decoder.decode(record.value).partition
+            except (Undecodable, UnknownSchema):
+                continue  # buried when it was folded
+
+    def step(self, timeout_s: float) -> bool:
+        """Fold what has come, as one transaction; whether there was anything."""
+        records = self._reader.poll(POLL_RECORDS, timeout_s)
+        decisions: list[Journaled] = []
+        buried: list[DeadLetter] = []
+        for record in records:
+            entry = self._entry(record, buried)
+            if entry is not None:
+                self._sort(self._admission.fold(entry), record, decisions, buried)
+        if decisions or buried:
+            self._write(decisions, buried)
+        self._commit()
+        return bool(records)
+
+    def _sort(
+        self, found: list[Decision], record: Record, decisions: list[Journaled], buried: list[DeadLetter]
+    ) -> None:
+        for decision in found:
+            if isinstance(decision, Invalid):
+                self._bury(record, "invalid", decision.detail, buried)
+            else:
+                decisions.append(decision)
+
+    def _entry(self, record: Record, buried: list[DeadLetter]) -> Entry | None:
+        """The record as the fold takes it. Other runs' records are passed over; what can't be read is buried."""
+        mine = record.key == self._run.encode()
+        if record.value is None or (not mine and _is_run(record.key)):
+            return None
+        try:
+            event = self._decoder.decode(record.value)
+            if not isinstance(event, Candidate | AdmissionPolicy | RunEnded | Tick):
+                raise ValueError(f"a {type(event).__name__} does not belong on {record.topic}")
+            if mine and not isinstance(event, Tick) and event.run_id != self._run:
+                raise ValueError(f"key is run {self._run}, record is of run {event.run_id}")
+            return Entry(record.offset, event, place_of(record.headers) if isinstance(event, Candidate) else None)
+        except (Undecodable, UnknownSchema) as e:
+            self._bury(record, reason_of(e), str(e), buried)
+        except ValueError as e:
+            self._bury(record, "invalid", str(e), buried)
+        return None
+
+    def _bury(self, record: Record, reason: str, detail: str, buried: list[DeadLetter]) -> None:
+        """Both channels read the same log: only one of them reports what is wrong with it, and only once."""
+        if self._channel != "train" or record.offset < self._buried_below:
+            return
+        self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
+        buried.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
+
+    def _write(self, decisions: list[Journaled], buried: list[DeadLetter]) -> None:
+        encode, key = self._decoder.codec.encode, self._run.encode()
+        with self._producer.transaction():
+            for decision in decisions:
+                self._producer.put(self._journal_topic, key, encode(decision), partition=0)
+            for letter in buried:
+                self._producer.put(self._topics.dead_letters, letter.key, encode(letter))
+        for decision in decisions:
+            if isinstance(decision, ReadyBatch):
+                self._log.info(
+                    "batch_admitted", batch_seq=decision.batch_seq, groups=len(decision.groups),
+                    tokens=decision.trainable_tokens, policy=decision.policy_version,
+                )  # fmt: skip
+            elif isinstance(decision, Refused):
+                self._log.debug("refused", group=decision.group_id, reason=decision.reason, detail=decision.detail)
+
+    def _commit(self, now: bool = False) -> None:
+        position = self._reader.positions[self._at]
+        due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
+        if (due or now) and position != self._committed and position >= self.past.input_to:
+            self._reader.commit({self._at: position})
+            self._committed, self._committed_at = position, time.monotonic()
+
+    def close(self) -> None:
+        """End in order: what is folded is written already."""
+        self._commit(now=True)
+        self._reader.close()
+        self._producer.close()
+
+
+def _is_run(key: bytes | None) -> bool:
+    return key is not None and RUN_ID.fullmatch(key.decode(errors="replace")) is not None
+
+
+def place_of(headers: Mapping[str, bytes]) -> Place | None:
+    """Where a candidate's payload lies; None when it has none. ValueError for anything else than four whole values."""
+    if not any(name in headers for name in _PLACE):
+        return None
+    try:
+        topic_id, partition, first, last = (headers[name].decode("ascii") for name in _PLACE)
+        return Place(topic_id=topic_id, partition=int(partition), first_offset=int(first), last_offset=int(last))
+    except (KeyError, ValueError) as e:
+        raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
+
+
+def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk: Desk) -> None:
+    """Put the settings' policy on the log unless the newest one there says the same. Raises SettingsError for another sync_every."""
+    newest = desk.newest_policy()
+    before = newest or desk.past.newest
+    policy = policy_of(settings, before.policy_version + 1 if before is not None else 1, now_micros())
+    if before is not None and before.sync_every != policy.sync_every:
+        raise SettingsError(
+            f"setting admit.policy.sync_every: is {before.sync_every} for the whole of run {settings.run_id}, got "
+            f"{policy.sync_every}; take another run_id"
+        )
+    if newest is not None and same_content(newest, policy):
+        return
+    topic, producer = settings.kafka.topics.candidates, cluster.producer()
+    producer.put(topic, policy.run_id.encode(), decoder.codec.encode(policy))
+    producer.flush()
+    producer.close()
+    logger().info("policy_published", run=policy.run_id, policy=policy.policy_version)
+
+
+def serve(settings: Settings, stop: threading.Event) -> None:
+    """Admit until `stop`. Raises Fenced when another admission of the run and channel has begun."""
+    cluster, topics = cluster_of(settings), settings.kafka.topics
+    channels = settings.admit.channels
+    create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels])
+    decoder = Decoder(cluster, topics.schemas)
+    desks = [Desk(settings, channel, cluster, decoder) for channel in channels]
+    publish_policy(settings, cluster, decoder, desks[0])
+    for desk in desks:
+        desk.open()
+    busy = False
+    while not stop.is_set():
+        timeout_s = 0.0 if busy else IDLE_S / len(desks)
+        busy = sum(desk.step(timeout_s) for desk in desks) > 0
+    for desk in desks:
+        desk.close()
+
+
+def main(settings: Settings) -> None:
+    """The process. Never returns; exit code 78 when another admission of the run has taken over."""
+    run_sync(PROCESS, settings, serve)
