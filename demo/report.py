@@ -117,8 +117,8 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
     counts["duplicates"] = rows("select count(*) - count(distinct step_id) as n from steps")[0]["n"]
     drift = rows(
         "select drift, cut, count(*) as n from (select s.drift, p.finish_reason = 'length' as cut from "
-        "(select trajectory_id, unnest(steps) as s from trajectories) join "
-        "(select trajectory_id as tid, unnest(steps) as p from trajectories) on tid = trajectory_id and p.index = s.index - 1) "
+        "(select trajectory_id, unnest(steps) as s from trajectories_raw) join "
+        "(select trajectory_id as tid, unnest(steps) as p from trajectories_raw) on tid = trajectory_id and p.index = s.index - 1) "
         "group by all"
     )
     counts["second_turns"] = sum(r["n"] for r in drift)

@@ -9,7 +9,7 @@ ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || { echo "install: vLLM needs th
 started=$(date +%s)
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r requirements/uv.lock.txt
-.venv/bin/uv pip sync -q --require-hashes requirements/all.lock
+.venv/bin/uv pip sync -q --compile-bytecode --require-hashes requirements/all.lock
 .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 echo $(($(date +%s) - started)) > .venv/install-seconds
 touch .venv/.installed
