@@ -30,6 +30,7 @@ from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import DeadLetter, SessionEvent, Step, WorkerStatus
 from schemas.settings import Settings
+from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
 START = "import sys; from runtime.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
@@ -321,6 +322,32 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
 
     answered = asyncio.run(body())
     assert sorted(step_ids(cluster, settings)) == sorted(answered)
+
+
+def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, settings: Settings) -> None:
+    """A generation that outlasts the stop: the client's connection breaks, what it had got is on the log as aborted."""
+
+    async def body() -> None:
+        engine = ScriptedEngine(lambda _: Script([HI], gate=asyncio.Semaphore(1)))  # one token, then silence
+        async with engine.serve() as engine_url:
+            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url])
+            mine = Settings.model_validate(mine.model_dump(exclude_unset=True) | {"up": {"stop_timeout_s": 9}})
+            with gateway(mine) as process:
+                await until_up(mine, "/ready")
+                ask = {"messages": [], "stream": True}
+                async with aiohttp.ClientSession() as http:
+                    async with http.post(url_of(mine) + "/t/g/chat/completions", json=ask) as r:
+                        seen = b""
+                        while b'"Hel"' not in seen:
+                            seen += await r.content.readany()
+                        process.send_signal(signal.SIGTERM)
+                        with pytest.raises(aiohttp.ClientPayloadError):
+                            await r.read()
+                assert await asyncio.to_thread(process.wait, 20) == 0
+
+    asyncio.run(body())
+    (step,) = (e for e in on_log(cluster, settings) if isinstance(e, Step))
+    assert (step.status, unpack_ids(step.response_token_ids or b"")) == ("aborted", [7])
 
 
 def test_any_order_of_starts(tmp_path: Path) -> None:
