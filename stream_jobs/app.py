@@ -24,6 +24,9 @@ On SIGTERM the batch in hand is finished and committed, then the process exits 0
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +49,8 @@ from stream_jobs.rewarder import Rewarder
 FETCH_WAIT_MS = 50
 """aiokafka has one fetch in flight a broker; at Faust's fixed 1500 ms an idle partition would hold up the busy ones that long."""
 GATHER_S = 0.005
+GATHER_ROUNDS = 6
+"""A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
 STOP_S = 8.0
 
 
@@ -110,10 +115,11 @@ class Shell:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Ends the process on any failure."""
-        ticking = asyncio.create_task(self._tick())
+        ticking, starting = asyncio.create_task(self._tick()), asyncio.create_task(self._app.start())
         try:
-            await self._app.start()
             while not stop.is_set():
+                if starting.done():
+                    starting.result()
                 if self._app.should_stop:
                     raise self._app.crash_reason or StreamJobError("Faust stopped by itself")
                 with suppress(TimeoutError):
@@ -126,11 +132,15 @@ class Shell:
             logger().info("stopping")
         try:
             async with asyncio.timeout(STOP_S):
+                await starting
+                await self._job.revoked()
                 await self._app.consumer.commit()
                 await self._app.stop()
+                self._job.close()
         except TimeoutError:
             logger().warning("slow_stop", seconds=STOP_S)
-        self._job.close()
+            sys.stderr.flush()
+            os._exit(0)  # all that is acknowledged is durable: nothing is left to wait for
 
     async def _tick(self) -> None:
         while True:
@@ -183,11 +193,13 @@ class Shell:
         try:
             while not self._stopping:
                 events = [await get()]
-                for _ in range(2):
+                for gathered in range(GATHER_ROUNDS):
+                    before = len(events)
                     while len(events) < self._batch_records and not queue.empty():
                         events.append(queue.get_nowait())
-                    if len(events) < self._batch_records:
-                        await asyncio.sleep(GATHER_S)
+                    if len(events) >= self._batch_records or (gathered and len(events) == before):
+                        break
+                    await asyncio.sleep(GATHER_S)
                 if not self._stopping:
                     async with self._busy:
                         await self._process(events)
@@ -237,6 +249,7 @@ def _make_app(settings: Settings, group: str) -> Any:
     return faust.App(
         f"{kafka.topic_prefix}-{group}",
         broker=[f"kafka://{server}" for server in settings.bootstrap_servers.split(",")],
+        broker_credentials=_credentials(kafka.client_options),
         store="memory://",
         datadir=str(directory),
         web_enabled=False,
@@ -255,6 +268,24 @@ def _make_app(settings: Settings, group: str) -> Any:
         broker_max_poll_records=2000,
         producer_acks=-1,
     )
+
+
+def _credentials(options: Mapping[str, str]) -> Any:
+    """Faust's credentials for librdkafka's options; None for a plain connection."""
+    protocol = options.get("security.protocol", "plaintext").lower()
+    context = ssl.create_default_context(cafile=options.get("ssl.ca.location")) if protocol.endswith("ssl") else None
+    if context is not None and "ssl.certificate.location" in options:
+        context.load_cert_chain(
+            options["ssl.certificate.location"], options.get("ssl.key.location"), options.get("ssl.key.password")
+        )
+    if protocol.startswith("sasl"):
+        return faust.SASLCredentials(
+            username=options.get("sasl.username"),
+            password=options.get("sasl.password"),
+            mechanism=options.get("sasl.mechanism", options.get("sasl.mechanisms", "PLAIN")),
+            ssl_context=context,
+        )
+    return faust.SSLCredentials(context) if context is not None else None
 
 
 class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]

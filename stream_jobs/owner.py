@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,9 +152,12 @@ class Owner:
                 self._cache.put(offset, kept)
 
     async def release(self) -> None:
-        """Own it no more, after the batch in hand."""
+        """Own it no more, after the batch in hand. What is done is noted, so that the next owner does not send it again."""
         async with self.lock:
             self.released = True
+            if self._carry:
+                with suppress(Overtaken):  # then there is an owner already, and it has sent it again
+                    await self._append_delta([])
 
     # -- 2 to 5: a batch
 

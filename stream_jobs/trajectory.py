@@ -157,6 +157,11 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
 
 def _small(record: Candidate, codec: Codec) -> Candidate:
     """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
+    strings = sum(len(s.reason or "") for s in record.steps) + sum(map(len, record.tags))
+    strings += sum(len(r.name) + len(r.function_version) + len(r.reason or "") for r in record.rewards)
+    ids = (len(record.steps) + len(record.rewards) + 4) * (len(record.trajectory_id) + len(record.group_id) + 100)
+    if 4 * (strings + ids) <= MAX_CANDIDATE_BYTES:  # UTF-8 has at most 4 bytes a character
+        return record
     size = len(codec.encode(record))
     if size <= MAX_CANDIDATE_BYTES:
         return record

@@ -320,6 +320,24 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(15) == 0
 
+    jobs.put(step("gone", [1], [2]))  # folded, then removed by retention before it closes
+    jobs.producer.flush()
+    worker = jobs.start()
+    place = (jobs.topics.steps, partition_of(b"gone", 4))
+    end = max(r.offset for r, _ in jobs.records(jobs.topics.steps, Step) if r.key == b"gone") + 1
+    group = f"{jobs.topics.prefix}-assemble"
+    eventually(lambda: jobs.cluster.committed(group).get(place, 0) >= end, 60)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+    jobs.cluster.delete_records(place[0], place[1], end)
+    worker = jobs.start()
+    jobs.put(session("gone", "completed"), reward("gone", 1.0))
+    jobs.producer.flush()
+    eventually(lambda: "gone" in jobs.candidates() and jobs.candidates()["gone"].rewards, 60)
+    assert (jobs.candidates()["gone"].outcome, jobs.candidates()["gone"].trainable) == ("lost", False)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+
     jobs.put(*[step("open2", [1], [2]) for _ in range(5)])
     jobs.producer.flush()
     p = partition_of(b"open2", 4)

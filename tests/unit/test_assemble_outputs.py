@@ -1,0 +1,107 @@
+"""What assemble puts out: parts, candidates within their bound; what it keeps meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.codec import Codec
+from schemas.events import Segment, Trajectory, TrajectoryStep
+from schemas.topics import MAX_CANDIDATE_BYTES
+from stream_jobs.index import Closed, ClosedStep, Folded, Marks, RewardEntry
+from stream_jobs.payload import PayloadCache
+from stream_jobs.rewarder import Gather
+from stream_jobs.trajectory import candidate, in_parts, joined
+
+CODEC = Codec()
+
+
+def whole(segments: list[int], steps: list[int], metadata: int | None = None) -> Trajectory:
+    """A trajectory with segments of so many tokens and steps with replies of so many bytes."""
+    return Trajectory(
+        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
+        closed_at=1, metadata_json=b"m" * metadata if metadata is not None else None, part=0, parts=1,
+        segments=tuple(Segment(parent=i - 1 if i else None, token_ids=bytes(4 * n)) for i, n in enumerate(segments)),
+        steps=tuple(
+            TrajectoryStep(
+                step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
+                response_json=bytes(n), trainable=True, offset=i,
+            )
+            for i, n in enumerate(steps)
+        ),
+    )  # fmt: skip
+
+
+@given(
+    st.lists(st.integers(0, 600), max_size=12),
+    st.lists(st.integers(0, 3000), max_size=12),
+    st.none() | st.integers(0, 5000),
+)
+def test_parts_hold_everything_once_within_the_limit(
+    segments: list[int], steps: list[int], metadata: int | None
+) -> None:
+    trajectory = whole(segments, steps, metadata)
+    parts = list(in_parts(trajectory, 6000))
+    assert [(p.part, p.parts) for p in parts] == [(i, len(parts)) for i in range(len(parts))]
+    assert joined(parts) == trajectory
+    assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in parts)
+    gather = Gather()
+    assert [gather.take(i, p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [trajectory]
+
+
+def test_a_writer_that_begins_anew_is_followed_and_holds_nothing_up() -> None:
+    parts = list(in_parts(whole([500] * 6, [10]), 4000))
+    gather = Gather()
+    assert [gather.take(10 + i, p) for i, p in enumerate(parts[:2])] == [None, None]
+    assert gather.done(11) == 9
+    assert [gather.take(12 + i, p) is not None for i, p in enumerate(parts)] == [False] * (len(parts) - 1) + [True]
+    assert gather.done(99) == 99
+    assert gather.take(100, parts[1]) is None and gather.done(100) == 100
+
+
+def closed(steps: int, reason: str | None = None) -> Closed:
+    entries = [ClosedStep(f"{'C' * 26}{i}.0", 0, 5, reason, "r/4.0", "r/7.1") for i in range(steps)]
+    return Closed(0, 1, "completed", None, "train", None, 4, 2, entries, Folded(), prompt_tokens=9, revision=3)
+
+
+def test_candidate_says_what_admission_needs() -> None:
+    state = closed(2)
+    state.folded.marks = {"": Marks(quality=0.5, tags=["x"]), state.steps[1].tail: Marks(trainable=False)}
+    for slot in (("rule", "b"), ("env", "z"), ("env", "a")):
+        r = RewardEntry(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
+        state.folded.rewards[r.slot] = r
+    c = candidate(("r", "k"), state, CODEC)
+    assert (c.revision, c.group_id, c.group_size, c.round, c.prompt_tokens, c.trainable_tokens) == (3, "k", 4, 2, 9, 5)
+    assert (c.oldest_sync_index, c.newest_sync_index, c.quality, c.tags) == (4, 7, 0.5, ("x",))
+    assert [(r.source, r.name) for r in c.rewards] == [("env", "a"), ("env", "z"), ("rule", "b")]
+    assert [(s.trainable, s.reason) for s in c.steps] == [(True, None), (False, "curation")]
+    assert Closed.load(state.dump()) == state
+
+
+def test_candidate_above_its_bound_is_not_trained() -> None:
+    key = ("r", "k" * 200)
+    c = candidate(key, closed(2000, "x" * 200), CODEC)
+    assert len(CODEC.encode(c)) <= MAX_CANDIDATE_BYTES
+    assert not c.trainable and c.reason is not None and "2000 steps" in c.reason
+    assert len(candidate(key, closed(100), CODEC).steps) == 100
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 400)), max_size=40))
+def test_cache_stays_within_its_bytes_and_loses_the_oldest(puts: list[tuple[int, int]]) -> None:
+    cache, order = PayloadCache(1000), list[int]()
+    for offset, size in puts:
+        cache.put(offset, bytes(size))
+        order = [o for o in order if o != offset] + [offset]
+        assert cache.bytes <= 1000
+        kept = [o for o in order if cache.get(o) is not None]
+        assert kept == order[len(order) - len(kept) :] and len(cache) == len(kept)
+    for offset, _ in puts:
+        cache.drop(offset)
+    assert (cache.bytes, len(cache)) == (0, 0)
+
+
+def test_equal_state_gives_equal_bytes() -> None:
+    trajectory = whole([3, 4], [5])
+    assert CODEC.encode(trajectory) == CODEC.encode(replace(trajectory))

@@ -1,0 +1,85 @@
+"""Rule rewards: a trajectory in, rewards out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from schemas.errors import SettingsError
+from schemas.events import Trajectory, TrajectoryStep
+from stream_jobs.reward import Rule, rewards_of, rules_for, rules_of
+from stream_jobs.rewards import BUILT_IN
+
+
+def trajectory(answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any) -> Trajectory:
+    steps = tuple(
+        TrajectoryStep(
+            step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
+            response_json=b'{"content":"%s"}' % text.encode(), trainable=True, offset=i,
+        )
+        for i, text in enumerate(["look", answer])
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train", "outcome": "completed",
+        "opened_at": 0, "closed_at": 1, "metadata_json": metadata, "part": 0, "parts": 1, "segments": (), "steps": steps,
+    }  # fmt: skip
+    return Trajectory(**(given | more))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "gold", "value"),
+    [
+        ("exact_match", " The  Cat ", '"the cat"', 1.0), ("exact_match", "a cat", '"the cat"', 0.0),
+        ("last_number", "first 7, then 1,042.", "1042", 1.0), ("last_number", "none", "3", 0.0), ("last_number", "-3", "3", 0.0),
+    ],
+)  # fmt: skip
+def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None:
+    assert BUILT_IN[name](trajectory(answer, b'{"gold":%s}' % gold.encode())) == value
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (0.5, [(None, 0.5, None)]),
+        (True, [(None, 1.0, None)]),
+        (None, [(None, None, "the function returned None")]),
+        (math.nan, [(None, None, "not a finite number: nan")]),
+        ("high", [(None, None, "TypeError: a reward is a number, not str")]),
+        ({"k~0.0": 1, "k~1.0": None}, [("k~0.0", 1.0, None), ("k~1.0", None, "the function returned None")]),
+        ({}, [(None, None, "no step was rewarded")]),
+        ({"x": 1.0}, [(None, None, "ValueError: no step 'x' in the trajectory")]),
+    ],
+)
+def test_every_answer_is_a_reward_or_says_why_not(said: Any, expected: list[Any]) -> None:
+    rewards = list(rewards_of(trajectory(), Rule("f", "2", lambda _: said), 7))
+    assert [(r.step_id, r.value, r.reason) for r in rewards] == expected
+    assert {(r.source, r.name, r.function_version, r.reward_revision, r.created_at) for r in rewards} == {
+        ("rule", "f", "2", 2, 7)
+    }
+    assert len({r.event_id for r in rewards}) == len(rewards)
+    assert rewards == list(rewards_of(trajectory(), Rule("f", "2", lambda _: said), 7))
+
+
+def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
+    rule = Rule("exact_match", "x", BUILT_IN["exact_match"])
+    (lost,) = rewards_of(trajectory(outcome="lost", reason="payload lost to retention", steps=()), rule, 0)
+    (bare,) = rewards_of(trajectory(metadata=None), rule, 0)
+    assert (lost.value, lost.reason) == (None, "trajectory lost: payload lost to retention")
+    assert (bare.value, bare.reason, bare.reward_revision) == (None, "ValueError: no metadata", 0)
+
+
+def test_configured_by_name_or_import_path_and_run() -> None:
+    rules = rules_of(
+        {"*": ("exact_match@1",), "r1": ("stream_jobs.rewards.last_number:last_number@v2", "exact_match@3")}
+    )
+    assert [(r.name, r.version) for r in rules_for(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
+    assert [(r.name, r.version) for r in rules_for(rules, "other")] == [("exact_match", "1")]
+    assert rules_for({}, "other") == ()
+
+
+@pytest.mark.parametrize("spec", ["exact_match", "@1", "nope@1", "no.module:f@1", "math:nope@1", "math:pi@1", ":f@1"])
+def test_wrong_names_are_settings_errors(spec: str) -> None:
+    with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
+        rules_of({"r": (spec,)})
