@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,14 @@ from schemas.events import (
 )
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from stream_jobs.admission import place_of
+from stream_jobs.admit import replay
+from stream_jobs.journal import Entry
 
 ROOT = Path(__file__).parents[2]
 START = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
 CODEC = Codec()
+LIVES = 6
 PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}
 
 
@@ -168,29 +174,36 @@ def test_groups_become_batches_of_both_channels(log: Log, start: Start, mine: Se
 
 
 def test_kill_at_any_time_neither_loses_nor_doubles_a_group(
-    log: Log, start: Start, mine: Settings, eventually: Any
+    log: Log, start: Start, mine: Settings, eventually: Any, tmp_path: Path
 ) -> None:
-    """Killed while it works; a straggler and a half-full batch wait through all of it."""
+    """Killed in the middle of its work, at any moment; a straggler and a half-full batch wait through all of it."""
+    rng = random.Random(0)
     log.put(cand("straggler", "slow", 0.0))
-    for life in range(4):
+    for life in range(LIVES):
         process = start(mine)
-        eventually(lambda: len(log.journal()) > 0)
+        eventually(lambda n=life: b"admission_starts" in (tmp_path / f"admit-{n}.log").read_bytes())
         for number in range(25 * life, 25 * life + 25):
             log.group(number)
-        seen = len(log.batches())
-        eventually(lambda s=seen: len(log.batches()) > s)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0, 0.3))
         process.kill()
         process.wait()
     process = start(mine)
-    batches = eventually(lambda: found if len(found := log.batches()) == 33 else None)
-    groups = check(batches)
-    assert set(groups) < {f"g{i}" for i in range(100)} and len(groups) == 99
-    log.put(cand("straggler-2", "slow", 1.0), cand("last-0", "last", 0.0), cand("last-1", "last", 1.0))
-    (*_, end) = eventually(lambda: found if len(found := log.batches()) == 34 else None)
-    assert set(check(log.batches())) == {*(f"g{i}" for i in range(100)), "slow", "last"}
+    groups, full = 25 * LIVES, 25 * LIVES // 3
+    eventually(lambda: len(log.batches()) == full)
+    assert set(check(log.batches())) <= {f"g{i}" for i in range(groups)}
+    log.put(cand("straggler-2", "slow", 1.0))
+    for number in range(groups, groups + -(groups + 1) % 3):
+        log.group(number)
+    (*_, end) = eventually(lambda: found if len(found := log.batches()) > full else None)
+    eventually(lambda: log.lag("train") == 0)
+    assert {"slow", *(f"g{i}" for i in range(groups))} <= set(check(log.batches()))
     assert end.input_from == end.input_to
     assert [d for d in log.journal() if not isinstance(d, ReadyBatch | PolicyApplied)] == []
-    assert len(log.policies()) == 1, "published once"
+    (policy,) = log.policies()
+    entries = [Entry(r.offset, CODEC.decode(r.value), place_of(r.headers)) for r in log.records()]
+    hashes = [b.content_hash for b in log.batches()]
+    assert hashes == replay(entries, policy, tickers=4), "as if no one had ever been killed"
     process.terminate()
     assert process.wait(20) == 0
 
