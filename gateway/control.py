@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import orjson
 from fastapi import APIRouter, Request
@@ -232,10 +233,15 @@ def control_routes(parts: Parts) -> APIRouter:
         await recorder.record([recorder.opened(who, said)])
         return {"status": "ok", "trajectory_key": who.trajectory_key}
 
+    _add_rewards(router, parts, recorder)
+    return router
+
+
+def _add_rewards(router: APIRouter, parts: Parts, recorder: Recorder) -> None:
     @router.post("/rewards", status_code=201)
     async def give_reward(request: Request, said: GiveReward) -> dict[str, str]:
         key = reward_target(said)
-        found = origin_of(dict(request.headers), parts.keys, default_run, key)
+        found = origin_of(dict(request.headers), parts.keys, parts.settings.run_id, key)
         if said.run_id is not None:
             if bearer_of(dict(request.headers)) is not None and said.run_id != found.run_id:
                 raise BadRequest("run_id: not the run of the session key", "run_id")
@@ -243,10 +249,6 @@ def control_routes(parts: Parts) -> APIRouter:
         await recorder.record([recorder.reward(found, said)])
         return {"status": "ok", "trajectory_key": key}
 
-    return router
-
 
 def _quoted(segment: str) -> str:
-    from urllib.parse import quote
-
     return quote(segment, safe="@:=+~")

@@ -209,6 +209,18 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
     }
 
 
+def settings_on(kafka: str, tmp_path: Path, engine_port: int) -> Settings:
+    """An installation on a Kafka of its own, with one engine that reports nowhere."""
+    engine = f"http://127.0.0.1:{engine_port}"
+    return Settings.model_validate(
+        {
+            "data_dir": tmp_path / "data",
+            "kafka": {"bootstrap_servers": kafka, "partitions": 2},
+            "gateway": {"port": free_port(), "produce_timeout_s": 1.0, "upstreams": [engine]},
+        }
+    )
+
+
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
     """A broker that this test alone may stop."""
@@ -221,15 +233,7 @@ def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
 def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroker, tmp_path: Path) -> None:
     (pid,) = own_broker.pids.values()
     engine_port = free_port()
-    settings = Settings.model_validate(
-        {
-            "data_dir": tmp_path / "data",
-            "kafka": {"bootstrap_servers": own_broker.bootstrap_servers, "partitions": 2},
-            "gateway": {
-                "port": free_port(), "produce_timeout_s": 1.0, "upstreams": [f"http://127.0.0.1:{engine_port}"],
-            },
-        }
-    )  # fmt: skip
+    settings = settings_on(own_broker.bootstrap_servers, tmp_path, engine_port)
     cluster = Cluster(settings.bootstrap_servers)
     answered: list[str] = []
 
@@ -353,13 +357,7 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, s
 def test_any_order_of_starts(tmp_path: Path) -> None:
     """No Kafka at all at first: calls are served from the spool on, and reach the log when there is one."""
     port, engine_port = free_port(), free_port()
-    settings = Settings.model_validate(
-        {
-            "data_dir": tmp_path / "data",
-            "kafka": {"bootstrap_servers": f"127.0.0.1:{port}", "partitions": 2},
-            "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
-        }
-    )
+    settings = settings_on(f"127.0.0.1:{port}", tmp_path, engine_port)
 
     async def body() -> list[str]:
         async with ScriptedEngine(lambda _: Script([HI])).serve(engine_port):

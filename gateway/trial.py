@@ -1,0 +1,99 @@
+"""A whole gateway in this process for tests and try-outs: a real web server between a scripted engine and a log in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.app import create_app
+from gateway.bus import MemoryBus
+from gateway.main import listen
+from gateway.scripted_engine import Script, ScriptedEngine
+from gateway.spool import frames
+from gateway.workers import WorkerTable
+from schemas.codec import Codec
+from schemas.events import Step
+from schemas.settings import Settings
+
+
+@dataclass
+class Trial:
+    """A running gateway and all around it."""
+
+    url: str
+    engine: ScriptedEngine
+    engine_url: str
+    bus: MemoryBus
+    http: aiohttp.ClientSession
+    settings: Settings
+    codec: Codec
+
+    def records(self) -> list[Any]:
+        """Everything on the log, in order."""
+        return [self.codec.decode(m.value) for m in self.bus.messages]
+
+    def steps(self) -> list[Step]:
+        """The steps on the log, in order."""
+        return [r for r in self.records() if isinstance(r, Step)]
+
+    def spooled(self) -> list[Any]:
+        """Everything that waits in the spool, in order."""
+        files = sorted((self.settings.spool_dir / self.settings.gateway.gateway_id).glob("*.spool"))
+        return [self.codec.decode(m.value) for file in files for m, _ in frames(file.read_bytes())]
+
+    async def metric(self, name: str) -> float:
+        """Sum of the samples whose name begins so."""
+        text = await (await self.http.get(self.url + "/metrics")).text()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+        """Wait until the condition is true, give its value. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not (value := condition()):  # noqa: ASYNC110 - the conditions are of the outside
+                await asyncio.sleep(0.005)
+        return value
+
+
+@asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[str]:
+    """The app behind a real web server, without the server's own main loop and its ticks; gives the URL."""
+    listening = listen("127.0.0.1", 0)
+    config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, lifespan="on")
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listening])
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        await server.shutdown([listening])
+
+
+def play(
+    directory: Path,
+    codec: Codec,
+    scenario: Callable[[Trial], Awaitable[None]],
+    script: Script | Callable[[Any], Script],
+    **gateway: Any,
+) -> None:
+    """Run an async scenario in a trial of its own. gateway: settings of the gateway. The codec is given, for it is dear to make."""
+
+    async def body() -> None:
+        engine = ScriptedEngine(script if callable(script) else lambda _: script)
+        bus = MemoryBus()
+        async with engine.serve() as engine_url:
+            given = {"upstreams": [engine_url], "worker_wait_s": 0.5, "produce_timeout_s": 0.5} | gateway
+            settings = Settings.model_validate({"data_dir": directory, "gateway": given})
+            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+            async with running(app) as url, aiohttp.ClientSession() as http:
+                await scenario(Trial(url, engine, engine_url, bus, http, settings, codec))
+
+    asyncio.run(body())

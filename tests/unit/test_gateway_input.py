@@ -1,0 +1,244 @@
+"""Bad input, sessions, completions and rewards over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.scripted_engine import Say, Script
+from gateway.trial import Trial
+from gateway.trial import play as play_in
+from schemas.codec import Codec
+from schemas.events import SessionEvent
+
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+CODEC = Codec()
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
+    return partial(play_in, tmp_path, CODEC)
+
+
+def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, **more)
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD = [
+    (b"{", 400, "body"),
+    (b"[]", 400, "body"),
+    (b'"x"', 400, "body"),
+    (b"\xff", 400, "body"),
+    (b"", 400, "body"),
+    (b"{}", 400, "messages"),
+    (b'{"messages":null}', 400, "messages"),
+    (b'{"messages":"hi"}', 400, "messages"),
+    (b'{"messages":["hi"]}', 400, "messages"),
+    (b'{"messages":[],"stream":"yes"}', 400, "stream"),
+    (b'{"messages":[],"stream":1}', 400, "stream"),
+    (b'{"messages":[],"n":0}', 400, "n"),
+    (b'{"messages":[],"n":"2"}', 400, "n"),
+    (b'{"messages":[],"n":true}', 400, "n"),
+    (b'{"messages":[],"n":1.5}', 400, "n"),
+    (b'{"messages":[],"n":1000}', 400, "n"),
+    (b'{"messages":[],"model":7}', 400, "model"),
+    (b'{"messages":[],"x":"' + b"y" * 5000 + b'"}', 413, "body"),
+]
+
+
+def test_bad_bodies_name_the_field(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for body, status, param in BAD:
+            async with w.http.post(w.url + "/t/g/v1/chat/completions", data=body) as r:
+                error = (await r.json())["error"]
+                assert (r.status, error["param"]) == (status, param), body
+                assert error["type"] == "invalid_request_error" and error["message"]
+        assert w.engine.requests == [] and w.bus.messages == []
+        assert await w.metric('clawstream_gateway_calls_total{status="refused"}') == len(BAD)
+
+    play(scenario, Script([HI]), max_body_bytes=4000)
+
+
+ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
+    ("POST", "/t~x/g/v1/chat/completions", {}, 400, "trajectory_key"),
+    ("POST", "/t/g/v1/chat/completions", {"x-clawstream-run": "No"}, 400, "run_id"),
+    ("POST", "/t/g/v1/chat/completions", {"x-clawstream-channel": "test"}, 400, "x-clawstream-channel"),
+    ("POST", "/t/" + "g" * 201 + "/chat/completions", {}, 400, "group_id"),
+    ("POST", "/v1/chat/completions", {}, 401, "authorization"),
+    ("POST", "/v1/chat/completions", {"authorization": "Bearer other"}, 401, "authorization"),
+    ("POST", "/v1/chat/completions", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
+    ("POST", "/v1/messages", {}, 404, None),
+    ("GET", "/t/g/v1/chat/completions", {}, 405, None),
+    ("GET", "/v1/models", {}, 401, "authorization"),
+    ("GET", "/nowhere", {}, 404, None),
+]
+
+
+def test_bad_addresses_are_answered_in_the_same_shape(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for method, path, headers, status, param in ADDRESSES:
+            async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
+                error = (await r.json())["error"]
+                assert (r.status, error["param"]) == (status, param), (path, error)
+        assert w.bus.messages == []
+
+    play(scenario, Script([HI]))
+
+
+def test_more_calls_than_allowed_are_refused(play: Play) -> None:
+    gate = asyncio.Semaphore(0)
+
+    async def scenario(w: Trial) -> None:
+        first = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=ASK))
+        await w.until(lambda: w.engine.requests)
+        async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
+            assert r.status == 503 and r.headers["retry-after"] == "1"
+        gate.release()
+        assert (await first).status == 200
+
+    play(scenario, Script([HI], gate=gate), max_in_flight=1)
+
+
+# ---------------------------------------------------------------- sessions, completion, rewards
+
+
+def test_session_key_finds_its_trajectory(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        said = {
+            "run_id": "r-1",
+            "group_id": "task 7",
+            "group_size": 4,
+            "round": 1,
+            "channel": "val",
+            "metadata": {"a": 1},
+        }
+        async with w.http.post(w.url + "/sessions", json=said) as r:
+            assert r.status == 201
+            session = await r.json()
+        (opened,) = w.records()
+        assert opened == SessionEvent(
+            event_id=opened.event_id, run_id="r-1", trajectory_key=session["trajectory_key"], kind="opened",
+            group_id="task 7", channel="val", group_size=4, round=1, metadata_json=b'{"a":1}',
+            created_at=opened.created_at,
+        )  # fmt: skip
+        assert session["base_url"] == w.url + "/v1"
+        assert session["path_base_url"] == f"{w.url}/{session['trajectory_key']}/task%207/v1"
+        async with sdk(w, "/v1", session["session_key"]) as client:
+            await client.chat.completions.create(**ASK)
+        async with sdk(w, session["path_base_url"].removeprefix(w.url)) as client:
+            await client.chat.completions.create(**ASK)
+        steps = w.steps()
+        assert {(s.trajectory_key, s.group_id) for s in steps} == {(session["trajectory_key"], "task 7")}
+        assert [(s.run_id, s.channel) for s in steps] == [("r-1", "val"), ("default", None)]
+        assert "authorization" not in {k.lower() for h in w.engine.headers for k in h}
+        auth = {"authorization": f"Bearer {session['session_key']}"}
+        async with w.http.post(w.url + "/sessions/complete", json={"reward": 1.0}, headers=auth) as r:
+            assert r.status == 200
+        reward, completed = w.records()[-2:]
+        assert (reward.value, reward.source, reward.run_id) == (1.0, "env", "r-1")
+        assert (completed.kind, completed.run_id, completed.group_id) == ("completed", "r-1", "task 7")
+
+    play(scenario, Script([HI]))
+
+
+def test_register_and_complete_by_path(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path, body in [
+            ("/t/g/register_trajectory", {"channel": "val", "metadata": {"k": "v"}, "group_size": 2}),
+            ("/t/g/v1/register_trajectory", None),
+            ("/t/g/v1/complete_trajectory", {"outcome": "failed", "reason": "gave up", "channel": "val"}),
+            ("/complete_trajectory/t", None),
+            ("/complete_trajectory/t", {}),
+        ]:
+            async with w.http.post(w.url + path, json=body) as r:
+                assert r.status == 200, await r.text()
+        opened, again, failed, done, done_again = w.records()
+        assert (opened.kind, opened.group_id, opened.channel, opened.group_size) == ("opened", "g", "val", 2)
+        assert again.event_id == opened.event_id
+        assert (failed.kind, failed.reason, failed.channel) == ("failed", "gave up", "val")
+        assert (done.kind, done.group_id) == ("completed", None)
+        assert done.event_id == done_again.event_id != failed.event_id
+
+    play(scenario, Script([HI]))
+
+
+def test_rewards_of_trajectories_and_steps(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        base = {"source": "rule", "name": "exact", "function_version": "2"}
+        step = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
+        for more in (
+            {"trajectory_id": "t", "value": 0.5, "by": "me", "detail": {"why": 1}},
+            {"trajectory_id": "t", "value": 0.5},
+            {"trajectory_id": "t", "value": 0.75, "reward_revision": 1},
+            {"step_id": step, "value": 1, "run_id": "other"},
+            {"step_id": step, "value": None, "reason": "no answer"},
+        ):
+            async with w.http.post(w.url + "/rewards", json=base | more) as r:
+                assert r.status == 201, await r.text()
+        first, same, revised, of_step, none = w.records()
+        assert all(m.topic == "claw.rewards" and m.key == b"t" for m in w.bus.messages)
+        assert (first.value, first.by, first.detail_json, first.step_id) == (0.5, "me", b'{"why":1}', None)
+        assert first.event_id == same.event_id != revised.event_id
+        assert (of_step.step_id, of_step.run_id, of_step.value) == (step, "other", 1.0)
+        assert (none.value, none.reason) == (None, "no answer")
+
+    play(scenario, Script([HI]))
+
+
+REWARD = {"trajectory_id": "t", "source": "rule", "name": "x", "function_version": "1", "value": 1.0}
+
+
+REQUESTS: list[tuple[str, Any, int, str]] = [
+    ("/rewards", {**REWARD, "value": 1e9}, 422, "value"),
+    ("/rewards", {**REWARD, "value": "1"}, 422, "value"),
+    ("/rewards", {**REWARD, "value": True}, 422, "value"),
+    ("/rewards", {**REWARD, "value": None}, 422, "reason"),
+    ("/rewards", {**REWARD, "source": "guess"}, 422, "source"),
+    ("/rewards", {**REWARD, "name": ""}, 422, "name"),
+    ("/rewards", {**REWARD, "reward_revision": -1}, 422, "reward_revision"),
+    ("/rewards", {**REWARD, "trajectory_id": None}, 422, "trajectory_id"),
+    ("/rewards", {**REWARD, "trajectory_id": "a/b"}, 422, "trajectory_id"),
+    ("/rewards", {**REWARD, "step_id": "t~x.0"}, 422, "step_id"),
+    ("/rewards", {**REWARD, "step_id": "u~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"}, 422, "step_id"),
+    ("/rewards", {**REWARD, "run_id": "NO"}, 400, "run_id"),
+    ("/rewards", {**REWARD, "surprise": 1}, 422, "surprise"),
+    ("/rewards", {k: v for k, v in REWARD.items() if k != "name"}, 422, "name"),
+    ("/rewards", b"{", 400, "body"),
+    ("/rewards", orjson.dumps(REWARD).replace(b"1.0", b"NaN"), 422, "value"),
+    ("/rewards", b'{"x": "' + b"y" * (1 << 20) + b'"}', 413, "body"),
+    ("/sessions", {"group_size": 0}, 422, "group_size"),
+    ("/sessions", {"channel": "test"}, 422, "channel"),
+    ("/sessions", {"trajectory_key": "a b"}, 400, "trajectory_key"),
+    ("/sessions", {"metadata": [1]}, 422, "metadata"),
+    ("/sessions/complete", {}, 401, "authorization"),
+    ("/complete_trajectory/a~b", {}, 400, "trajectory_key"),
+    ("/t/g/complete_trajectory", {"outcome": "timed_out"}, 422, "outcome"),
+    ("/t/g/complete_trajectory", {"reward": 1e300}, 422, "reward"),
+    ("/t/g/register_trajectory", {"round": "1"}, 422, "round"),
+]
+
+
+def test_bad_control_requests_name_the_field(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path, body, status, param in REQUESTS:
+            data = io.BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
+            async with w.http.post(w.url + path, data=data, headers={"content-type": "application/json"}) as r:
+                error = (await r.json())["error"]
+                assert (r.status, error["param"]) == (status, param), (path, error)
+        assert w.bus.messages == []
+
+    play(scenario, Script([HI]))
