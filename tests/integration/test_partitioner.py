@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import aiokafka
 import pytest
@@ -62,7 +63,7 @@ import asyncio, json, sys
 import faust
 
 async def produce(kafka, topic, keys):
-    app = faust.App(topic + "-faust", broker="kafka://" + kafka, store="memory://", topic_allow_declare=False)
+    app = faust.App(topic + "-faust", broker="kafka://" + kafka, store="memory://", topic_allow_declare=False, datadir=sys.argv[3])
     app.producer_only = True
     await app.start()
     channel = app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
@@ -75,10 +76,10 @@ print(json.dumps(asyncio.run(produce(sys.argv[1], sys.argv[2], json.load(sys.std
 """
 
 
-def test_faust_producer(kafka: str, topic: str) -> None:
+def test_faust_producer(kafka: str, topic: str, tmp_path: Path) -> None:
     # A process of its own, as in production: Faust takes the event loop for itself.
     done = subprocess.run(
-        [sys.executable, "-c", FAUST, kafka, topic],
+        [sys.executable, "-c", FAUST, kafka, topic, str(tmp_path)],
         input=json.dumps([k.hex() for k in keys()]),
         capture_output=True,
         text=True,
