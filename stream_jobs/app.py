@@ -24,9 +24,11 @@ On SIGTERM the batch in hand is finished and committed, then the process exits 0
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import ssl
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -52,6 +54,7 @@ GATHER_S = 0.005
 GATHER_ROUNDS = 6
 """A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
 STOP_S = 8.0
+REPEAT_LOG_S = 10.0
 
 
 class Job(Protocol):
@@ -89,6 +92,8 @@ def run_reward(settings: Settings) -> None:
 async def _main(
     settings: Settings, stop: asyncio.Event, *, group: str, make: Callable[[Settings, Cluster], Job]
 ) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Seldom())
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
     await Shell(settings, group, make(settings, cluster)).run(stop)
@@ -227,6 +232,25 @@ class Shell:
             waiting = self._unacked.get(TP(topic, partition), deque())
             while waiting and waiting[0].offset <= offset:
                 waiting.popleft().ack(self._app.consumer)
+
+
+class _Seldom(logging.Filter):
+    """Lets aiokafka say the same thing once in a while: without Kafka it makes a hundred lines a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("aiokafka"):
+            return True
+        now, what = time.monotonic(), record.getMessage()[:40]
+        if now - self._said.get(what, -REPEAT_LOG_S) < REPEAT_LOG_S:
+            return False
+        if len(self._said) > 1000:
+            self._said.clear()
+        self._said[what] = now
+        return True
 
 
 def _record(message: Any) -> Record:
