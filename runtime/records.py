@@ -51,37 +51,45 @@ def publish_schemas(cluster: Cluster, topic: str) -> None:
 
 
 class Decoder:
-    """Decodes values; a fingerprint that is not known is looked up on the schemas topic once more before it is an error.
+    """Decodes values; a fingerprint that is not known is looked up on the schemas topic before it is an error.
 
-    One a process. Not thread-safe. `refresh` reads the whole schemas topic (compacted, a few records), at most every 5 s.
+    One a process. Not thread-safe. A look-up reads what was announced since the last one; the whole topic (compacted, a few records)
+    at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints costs a question for the end each, and a
+    schema that is announced before its first record is always found.
     """
 
     def __init__(self, cluster: Cluster, schemas_topic: str, codec: Codec | None = None) -> None:
         self.codec = codec or Codec()
         self._cluster, self._topic = cluster, schemas_topic
-        self._refreshed_at: float | None = None
+        self._read_at: float | None = None
+        self._read_to = 0
 
     def decode(self, value: bytes | None) -> Event:
-        """The record. Raises Undecodable, or UnknownSchema after a refresh."""
+        """The record. Raises Undecodable, or UnknownSchema after a look-up."""
         try:
             return self.codec.decode(value)
         except UnknownSchema:
-            if not self._refresh():
+            if not self._look_up():
                 raise
             return self.codec.decode(value)
 
-    def _refresh(self) -> bool:
+    def _look_up(self) -> bool:
+        """Learn the schemas that were announced; False when there was nothing new to read."""
         now = time.monotonic()
-        if self._refreshed_at is not None and now - self._refreshed_at < REFRESH_INTERVAL_S:
+        if self._read_at is None or now - self._read_at >= REFRESH_INTERVAL_S:
+            self._read_at, self._read_to = now, 0
+        low, end = self._cluster.watermarks(self._topic, [0])[0]
+        if end == self._read_to:
             return False
-        self._refreshed_at = now
-        for record in self._cluster.read_all(self._topic):
+        first = max(low, self._read_to) if self._read_to <= end else low
+        for record in self._cluster.read_all(self._topic, first=first):
             try:
                 announced = self.codec.decode(record.value)
                 if isinstance(announced, SchemaPublished):
                     self.codec.announce(announced.schema_json)
             except (Undecodable, UnknownSchema) as e:
-                logger().warning("schema_unreadable", offset=record.offset, error=str(e))
+                logger().warning("schema_unreadable", offset=record.offset, error=str(e))  # the lake buries it
+        self._read_to = end
         return True
 
 
@@ -110,11 +118,9 @@ def reason_of(error: Exception) -> str:
 def decode_all(
     decoder: Decoder, records: Iterable[Record], bury: Callable[[Record, str, str], None]
 ) -> list[tuple[Record, Event]]:
-    """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. Tombstones are dropped."""
+    """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. A tombstone says nothing: it is one."""
     out = []
     for record in records:
-        if record.value is None:
-            continue
         try:
             out.append((record, decoder.decode(record.value)))
         except (Undecodable, UnknownSchema) as e:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 
 import pytest
 
 from runtime.kafka import Cluster, Fenced, SourceTruncated
 from runtime.records import Decoder, create_topics
+from schemas.codec import MAGIC, Codec
+from schemas.errors import UnknownSchema
 from schemas.settings import Settings
 from schemas.topics import partition_of
 
@@ -91,3 +95,23 @@ def test_rolled_back_transaction_is_not_seen(cluster: Cluster, settings: Setting
         producer.put(topic, b"a", b"1")
         raise ZeroDivisionError
     assert list(cluster.read_all(topic)) == []
+
+
+def test_a_schema_announced_right_after_an_unknown_one_is_found(cluster: Cluster, settings: Settings) -> None:
+    """A newer release announces its schema, then writes: no record of it may end as unknown, whatever was asked before."""
+    create_topics(cluster, settings)
+    topic = settings.kafka.topics.schemas
+    decoder, producer, codec = Decoder(cluster, topic), cluster.producer(), Codec()
+    for _ in range(20):
+        with pytest.raises(UnknownSchema):
+            decoder.decode(MAGIC + b"12345678")
+    (published,) = (p for p in codec.published(0) if p.name == "clawstream.Tick")
+    schema = json.loads(published.schema_json)
+    schema["fields"].append({"name": "colour", "type": "string", "default": ""})
+    fingerprint = codec.announce(json.dumps(schema))
+    producer.put(topic, b"broken", b"garbage")
+    producer.put(topic, fingerprint.encode(), codec.encode(replace(published, schema_json=json.dumps(schema))))
+    producer.flush()
+    body = b"\x06\x00\x06red"  # partition 3, no event time, "red"
+    assert decoder.decode(MAGIC + bytes.fromhex(fingerprint) + body).partition == 3
+    producer.close()
