@@ -230,7 +230,7 @@ def _report(settings: Settings, installation: Installation, state: LoopState, re
         "install_seconds": install_seconds(),
         "answers": answers,
     }
-    draw_curve(settings.data_dir / "reward.png", curve, result["eval_before"], result["eval_after"])
+    draw_curve(settings.data_dir / "reward.png", curve, result["eval_before"], result["eval_after"], state.loaded or 0)
     return report
 
 

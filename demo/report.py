@@ -128,7 +128,7 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
     return counts, asked[0][2], [{"question": q, "sql": s, "rows": r} for q, s, r in asked]
 
 
-def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float) -> None:
+def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int) -> None:
     """The reward curve as a PNG: mean reward of training trajectories by the version that sampled them."""
     import matplotlib
 
@@ -138,8 +138,7 @@ def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, af
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     x = [row["policy_version"] for row in curve]
     axes.plot(x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward")
-    ends = (x[0], x[-1]) if x else (0, 1)
-    axes.plot(ends, (before, after), "o", color="#d1495b", label="held-out tasks, share correct (T = 1)")
+    axes.plot((0, last_version), (before, after), "o", color="#d1495b", label="held-out tasks, share correct (T = 1)")
     axes.set(xlabel="weight version that sampled the trajectory", ylabel="reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

@@ -86,7 +86,7 @@ class Decoder:
             try:
                 announced = self.codec.decode(record.value)
                 if isinstance(announced, SchemaPublished):
-                    self.codec.announce(announced.schema_json)
+                    self.codec.announce(announced.schema_json, announced.confluent_id)
             except (Undecodable, UnknownSchema) as e:
                 logger().warning("schema_unreadable", offset=record.offset, error=str(e))  # the lake buries it
         self._read_to = end

@@ -510,6 +510,7 @@ class SchemaPublished:
     name: str
     schema_json: str
     created_at: int
+    confluent_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from runtime.kafka import Cluster, Fenced, SourceTruncated
 from runtime.records import Decoder, create_topics
 from schemas.codec import MAGIC, Codec
 from schemas.errors import UnknownSchema
+from schemas.events import Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
 
@@ -115,3 +116,16 @@ def test_a_schema_announced_right_after_an_unknown_one_is_found(cluster: Cluster
     body = b"\x06\x00\x06red"  # partition 3, no event time, "red"
     assert decoder.decode(MAGIC + bytes.fromhex(fingerprint) + body).partition == 3
     producer.close()
+
+
+def test_confluent_framing_is_read_once_its_id_is_announced(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.schemas
+    create_topics(cluster, settings)
+    decoder = Decoder(cluster, topic)
+    tick = Tick(partition=3, event_time=7)
+    framed = b"\x00" + (41).to_bytes(4, "big") + decoder.codec.encode(tick)[10:]
+    (schema,) = [s for s in decoder.codec.published(0) if s.name == "clawstream.Tick"]
+    producer = cluster.producer()
+    producer.put(topic, schema.fingerprint.encode(), decoder.codec.encode(replace(schema, confluent_id=41)))
+    producer.flush()
+    assert decoder.decode(framed) == tick
