@@ -90,7 +90,6 @@ class JobsSettings(_Section):
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to `name@version` or `package.module:function@version`"
     )
-    web_port: Port = Field(6066, description="the port is taken")
 
 
 class PolicySettings(_Section):

@@ -43,7 +43,7 @@ class Loop:
                 *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
                 *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),
                 *(f"broker.port={free_port()}", f"gateway.port={free_port()}", f"rollout.port={free_port()}"),
-                *(f"jobs.web_port={free_port()}", "up.restart_delay_s=0.5"),
+                "up.restart_delay_s=0.5",
             ],
             stdout=self.log,
             stderr=self.log,
