@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from runtime.kafka.reader import Reader
 from runtime.kafka.record import Record
 
 READ_TIMEOUT_S = 30.0
+_COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
 
 
 class Cluster:
@@ -219,11 +221,16 @@ class Cluster:
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
         """What the group has committed: (topic, partition) to next offset."""
-        request = ConsumerGroupTopicPartitions(group)
-        try:
-            found = self.admin.list_consumer_group_offsets([request], request_timeout=READ_TIMEOUT_S)[group].result()
-        except KafkaException as e:
-            raise translated(e) from e
+        request, deadline = [ConsumerGroupTopicPartitions(group)], time.monotonic() + READ_TIMEOUT_S
+        while True:
+            try:
+                found = self.admin.list_consumer_group_offsets(request, request_timeout=READ_TIMEOUT_S)[group].result()
+                break
+            except KafkaException as e:
+                # A broker that has just started is still reading its groups; the client does not wait for that.
+                if e.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
+                    raise translated(e) from e
+            time.sleep(0.1)
         return {(tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0}
 
 
