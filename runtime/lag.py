@@ -98,7 +98,14 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
         case "trainer":
             wanted = [f"{topics.ready_batches_prefix}{run}.{channel}"]
         case "lake":
-            kept = (topics.steps, topics.rewards, topics.trajectories, topics.candidates, topics.weights)
+            kept = (
+                topics.steps,
+                topics.rewards,
+                topics.trajectories,
+                topics.candidates,
+                topics.weights,
+                topics.schemas,
+            )
             wanted = [*kept, topics.dead_letters, *(t for t in there if topics.parse_ready_batches(t))]
         case _:
             wanted = []

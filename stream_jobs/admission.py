@@ -167,7 +167,7 @@ class Desk:
     def _entry(self, record: Record, buried: list[DeadLetter]) -> Entry | None:
         """The record as the fold takes it. Other runs' records are passed over; what can't be read is buried."""
         mine = record.key == self._run.encode()
-        if record.value is None or (not mine and _is_run(record.key)):
+        if not mine and _is_run(record.key):
             return None
         try:
             event = self._decoder.decode(record.value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable
-from runtime.records import Decoder, dead_letter
+from runtime.records import Decoder, dead_letter, reason_of
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import Tick
@@ -33,7 +33,7 @@ class Feed:
 
     A topic is followed under the id it had when it was found; `look` tells when that changed, and then this feed must be
     dropped with all it has buffered: offsets of one topic say nothing of another. Unreadable values are counted and logged
-    only: each topic has an owner who makes the dead letter.
+    where the process that works on the topic makes the dead letter; where there is none (`_is_ours`), the lake makes it.
     """
 
     def __init__(self, cluster: Cluster, settings: Settings, decoder: Decoder, marks: Marks) -> None:
@@ -42,6 +42,7 @@ class Feed:
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
         self._reader: Reader = cluster.reader(f"{settings.kafka.topic_prefix}-lake", {})
+        self._producer = cluster.producer()
         self._committed: dict[tuple[str, int], int] = {}
         self.rows: dict[str, list[Row]] = {name: [] for name in catalog()}
         self._buffered_rows = self._buffered_bytes = 0
@@ -63,13 +64,16 @@ class Feed:
 
     def _follow(self, new: Mapping[str, int]) -> None:
         ids = self._cluster.topic_ids(list(new))
+        ends = {topic: self._cluster.watermarks(topic, range(new[topic])) for topic in ids}
+        if self._cluster.topic_ids(list(ids)) != ids:
+            return  # made anew meanwhile: these may be the ends of another topic; the next look finds it
         found: dict[str, _Followed] = {}
         start: dict[tuple[str, int], int] = {}
         for topic, topic_id in ids.items():
             followed = found[topic] = _Followed(topic_id, tables_of(self._topics, topic))
             sources = [(topic_id, p) for p in range(new[topic])]
             marks = [self._marks(table, sources) for table in followed.tables]
-            for p, (low, high) in self._cluster.watermarks(topic, range(new[topic])).items():
+            for p, (low, high) in ends[topic].items():
                 start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)
             positions = {p: o for (t, p), o in start.items() if t == topic}
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
@@ -84,19 +88,19 @@ class Feed:
 
     def _take(self, record: Record) -> None:
         followed = self._followed[record.topic]
-        if record.value is None:
-            return
+        if record.value is None and record.topic == self._topics.schemas:
+            return  # compacted: a key may be taken back
         try:
             event = self._decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as e:
-            self._skip(record, str(e))
+            self._skip(record, reason_of(e), str(e))
             return
         if isinstance(event, Tick):
             return
         placed = Placed(followed.topic_id, record.partition, record.offset, record.timestamp_ms, record.headers, event)
         takers = [name for name in followed.tables if type(event) in catalog()[name].rows]
         if not takers:
-            self._skip(record, f"a {type(event).__name__} does not belong on this topic")
+            self._skip(record, "invalid", f"a {type(event).__name__} does not belong on {record.topic}")
             return
         for name in takers:
             made = catalog()[name].rows_of(placed)
@@ -104,11 +108,20 @@ class Feed:
             self._buffered_rows += len(made)
         self._buffered_bytes += len(record.value)
 
-    def _skip(self, record: Record, why: str) -> None:
+    def _skip(self, record: Record, reason: str, detail: str) -> None:
         self.skipped += 1
-        logger().warning(
-            "lake_skipped", topic=record.topic, partition=record.partition, offset=record.offset, reason=why
-        )
+        if self._is_ours(record.topic):
+            self._bury(record, reason, detail)
+        else:
+            logger().warning(
+                "lake_skipped", topic=record.topic, partition=record.partition, offset=record.offset, reason=detail
+            )
+
+    def _is_ours(self, topic: str) -> bool:
+        """Topics that no other process reads from a position it keeps, so that the lake is who must bury what is wrong there."""
+        run_and_channel = self._topics.parse_ready_batches(topic)
+        validation = run_and_channel is not None and run_and_channel[1] == "val"
+        return validation or topic in (self._topics.weights, self._topics.schemas, self._topics.dead_letters)
 
     def positions(self, table: str) -> Positions:
         """How far the topics of a table were read: all rows below are in `rows`, in the lake, or were none."""
@@ -123,12 +136,17 @@ class Feed:
         topic_id, partition, offset = row["kafka_topic_id"], row["kafka_partition"], row["kafka_offset"]
         topic = next(t for t, f in self._followed.items() if f.topic_id == topic_id)
         (record,) = self._cluster.read_range(topic, partition, offset, offset)
-        letter = dead_letter(record, topic_id, "lake", "invalid", why)
-        producer = self._cluster.producer()
-        producer.put(self._topics.dead_letters, record.key, self._decoder.codec.encode(letter))
-        producer.flush()
-        producer.close()
-        logger().warning("lake_buried", topic=topic, partition=partition, offset=offset, reason=why)
+        self._bury(record, "invalid", why)
+
+    def _bury(self, record: Record, reason: str, detail: str) -> None:
+        """At least once: after a crash the same record may be buried again; the lake keeps one row of it."""
+        letter = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
+        self._producer.put(self._topics.dead_letters, record.key, self._decoder.codec.encode(letter))
+        self._producer.flush()
+        logger().warning(
+            "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason,
+            detail=detail,
+        )  # fmt: skip
 
     def taken(self) -> None:
         """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is."""
@@ -151,6 +169,7 @@ class Feed:
     def close(self) -> None:
         """Stop reading; what is buffered is dropped and will be read again."""
         self._reader.close()
+        self._producer.close()
 
 
 def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:

@@ -79,6 +79,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
         topics.trajectories: ("trajectories", "step_marks"),
         topics.candidates: ("candidates", "run_events"),
         topics.weights: ("weights",),
+        topics.schemas: ("schemas",),
         topics.dead_letters: ("dead_letters",),
     }.get(topic)
     if fed is None and topics.parse_ready_batches(topic):
@@ -304,4 +305,5 @@ def _other_tables() -> Iterable[Table]:
     makers = dict.fromkeys((events.AdmissionPolicy, events.PolicyApplied, events.RunEnded), _policy_rows)
     yield Table("run_events", columns, makers, stats=("run_id",))
     yield _table("weights", events.WeightVersion, ("kafka_topic_id", "version_id"), stats=("run_id", "version_id"))
+    yield _table("schemas", events.SchemaPublished, ("fingerprint",))
     yield _table("dead_letters", events.DeadLetter, ("topic_id", "partition", "offset", "process"))
