@@ -53,7 +53,7 @@ def publish_schemas(cluster: Cluster, topic: str) -> None:
 class Decoder:
     """Decodes values; a fingerprint that is not known is looked up on the schemas topic before it is an error.
 
-    One a process. Not thread-safe. A look-up reads what was announced since the last one; the whole topic (compacted, a few records)
+    One a process. Several threads may decode; at worst each looks the same up. A look-up reads what was announced since the last one; the whole topic (compacted, a few records)
     at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints costs a question for the end each, and a
     schema that is announced before its first record is always found.
     """

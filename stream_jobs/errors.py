@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.kafka import SourceTruncated
+
 
 class StreamJobError(Exception):
     """Root of all errors of `stream_jobs`."""
@@ -13,6 +15,10 @@ class Overtaken(StreamJobError):
 
 class BrokenStateLog(StreamJobError):
     """The state log does not fit itself or its inputs: a record is missing. Restart; when it comes back, run clawstream doctor."""
+
+
+class UnreadableStateLog(StreamJobError, SourceTruncated):
+    """The state log holds something that assemble has not written. What was decided can't be known; an operator must look."""
 
 
 class NotCoPartitioned(StreamJobError):

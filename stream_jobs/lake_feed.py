@@ -106,7 +106,7 @@ class Feed:
             made = catalog()[name].rows_of(placed)
             self.rows[name] += made
             self._buffered_rows += len(made)
-        self._buffered_bytes += len(record.value)
+        self._buffered_bytes += len(record.value or b"")
 
     def _skip(self, record: Record, reason: str, detail: str) -> None:
         self.skipped += 1

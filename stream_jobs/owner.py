@@ -23,7 +23,7 @@ from stream_jobs.errors import BrokenStateLog, Overtaken
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Open, Source
 from stream_jobs.payload import Kept, PayloadCache, metadata_of, payload_of
 from stream_jobs.provenance import provenance
-from stream_jobs.state_log import StateLog
+from stream_jobs.state_log import StateLog, state_record
 from stream_jobs.trajectory import assembled, candidate, offsets_of
 
 PROCESS = "assemble"
@@ -89,7 +89,10 @@ class Owner:
     # -- 1: taking over
 
     async def take_over(self) -> None:
-        """Become the owner: marker, state, payload, what was decided but not done. Raises SourceTruncated, BrokenStateLog, Overtaken."""
+        """Become the owner: marker, state, payload, what was decided but not done.
+
+        Raises SourceTruncated, UnreadableStateLog, BrokenStateLog, Overtaken.
+        """
         begun = time.monotonic()
         shared, ids = self._shared, self._situation.topic_ids
         marker = AssemblyMarker(
@@ -117,9 +120,8 @@ class Owner:
         """The state log from its start to the own marker (blocking)."""
         topic = self._shared.topics.assembly
         low, _ = self._situation.watermarks[topic]
-        codec = self._shared.decoder.codec
         for record in self._shared.cluster.read_range(topic, self.partition, low, self._epoch):
-            self._log.read(record.offset, codec.decode(record.value), len(record.value or b""))
+            self._log.read(record.offset, state_record(self._shared.decoder, record), len(record.value or b""))
 
     def _check_position(self, source: Source) -> None:
         """A position is of one topic id: another id is a new position; the same id must still have it."""
@@ -232,9 +234,8 @@ class Owner:
 
     def _all_fenced(self, first: int, last: int) -> bool:
         """Whether the state log has only records of lower epochs there (blocking)."""
-        codec = self._shared.decoder.codec
         records = self._shared.cluster.read_range(self._shared.topics.assembly, self.partition, first, last)
-        found = [codec.decode(r.value) for r in records]
+        found = [state_record(self._shared.decoder, r) for r in records]
         return all(isinstance(r, AssemblyDelta | AssemblySnapshot) and r.epoch < self._epoch for r in found)
 
     # -- 4: outputs

@@ -12,9 +12,12 @@ from collections.abc import Iterable
 import cramjam
 import orjson
 
+from runtime.kafka import Record
+from runtime.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs.assembly import Assembly
-from stream_jobs.errors import BrokenStateLog
+from stream_jobs.errors import BrokenStateLog, UnreadableStateLog
 from stream_jobs.index import Entry
 
 PIECE_BYTES = 900_000
@@ -77,6 +80,24 @@ class StateLog:
             self.seq = piece.seq
             self.known = True
             self.bytes_since_snapshot, self.snapshot_bytes, self._pieces = 0, len(packed), []
+
+
+StateRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
+
+
+def state_record(decoder: Decoder, record: Record) -> StateRecord:
+    """What a record of the state log says. Raises UnreadableStateLog: only assemble writes there, so poison is a broken invariant."""
+    try:
+        event = decoder.decode(record.value)
+        if isinstance(event, StateRecord):
+            return event
+        what = f"a {type(event).__name__} does not belong there"
+    except (Undecodable, UnknownSchema) as e:
+        what = str(e)
+    raise UnreadableStateLog(
+        f"state log {record.topic}-{record.partition}, offset {record.offset}: {what}; only assemble may write there; "
+        "run clawstream doctor"
+    )
 
 
 def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> AssemblyDelta:
