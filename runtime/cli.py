@@ -7,12 +7,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from runtime.kafka import Cluster
     from schemas.settings import Settings
+
+PATIENCE_S = 5.0
+"""How long a command that a person waits for looks for Kafka."""
+POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
+"""Modules that list what their processes have stored, for `doctor`."""
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
@@ -60,17 +67,30 @@ def _plain_errors() -> Iterator[None]:
         _fail(str(e))
 
 
-def _run(target: str, config: Path | None, words: list[str] | None) -> None:
-    """Call `module:function` with the settings. By name, so that no process imports another."""
-    settings = _settings(config, words)
-    module, _, function = target.partition(":")
+def _cluster(settings: Settings) -> Cluster:
+    """The cluster of the settings, which answers. Raises Unavailable soon when it does not."""
+    from runtime.records import cluster_of
+
+    cluster = cluster_of(settings)
+    cluster.ask(PATIENCE_S)
+    return cluster
+
+
+def _load(module: str) -> ModuleType:
+    """A module of a process, by name, so that no process imports another. Ends with what to install when a library is missing."""
     try:
-        loaded = importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is not None and e.name.partition(".")[0] == module.partition(".")[0]:
             raise
         _fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
-    getattr(loaded, function)(settings)
+
+
+def _run(target: str, config: Path | None, words: list[str] | None) -> None:
+    """Call `module:function` with the settings."""
+    settings = _settings(config, words)
+    module, _, function = target.partition(":")
+    getattr(_load(module), function)(settings)
 
 
 @app.command()
@@ -133,10 +153,37 @@ def lag(words: Words = None, config: Config = None) -> None:
     settings = _settings(config, words)
     from runtime.lag import format_lag
     from runtime.lag import lag as group_lag
-    from runtime.records import cluster_of
 
     with _plain_errors():
-        typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
+        typer.echo(format_lag(group_lag(_cluster(settings), settings)))
+
+
+@app.command()
+def doctor(
+    words: Words = None,
+    config: Config = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for every partition, those that fit too.")] = False,
+) -> None:
+    """Hold every stored position against today's topics; exit code 1 when one does not fit."""
+    settings = _settings(config, words)
+    from runtime.doctor import SERIOUS, examine, format_diagnoses
+
+    with _plain_errors():
+        cluster = _cluster(settings)
+        found = []
+        for name in POSITIONS:
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError as e:
+                if e.name is not None and e.name.partition(".")[0] == name.partition(".")[0]:
+                    raise
+                typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
+            else:
+                found += module.positions(settings, cluster)
+        diagnoses = examine(cluster, found)
+    typer.echo(format_diagnoses(diagnoses, every))
+    if any(d.verdict in SERIOUS for d in diagnoses):
+        raise SystemExit(1)
 
 
 @app.command()
@@ -144,14 +191,16 @@ def sql(
     query: Annotated[str, typer.Argument(help="DuckDB SQL over the tables of the lake.")],
     words: Words = None,
     config: Config = None,
-    output: Annotated[str, typer.Option("--format", "-f", help="table, json or csv.")] = "table",
+    output: Annotated[
+        Literal["table", "json", "csv"], typer.Option("--format", "-f", help="How to print it.")
+    ] = "table",
 ) -> None:
     """Ask the lake."""
     settings = _settings(config, words)
-    module = importlib.import_module("stream_jobs.sql")
+    module = _load("stream_jobs.sql")
     try:
         typer.echo(module.run_sql(settings, query, output))
-    except module.SqlError as e:
+    except module.LakeError as e:
         _fail(str(e))
 
 
@@ -159,10 +208,10 @@ def sql(
 def topics_create(words: Words = None, config: Config = None) -> None:
     """Make every topic that is not there yet, and announce the schemas."""
     settings = _settings(config, words)
-    from runtime.records import cluster_of, create_topics
+    from runtime.records import create_topics
 
     with _plain_errors():
-        made = create_topics(cluster_of(settings), settings)
+        made = create_topics(_cluster(settings), settings)
     typer.echo("\n".join(f"made {name}" for name in made) or "all topics are there")
 
 
@@ -170,10 +219,8 @@ def topics_create(words: Words = None, config: Config = None) -> None:
 def topics_list(words: Words = None, config: Config = None) -> None:
     """Topics with their ids, partitions and offsets."""
     settings = _settings(config, words)
-    from runtime.records import cluster_of
-
     with _plain_errors():
-        cluster = cluster_of(settings)
+        cluster = _cluster(settings)
         mine = sorted(t for t in cluster.topics() if t.startswith(settings.kafka.topic_prefix + "."))
         ids = cluster.topic_ids(mine)
         for name in mine:

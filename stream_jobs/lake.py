@@ -27,17 +27,18 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.fs as pafs
 from deltalake import CommitProperties, DeltaTable, Transaction, WriterProperties, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from runtime.kafka import Fenced, SourceTruncated, Unavailable
+from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
 from runtime.lifecycle import run_sync
 from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.settings import Settings
 from stream_jobs.errors import StreamJobError
 from stream_jobs.lake_feed import Feed
+from stream_jobs.lake_log import app_id, filesystem, table_uri
+from stream_jobs.lake_positions import made_anew, positions
 from stream_jobs.lake_tables import Row, Table, catalog
 from stream_jobs.lake_window import Positions, Source, Window, fresh
 
@@ -70,11 +71,6 @@ class LakeTaken(Fenced):
 # -- tables as they lie
 
 
-def table_uri(uri: str, name: str) -> str:
-    """Where a table of the lake lies."""
-    return f"{uri.rstrip('/')}/{name}"
-
-
 def open_table(uri: str, name: str, storage_options: Mapping[str, str], version: int | None = None) -> DeltaTable:
     """The table at its newest or a given version. Raises LakeMissing."""
     where = table_uri(uri, name)
@@ -94,30 +90,7 @@ def dataset(table: DeltaTable, storage_options: Mapping[str, str]) -> Any:
     Never otherwise: deltalake's own is Python code, which read-ahead threads call while the interpreter ends; a scan that stops
     early then crashes at exit.
     """
-    return table.to_pyarrow_dataset(filesystem=_filesystem(table.table_uri, storage_options))
-
-
-def _filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
-    scheme, sep, rest = uri.partition("://")
-    if not sep or scheme == "file":
-        return pafs.SubTreeFileSystem(str(Path(rest if sep else uri).absolute()), pafs.LocalFileSystem())
-    if scheme in ("s3", "s3a"):
-        options = {k.upper().removeprefix("AWS_"): v for k, v in storage_options.items()}
-        named = {
-            "access_key": options.get("ACCESS_KEY_ID"),
-            "secret_key": options.get("SECRET_ACCESS_KEY"),
-            "session_token": options.get("SESSION_TOKEN"),
-            "region": options.get("REGION"),
-            "endpoint_override": options.get("ENDPOINT_URL") or options.get("ENDPOINT"),
-        }
-        return pafs.SubTreeFileSystem(rest, pafs.S3FileSystem(**{k: v for k, v in named.items() if v}))
-    filesystem, path = pafs.FileSystem.from_uri(uri)
-    return pafs.SubTreeFileSystem(path, filesystem)
-
-
-def app_id(table: str, source: Source) -> str:
-    """Name under which a table's commits say how far a partition is."""
-    return f"{table}:{source[0]}:{source[1]}"
+    return table.to_pyarrow_dataset(filesystem=filesystem(table.table_uri, storage_options))
 
 
 # -- writing
@@ -331,6 +304,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
     """Follow all topics until `stop`; begin again, with new positions, whenever one of them was made anew."""
     cluster = cluster_of(settings)
     create_topics(cluster, settings)
+    _tell_of_new_topics(cluster, settings)
     lake = Lake(settings.lake_uri, settings.lake.storage_options, settings.lake.dedupe_window)
     lake.claim()
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
@@ -340,6 +314,17 @@ def write(settings: Settings, stop: threading.Event) -> None:
             _follow(lake, feed, settings.lake.flush_interval_s, stop)
         finally:
             feed.close()
+
+
+def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
+    """A wiped broker must not look like a quiet one."""
+    stored = positions(settings, cluster)
+    ids = cluster.topic_ids(sorted({p.topic for p in stored if not p.topic.endswith("*")}))
+    for topic, former in made_anew(stored, ids):
+        logger().warning(
+            "topic_made_anew", topic=topic, topic_id=ids[topic], stored_topic_ids=former,
+            action="read from its start; the rows of the old one stay",
+        )  # fmt: skip
 
 
 def _follow(lake: Lake, feed: Feed, interval_s: float, stop: threading.Event) -> None:

@@ -76,6 +76,16 @@ class Cluster:
             threading.Event().wait(0.02)
         raise Unavailable(f"topic {name} was made, but is not in the metadata after 6 s")
 
+    def ask(self, timeout_s: float) -> None:
+        """Raises Unavailable, with what to do, when no broker answers in time. For commands that a person waits for."""
+        try:
+            self.admin.list_topics(timeout=timeout_s)
+        except KafkaException as e:
+            raise Unavailable(
+                f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one with `clawstream up` or "
+                "`clawstream broker start`, or set kafka.bootstrap_servers"
+            ) from e
+
     def topics(self, name: str | None = None) -> dict[str, int]:
         """Topic to number of partitions; of one topic (absent when it does not exist) or of all."""
         try:
@@ -137,9 +147,22 @@ class Cluster:
 
     # -- offsets
 
-    def watermarks(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
-        """Partition to (first offset that is there, one past the last, control records included)."""
-        consumer = Consumer({**self._options, "group.id": "clawstream-offsets", "enable.auto.commit": False})
+    def watermarks(
+        self, topic: str, partitions: Iterable[int] | None = None, isolation: str = "read_committed"
+    ) -> dict[int, tuple[int, int]]:
+        """Partition to (first offset that is there, one past the last, control records included).
+
+        The end is what readers see: the first record of a transaction that is still open, whoever's it is. With read_uncommitted it
+        is that of the log.
+        """
+        consumer = Consumer(
+            {
+                **self._options,
+                "group.id": "clawstream-offsets",
+                "enable.auto.commit": False,
+                "isolation.level": isolation,
+            }
+        )
         try:
             wanted = range(self.topics(topic).get(topic, 0)) if partitions is None else partitions
             return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=READ_TIMEOUT_S) for p in wanted}
@@ -189,9 +212,16 @@ class Cluster:
         finally:
             reader.close()
 
-    def read_all(self, topic: str, partition: int = 0, first: int | None = None) -> Iterator[Record]:
-        """Every committed record from `first` (default: the first there is) to the end the partition has now."""
-        low, high = self.watermarks(topic, [partition])[partition]
+    def read_all(
+        self, topic: str, partition: int = 0, first: int | None = None, await_open: bool = False
+    ) -> Iterator[Record]:
+        """Every committed record from `first` (default: the first there is) to the end the partition has now.
+
+        await_open: also what is committed behind another producer's open transaction, which hides it until that one ends. Raises
+        Unavailable when it is still open after 30 s.
+        """
+        isolation = "read_uncommitted" if await_open else "read_committed"
+        low, high = self.watermarks(topic, [partition], isolation)[partition]
         start = low if first is None else first
         if start >= high:
             return

@@ -1,0 +1,138 @@
+"""`clawstream doctor`: every position that a process has stored, held against today's topics. Reads only.
+
+A position is of one topic id. Each package lists its own (`positions(settings, cluster)`); what they mean is judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from runtime.kafka import Cluster
+
+Verdict = Literal["ok", "topic made anew", "topic is gone", "beyond the end", "before the start", "unreadable"]
+SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadable")
+"""With these the process stops (exit code 79) until someone decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPosition:
+    """Where a process goes on reading.
+
+    what: process and place of the position, e.g. `lake table steps`. topic: its name; ends in `*` when only the id is known.
+    topic_id: the one stored; None: Kafka itself keeps this position and forgets it with the topic. offset: the next one to read.
+    flaw: why the position can't be read; then the other values say where that was found.
+    """
+
+    what: str
+    topic: str
+    topic_id: str | None
+    partition: int
+    offset: int
+    flaw: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A position and what it meets today. topic_id: today's, None when there is no such topic. low, high: its start and end."""
+
+    position: StoredPosition
+    topic_id: str | None
+    low: int | None
+    high: int | None
+    verdict: Verdict
+
+    @property
+    def to_do(self) -> str:
+        """What to do about it, in a sentence."""
+        what, topic = self.position.what, self.position.topic
+        match self.verdict:
+            case "ok":
+                return "nothing"
+            case "topic made anew":
+                return f"nothing: {what} reads the new topic from its start; what it took from the old one stays"
+            case "topic is gone":
+                return f"nothing, if it was deleted on purpose: the next start makes {topic} anew"
+            case "beyond the end":
+                return (
+                    f"the log has lost what {what} has read: restore the newer data of {topic}; or give it up: stop everything "
+                    f"and delete {topic}, then it is made anew under another id"
+                )
+            case "before the start":
+                return (
+                    f"records that {what} has not read were deleted: restore them; or give them up: stop everything and delete "
+                    f"{topic}, then it is made anew under another id"
+                )
+            case "unreadable":
+                return f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
+
+
+def judged(
+    position: StoredPosition, topic_ids: Mapping[str, str], ends: Mapping[tuple[str, int], tuple[int, int]]
+) -> Diagnosis:
+    """Hold a position against today's topics. topic_ids: by name; ends: (topic, partition) to (first, next) offset. Pure."""
+    today = topic_ids.get(position.topic)
+    low, high = ends.get((position.topic, position.partition), (None, None))
+    verdict: Verdict
+    if position.flaw is not None:
+        verdict = "unreadable"
+    elif today is None and not position.topic.endswith("*"):
+        verdict = "topic is gone"
+    elif today is None or position.topic_id not in (None, today):
+        verdict = "topic made anew"
+    elif high is None or position.offset > high:
+        verdict = "beyond the end"
+    elif low is not None and position.offset < low:
+        verdict = "before the start"
+    else:
+        verdict = "ok"
+    return Diagnosis(position, today, low, high, verdict)
+
+
+def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagnosis]:
+    """Every position held against the cluster, in the order given."""
+    topics = sorted({p.topic for p in positions if not p.topic.endswith("*")})
+    topic_ids = cluster.topic_ids(topics)
+    ends = {(t, p): pair for t in topic_ids for p, pair in cluster.watermarks(t).items()}
+    return [judged(p, topic_ids, ends) for p in positions]
+
+
+def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
+    """A table for the terminal, and what to do below it. Partitions that agree share a line unless `every`."""
+    head = ("WHAT", "TOPIC", "TOPIC ID", "TODAY", "PARTITION", "POSITION", "LOG", "VERDICT")
+    lines = [head, *(line for group in _groups(diagnoses, every) for line in [_line(group)])]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
+    if not diagnoses:
+        return "no process has stored a position yet"
+    return "\n".join([*table, "", *(advice or ["every position fits its topic"])])
+
+
+def _groups(diagnoses: Iterable[Diagnosis], every: bool) -> Iterable[list[Diagnosis]]:
+    """Neighbours of one process, topic, id and verdict; a serious one stands alone."""
+
+    def key(numbered: tuple[int, Diagnosis]) -> object:
+        number, d = numbered
+        alone = every or d.verdict in SERIOUS
+        return (d.position.what, d.position.topic, d.position.topic_id, d.verdict, number if alone else None)
+
+    return ([d for _, d in group] for _, group in groupby(enumerate(diagnoses), key))
+
+
+def _line(group: Sequence[Diagnosis]) -> tuple[str, ...]:
+    first, count = group[0], len(group)
+    p = first.position
+    log = "-" if first.high is None else f"{first.low}..{first.high}"
+    return (
+        p.what,
+        p.topic,
+        p.topic_id or "-",
+        "same" if p.topic_id == first.topic_id else first.topic_id or "-",
+        str(p.partition) if count == 1 else f"{count} partitions",
+        str(p.offset) if count == 1 else str(sum(d.position.offset for d in group)),
+        log if count == 1 else f"..{sum(d.high or 0 for d in group)}",
+        first.verdict,
+    )

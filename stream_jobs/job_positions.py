@@ -1,0 +1,80 @@
+"""The stored positions of assemble, the reward job and admission, for `clawstream doctor`. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.doctor import StoredPosition
+from runtime.kafka import Cluster
+from runtime.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import PolicyApplied, ReadyBatch, Refused
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.errors import BrokenStateLog, UnreadableStateLog
+from stream_jobs.state_log import StateLog, state_record
+
+
+def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
+    """What the state log, the reward job's group and every journal say."""
+    decoder = Decoder(cluster, settings.kafka.topics.schemas)
+    return [*_assemble(settings, cluster, decoder), *_reward(settings, cluster), *_admit(settings, cluster, decoder)]
+
+
+def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
+    """What each partition of the state log has applied of its inputs."""
+    topics = settings.kafka.topics
+    for partition in range(cluster.topics(topics.assembly).get(topics.assembly, 0)):
+        log = StateLog()
+        flaw, at = None, 0
+        for record in cluster.read_all(topics.assembly, partition):
+            at = record.offset
+            try:
+                log.read(at, state_record(decoder, record), len(record.value or b""))
+            except (UnreadableStateLog, BrokenStateLog) as e:
+                flaw = str(e)
+                break
+        if flaw is not None:
+            yield StoredPosition("assemble, state log", topics.assembly, None, partition, at, flaw)
+        elif log.known:
+            for topic, topic_id, applied in zip(
+                (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True
+            ):
+                yield StoredPosition("assemble", topic, topic_id, partition, applied + 1)
+
+
+def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
+    """The one process whose position is what its group has committed."""
+    for (topic, partition), offset in sorted(cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()):
+        yield StoredPosition("reward", topic, None, partition, offset)
+
+
+def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
+    """Of every run and channel that has a journal: the lowest undecided candidate, and the last one its decisions have seen."""
+    topics, there = settings.kafka.topics, cluster.topics()
+    for journal in sorted(there):
+        named = topics.parse_ready_batches(journal)
+        if named is None or topics.candidates not in there:
+            continue
+        topic_id: str | None = None
+        undecided: int | None = None
+        seen = 0
+        for record in cluster.read_all(journal):
+            try:
+                event = decoder.decode(record.value)
+            except (Undecodable, UnknownSchema):
+                continue  # admission passes it over as well
+            if not isinstance(event, ReadyBatch | Refused | PolicyApplied):
+                continue
+            if event.input_topic_id != topic_id:
+                topic_id, undecided, seen = event.input_topic_id, None, 0
+            if isinstance(event, PolicyApplied):
+                seen = max(seen, event.from_offset)
+            else:
+                undecided, seen = event.input_from, max(seen, event.input_to)
+        if topic_id is not None:
+            partition = partition_of(named[0].encode(), there[topics.candidates])
+            what = f"admit {named[0]} {named[1]}"
+            if undecided is not None:
+                yield StoredPosition(f"{what}, undecided from", topics.candidates, topic_id, partition, undecided)
+            yield StoredPosition(f"{what}, decided to", topics.candidates, topic_id, partition, seen)

@@ -1,0 +1,76 @@
+"""Where the lake's tables lie, and what their Delta logs say of positions. Needs no Delta library.
+
+Format: https://github.com/delta-io/delta/blob/master/PROTOCOL.md, "Delta Log Entries", "Checkpoints", "Transaction Identifiers".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from stream_jobs.lake_window import Source
+
+_CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
+
+
+def table_uri(uri: str, name: str) -> str:
+    """Where a table of the lake lies."""
+    return f"{uri.rstrip('/')}/{name}"
+
+
+def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
+    """A native file system whose root is `uri`. storage_options: as the Delta library takes them."""
+    scheme, sep, rest = uri.partition("://")
+    if not sep or scheme == "file":
+        return pafs.SubTreeFileSystem(str(Path(rest if sep else uri).absolute()), pafs.LocalFileSystem())
+    if scheme in ("s3", "s3a"):
+        options = {k.upper().removeprefix("AWS_"): v for k, v in storage_options.items()}
+        named = {
+            "access_key": options.get("ACCESS_KEY_ID"),
+            "secret_key": options.get("SECRET_ACCESS_KEY"),
+            "session_token": options.get("SESSION_TOKEN"),
+            "region": options.get("REGION"),
+            "endpoint_override": options.get("ENDPOINT_URL") or options.get("ENDPOINT"),
+        }
+        return pafs.SubTreeFileSystem(rest, pafs.S3FileSystem(**{k: v for k, v in named.items() if v}))
+    remote, path = pafs.FileSystem.from_uri(uri)
+    return pafs.SubTreeFileSystem(path, remote)
+
+
+def app_id(table: str, source: Source) -> str:
+    """Name under which a table's commits say how far a partition is."""
+    return f"{table}:{source[0]}:{source[1]}"
+
+
+def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[Source, int]:
+    """Every position that the table has ever stored, of topics that are no more too; empty when there is no table."""
+    found = {}
+    for name, version in _transactions(filesystem(table_uri(uri, table), storage_options)):
+        parts = name.split(":")
+        if len(parts) == 3 and parts[0] == table and parts[2].isdecimal():
+            found[parts[1], int(parts[2])] = version
+    return found
+
+
+def _transactions(log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
+    """(app id, version) of all `txn` actions in log order, those before the newest checkpoint as the checkpoint sums them up."""
+    listed = log.get_file_info(pafs.FileSelector("_delta_log", allow_not_found=True))
+    names = sorted(f.base_name for f in listed if f.is_file)
+    numbered = {int(n.partition(".")[0]): n for n in names if n.partition(".")[0].isdecimal() and n.endswith(_COMMIT)}
+    checkpoints = [n for n in names if n.endswith(_CHECKPOINT) and n.removesuffix(_CHECKPOINT).isdecimal()]
+    start = -1
+    if checkpoints:
+        start = int(checkpoints[-1].removesuffix(_CHECKPOINT))
+        with log.open_input_file(f"_delta_log/{checkpoints[-1]}") as file:
+            for txn in pq.read_table(file, columns=["txn"]).column("txn").drop_null().to_pylist():
+                yield txn["appId"], txn["version"]
+    for number, name in sorted(numbered.items()):
+        if number > start:
+            with log.open_input_stream(f"_delta_log/{name}") as stream:
+                for line in stream.read().splitlines():
+                    if (txn := json.loads(line).get("txn")) is not None:
+                        yield txn["appId"], txn["version"]

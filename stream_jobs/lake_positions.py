@@ -1,0 +1,44 @@
+"""The lake's stored positions, for `clawstream doctor` and for the writer's start: the marks in the tables' Delta logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from runtime.doctor import StoredPosition
+from runtime.kafka import Cluster
+from schemas.settings import Settings
+from schemas.topics import Topics
+from stream_jobs.lake_log import marks_in
+from stream_jobs.lake_tables import catalog, tables_of
+
+
+def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
+    """How far each table is in each partition it was ever fed from."""
+    topics = settings.kafka.topics
+    there = [t for t in cluster.topics() if tables_of(topics, t)]
+    names = {topic_id: topic for topic, topic_id in cluster.topic_ids(there).items()}
+    found = []
+    for table in catalog():
+        for (topic_id, partition), mark in sorted(
+            marks_in(settings.lake_uri, table, settings.lake.storage_options).items()
+        ):
+            topic = names.get(topic_id) or _former(topics, table)
+            found.append(StoredPosition(f"lake table {table}", topic, topic_id, partition, mark))
+    return found
+
+
+def _former(topics: Topics, table: str) -> str:
+    """Name of a topic of which the lake knows only the id: what feeds the table, with `*` when that is not one topic."""
+    fixed = [spec.name for spec in topics.specs(1, -1) if table in tables_of(topics, spec.name)]
+    batches = table in tables_of(topics, topics.ready_batches("any", "train"))
+    if len(fixed) == 1 and not batches:
+        return fixed[0]
+    return f"{topics.prefix}.*" if fixed else f"{topics.ready_batches_prefix}*"
+
+
+def made_anew(stored: Iterable[StoredPosition], topic_ids: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Topics of which the lake has positions, but none of today's topic of that name; with the ids it knows."""
+    known: dict[str, set[str]] = {}
+    for p in stored:
+        known.setdefault(p.topic, set()).add(p.topic_id or "")
+    return ((t, sorted(ids)) for t, ids in sorted(known.items()) if t in topic_ids and topic_ids[t] not in ids)
