@@ -17,6 +17,9 @@ from runtime.kafka.errors import Unavailable, translated
 from runtime.kafka.record import Ack
 
 FLUSH_TIMEOUT_S = 30.0
+TRANSACTION_TIMEOUT_MS = 60_000
+"""Longer than any wait of ours for a transaction to end. The broker gives up one that lasts longer, and then says "fenced" to its owner, which
+would stay down although nobody took over."""
 
 
 class Producer:
@@ -38,7 +41,11 @@ class Producer:
             **overrides,
         }
         if transactional_id is not None:
-            config |= {"transactional.id": transactional_id, "transaction.timeout.ms": 10_000, "retry.backoff.ms": 5}
+            config |= {
+                "transactional.id": transactional_id,
+                "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "retry.backoff.ms": 5,
+            }
         self._producer = _Producer(config)
         self._done: deque[tuple[asyncio.Future[Ack], Any, Any]] = deque()
         self._wake_pending = False
