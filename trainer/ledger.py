@@ -88,10 +88,14 @@ class _GivenUp(Exception):
 def read_versions(
     cluster: Cluster, decoder: Decoder, topic: str, run_id: str
 ) -> tuple[list[WeightVersion], set[Version]]:
-    """The run's versions in log order, and all its ids: an id counts as taken even if its record can't be read."""
+    """The run's versions in log order, and all its ids: an id counts as taken even if its record can't be read.
+
+    The log is shared by all runs: a version of this one may lie behind another trainer's open transaction. Not to see it would mean
+    to train its batches again, under its id, and to delete its files.
+    """
     versions: list[WeightVersion] = []
     taken: set[Version] = set()
-    for record in cluster.read_all(topic):
+    for record in cluster.read_all(topic, await_open=True):
         key = parse_version((record.key or b"").decode(errors="replace"))
         if key is not None and key.run_id == run_id:
             taken.add(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,24 @@ def test_newer_transactional_producer_fences_the_older(cluster: Cluster, setting
     with new.transaction():
         new.put(topic, b"a", b"3")
     assert [r.value for r in cluster.read_all(topic)] == [b"1", b"3"]
+
+
+def test_what_lies_behind_anothers_open_transaction_is_waited_for(cluster: Cluster, settings: Settings) -> None:
+    """All runs share the weights log: the dead trainer of one must not hide the newest version of another one."""
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    other, mine = cluster.producer(f"{topic}-other"), cluster.producer(f"{topic}-mine")
+    with ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            other.put(topic, b"other", b"1")
+            other.flush()
+            with mine.transaction():
+                mine.put(topic, b"mine", b"2")
+            assert list(cluster.read_all(topic)) == []
+            found = pool.submit(lambda: [r.value for r in cluster.read_all(topic, await_open=True)])
+            with pytest.raises(TimeoutError):
+                found.result(1.0)
+        assert found.result(30.0) == [b"1", b"2"]
 
 
 def test_reader_position_gets_past_control_records(cluster: Cluster, settings: Settings) -> None:
