@@ -36,18 +36,29 @@ def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpe
             spec.name, spec.partitions, spec.config, kafka.replication_factor, kafka.min_insync_replicas
         ):
             made.append(spec.name)
-    if topics.schemas in made:
-        publish_schemas(cluster, topics.schemas)
+    publish_schemas(cluster, topics.schemas)
     return made
 
 
 def publish_schemas(cluster: Cluster, topic: str) -> None:
-    """Put the current schemas on the schemas topic, where older readers find them. Compacted: repeating does no harm."""
-    codec, producer = Codec(), cluster.producer()
-    for record in codec.published(now_micros()):
-        producer.put(topic, record.fingerprint.encode(), codec.encode(record))
-    producer.flush()
-    producer.close()
+    """Put those current schemas on the schemas topic that are not there, where older readers find them.
+
+    Every process does so before it writes, whoever made the topic: that one may have been killed, or be an older release.
+    """
+    codec, there = Codec(), set[bytes | None]()
+    for record in cluster.read_all(topic):
+        try:
+            codec.decode(record.value)
+            there.add(record.key)
+        except (Undecodable, UnknownSchema):
+            there.discard(record.key)  # taken back, or no schema at all
+    missing = [s for s in codec.published(now_micros()) if s.fingerprint.encode() not in there]
+    if missing:
+        producer = cluster.producer()
+        for schema in missing:
+            producer.put(topic, schema.fingerprint.encode(), codec.encode(schema))
+        producer.flush()
+        producer.close()
 
 
 class Decoder:

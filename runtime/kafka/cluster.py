@@ -62,9 +62,10 @@ class Cluster:
         try:
             self.admin.create_topics([new], operation_timeout=READ_TIMEOUT_S)[name].result()
         except KafkaException as e:
-            if e.args[0].code() == Code.TOPIC_ALREADY_EXISTS:
-                return False
-            raise translated(e) from e
+            if e.args[0].code() != Code.TOPIC_ALREADY_EXISTS:
+                raise translated(e) from e
+            self._wait_until_made(name)  # another process is just making it
+            return False
         self._wait_until_made(name)
         return True
 
