@@ -96,7 +96,7 @@ class WorkerFeed:
                 raise Undecodable(f"a {type(status).__name__} is no WorkerStatus")
         except (Undecodable, UnknownSchema) as error:
             letter = dead_letter(record, topic_id, "gateway", reason_of(error), str(error))
-            message = Message(self._topics.dead_letters, record.key or b"", self._codec.encode(letter))
+            message = Message(self._topics.dead_letters, letter.key or b"", self._codec.encode(letter))
             self._on_loop(lambda: self._bury(message))
             return
         self._on_loop(lambda: self._table.hear(status.worker_id, status, self._uptime_s()))

@@ -11,9 +11,12 @@ from schemas.codec import Codec, Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import DeadLetter, SchemaPublished
 from schemas.settings import Settings
-from schemas.topics import TopicSpec
+from schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
 
 REFRESH_INTERVAL_S = 5.0
+DETAIL_CHARS = 8000
+LETTER_BYTES = MAX_MESSAGE_BYTES - 65536
+"""Room for the original value and, twice, its key."""
 
 
 def now_micros() -> int:
@@ -105,18 +108,28 @@ class Decoder:
 
 
 def dead_letter(record: Record, topic_id: str, process: str, reason: str, detail: str) -> DeadLetter:
-    """The dead letter of a record: all that is needed to repair and replay it."""
+    """The dead letter of a record: all that is needed to repair and replay it. To be sent under its own key.
+
+    What would not fit into a record beside the rest stays where it lies: the place and the detail say so.
+    """
+    key, value, detail = record.key, record.value, detail[:DETAIL_CHARS]
+    if key is not None and 2 * len(key) > LETTER_BYTES:
+        detail = f"{detail} (a key of {len(key)} bytes is left at its place)"
+        key = None
+    if value is not None and len(value) + 2 * len(key or b"") > LETTER_BYTES:
+        detail = f"{detail} ({len(value)} bytes are left at their place)"
+        value = None
     return DeadLetter(
         topic=record.topic,
         topic_id=topic_id,
         partition=record.partition,
         offset=record.offset,
-        key=record.key,
-        value=record.value,
+        key=key,
+        value=value,
         timestamp_ms=record.timestamp_ms,
         process=process,
         reason=reason,
-        detail=detail[:8000],
+        detail=detail,
         created_at=now_micros(),
     )
 

@@ -141,7 +141,7 @@ class Feed:
     def _bury(self, record: Record, reason: str, detail: str) -> None:
         """At least once: after a crash the same record may be buried again; the lake keeps one row of it."""
         letter = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
-        self._producer.put(self._topics.dead_letters, record.key, self._decoder.codec.encode(letter))
+        self._producer.put(self._topics.dead_letters, letter.key, self._decoder.codec.encode(letter))
         self._producer.flush()
         logger().warning(
             "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason,

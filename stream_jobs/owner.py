@@ -15,7 +15,7 @@ from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot, SessionEvent, Step, StepMark, Tick
 from schemas.ids import stable_id
-from schemas.topics import CANDIDATE_PARTITIONS, MAX_MESSAGE_BYTES, Topics
+from schemas.topics import CANDIDATE_PARTITIONS, Topics
 from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Bad, Fold, Limits
@@ -315,12 +315,8 @@ class Owner:
             if record is None:
                 record = Record(topic, self.partition, burial.offset, 0, None, None, {})
             letter = dead_letter(record, self._situation.topic_ids[topic], PROCESS, burial.reason, burial.detail)
-            if record.value is not None and len(record.value) > MAX_MESSAGE_BYTES - 65536:
-                letter = replace(
-                    letter, value=None, detail=f"{burial.detail} ({len(record.value)} bytes are left at their place)"
-                )
             # Not the clock: a dead letter that is sent again has the same bytes.
-            out.append((record.key, self._encode(replace(letter, created_at=record.timestamp_ms * 1000))))
+            out.append((letter.key, self._encode(replace(letter, created_at=record.timestamp_ms * 1000))))
             logger().warning(
                 "dead_letter", topic=topic, partition=self.partition, offset=burial.offset, reason=burial.reason
             )

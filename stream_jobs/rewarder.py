@@ -108,7 +108,7 @@ class Rewarder:
         acks = [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in rewards]
         for record, reason, detail in buried:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
-            acks.append(send(self._topics.dead_letters, record.key, encode(letter)))
+            acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
             logger().warning(
                 "dead_letter", topic=record.topic, partition=partition, offset=record.offset, reason=reason
             )

@@ -64,7 +64,7 @@ class KafkaLedger:
         """Dead-letter a record. It may be buried again after a restart: the same place each time."""
         letter = dead_letter(record, topic_id, "trainer", reason, detail)
         with self._producer.transaction():
-            self._producer.put(self._topics.dead_letters, record.key, self._codec.encode(letter))
+            self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
         logger().warning("dead_letter", topic=record.topic, offset=record.offset, reason=reason, detail=detail)
 
     def raise_if_fenced(self) -> None:

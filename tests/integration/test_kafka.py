@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.kafka import Cluster, Fenced, SourceTruncated
-from runtime.records import Decoder, create_topics
+from runtime.records import Decoder, create_topics, dead_letter
 from schemas.codec import MAGIC, Codec
 from schemas.errors import UnknownSchema
 from schemas.events import Tick
@@ -29,6 +29,49 @@ def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings)
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
     assert "clawstream.Step" in names and len(names) == 21
+
+
+def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
+    """Whoever made the topic was killed before it announced anything, or was an older release."""
+    topic = settings.kafka.topics.schemas
+    (spec,) = (s for s in settings.kafka.topics.specs(4, -1) if s.name == topic)
+    cluster.create_topic(topic, 1, spec.config)
+    create_topics(cluster, settings)
+    first, codec = list(cluster.read_all(topic)), Codec()
+    assert len({r.key for r in first}) == len(first) == 21
+    create_topics(cluster, settings)
+    assert len(list(cluster.read_all(topic))) == 21, "nothing is said twice"
+    producer = cluster.producer()
+    producer.put(topic, first[0].key, None)
+    producer.put(topic, first[1].key, b"garbage")
+    producer.flush()
+    producer.close()
+    create_topics(cluster, settings)
+    again = list(cluster.read_all(topic))[23:]
+    assert [(r.key, codec.decode(r.value).schema_json) for r in again] == [
+        (r.key, codec.decode(r.value).schema_json) for r in first[:2]
+    ]
+
+
+def test_a_dead_letter_fits_into_a_record_whatever_is_in_it(cluster: Cluster, settings: Settings) -> None:
+    topics, codec, producer = settings.kafka.topics, Codec(), cluster.producer()
+    create_topics(cluster, settings)
+    most = 10 * 1024 * 1024 - 100
+    poison = [(b"k", b"x" * most), (b"k" * most, b"x"), (b"k" * 4_000_000, b"x" * 4_000_000), (b"k", b"x")]
+    for key, value in poison:
+        producer.put(topics.steps, key, value, partition=0)
+    producer.flush()
+    found = list(cluster.read_range(topics.steps, 0, 0, len(poison) - 1))
+    letters = [dead_letter(r, "id", "test", "undecodable", "why " * 5000) for r in found]
+    for letter in letters:
+        producer.put(topics.dead_letters, letter.key, codec.encode(letter))
+    producer.flush()
+    producer.close()
+    assert [(len(d.key or b""), len(d.value or b"")) for d in letters] == [(1, 0), (0, 1), (4_000_000, 0), (1, 1)]
+    assert [d.detail.endswith("at their place)") or d.detail.endswith("at its place)") for d in letters] == [
+        True
+    ] * 3 + [False]
+    assert all(len(d.detail) < 8100 and d.offset == i for i, d in enumerate(letters))
 
 
 def test_send_is_acknowledged_in_order_and_read_back(cluster: Cluster, settings: Settings) -> None:
