@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
@@ -161,10 +162,16 @@ def open_run(
     versions: the run's, in log order. taken: all its ids on the log. locate: a stored position, or None, to where to read.
     Clears away what a killed trainer left unpublished. Raises SettingsError, CheckpointLost, or what `locate` raises.
     """
+
+    def check(info: Mapping[str, Any]) -> None:
+        """A killed trainer has read what it trained. One beyond the log's end: the log has lost it, and the version with it."""
+        locate(Position(**info["position"]))
+
+    published = frozenset(taken)
     taken = {*taken}
     for root in (settings.checkpoint_dir, settings.weights_dir):
-        foreign = sweep(root, settings.run_id, frozenset(taken), ledger.topic_id)
-        taken |= {*foreign}
+        deleted, foreign = sweep(root, settings.run_id, published, ledger.topic_id, check)
+        taken |= {*deleted, *foreign}
         if foreign and not versions:
             logger().warning(
                 "weights_of_another_log",

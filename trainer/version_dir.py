@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,27 +96,36 @@ def versions_in(root: Path, run_id: str) -> dict[Version, Path]:
     return found
 
 
-def sweep(root: Path, run_id: str, published: Collection[Version], weights_topic_id: str) -> list[Version]:
+def sweep(
+    root: Path,
+    run_id: str,
+    published: Collection[Version],
+    weights_topic_id: str,
+    check: Callable[[Mapping[str, Any]], None],
+) -> tuple[list[Version], list[Version]]:
     """Delete what a killed trainer left: unfinished directories, and those whose version never came onto this weights log.
 
-    Directories of another weights log (the broker's data was wiped, say) are kept and returned: their ids are taken.
+    Directories of another weights log (the broker's data was wiped, say) are kept. Returns (deleted, kept): the ids of both are
+    taken. check: called with what clawstream.json says before a directory is deleted; what it raises stops that.
     """
     for tmp in (root / run_id).glob(f"{_TMP}*"):
         shutil.rmtree(tmp)
-    foreign = []
+    deleted, foreign = [], []
     for version, path in versions_in(root, run_id).items():
         if version in published:
             continue
         try:
-            same_log = read_info(path).get("weights_topic_id") == weights_topic_id
+            info = read_info(path)
         except InvalidCheckpoint:
-            same_log = False  # not written by us as it is now: never deleted
-        if same_log:
+            info = {}  # not written by us as it is now: never deleted
+        if info.get("weights_topic_id") == weights_topic_id:
+            check(info)
             logger().info("unpublished_directory_deleted", path=str(path))
             shutil.rmtree(path)
+            deleted.append(version)
         else:
             foreign.append(version)
-    return foreign
+    return deleted, foreign
 
 
 def prune(root: Path, run_id: str, delete: Collection[Version]) -> None:

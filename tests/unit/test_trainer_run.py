@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.model import make_random_model
-from runtime.kafka import Fenced
+from runtime.kafka import Fenced, SourceTruncated
 from schemas.errors import SettingsError
 from schemas.events import (
     BatchGroup,
@@ -214,8 +214,27 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(tmp_path: 
     for root in (s.checkpoint_dir, s.weights_dir):
         assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0"]
     go(run, 1, 1)
-    assert ids(ledger) == ["0.0", "1.0", "2.1"]
+    assert ids(ledger) == ["0.0", "1.0", "2.2"], "an id that was once written to disk is taken"
     assert batches(ledger.published)[-1] == (1, 1)
+
+
+def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_deletes(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """The broker came back from an older copy: the same topics, but neither the newest version nor its batch."""
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 1)
+    ledger.published.pop()
+
+    def truncated(stored: Position | None) -> Position:
+        if stored is not None and stored.next_offset > 2:
+            raise SourceTruncated("source truncated")
+        return locate("topic", stored)
+
+    with pytest.raises(SourceTruncated):
+        open_run(s, ledger, ledger.published, [Version("r", 0, 0), Version("r", 1, 0)], truncated)
+    for root in (s.checkpoint_dir, s.weights_dir):
+        assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0", "2.0"]
 
 
 def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(tmp_path: Path, model_dir: Path) -> None:
