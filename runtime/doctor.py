@@ -21,12 +21,13 @@ SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadabl
 class StoredPosition:
     """Where a process goes on reading.
 
-    what: process and place of the position, e.g. `lake table steps`. topic: its name; ends in `*` when only the id is known.
+    process: who reads. place: where it keeps this, e.g. `table steps`. topic: its name; ends in `*` when only the id is known.
     topic_id: the one stored; None: Kafka itself keeps this position and forgets it with the topic. offset: the next one to read.
     flaw: why the position can't be read; then the other values say where that was found.
     """
 
-    what: str
+    process: str
+    place: str
     topic: str
     topic_id: str | None
     partition: int
@@ -46,25 +47,20 @@ class Diagnosis:
 
     @property
     def to_do(self) -> str:
-        """What to do about it, in a sentence."""
-        what, topic = self.position.what, self.position.topic
+        """What to do about it."""
+        process, topic = self.position.process, self.position.topic
+        anew = f"or give it up: stop everything and delete {topic}, then it is made anew under another id"
         match self.verdict:
             case "ok":
                 return "nothing"
             case "topic made anew":
-                return f"nothing: {what} reads the new topic from its start; what it took from the old one stays"
+                return f"nothing: {process} reads the new {topic} from its start, what it took from the old one stays"
             case "topic is gone":
                 return f"nothing, if it was deleted on purpose: the next start makes {topic} anew"
             case "beyond the end":
-                return (
-                    f"the log has lost what {what} has read: restore the newer data of {topic}; or give it up: stop everything "
-                    f"and delete {topic}, then it is made anew under another id"
-                )
+                return f"{topic} has lost records that {process} has read: restore its newer data, {anew}"
             case "before the start":
-                return (
-                    f"records that {what} has not read were deleted: restore them; or give them up: stop everything and delete "
-                    f"{topic}, then it is made anew under another id"
-                )
+                return f"{topic} has lost records that {process} has not read: restore them, {anew}"
             case "unreadable":
                 return f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
 
@@ -92,17 +88,19 @@ def judged(
 
 
 def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagnosis]:
-    """Every position held against the cluster, in the order given."""
+    """Every position held against the cluster; in the order given, the partitions of one place and topic together."""
     topics = sorted({p.topic for p in positions if not p.topic.endswith("*")})
     topic_ids = cluster.topic_ids(topics)
     ends = {(t, p): pair for t in topic_ids for p, pair in cluster.watermarks(t).items()}
-    return [judged(p, topic_ids, ends) for p in positions]
+    order = {(p.process, p.place): number for number, p in enumerate(reversed(positions))}
+    listed = sorted(positions, key=lambda p: (-order[p.process, p.place], p.topic, p.topic_id or "", p.partition))
+    return [judged(p, topic_ids, ends) for p in listed]
 
 
 def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
     """A table for the terminal, and what to do below it. Partitions that agree share a line unless `every`."""
-    head = ("WHAT", "TOPIC", "TOPIC ID", "TODAY", "PARTITION", "POSITION", "LOG", "VERDICT")
-    lines = [head, *(line for group in _groups(diagnoses, every) for line in [_line(group)])]
+    head = ("PROCESS", "KEPT IN", "TOPIC", "TOPIC ID", "TODAY", "PARTITION", "POSITION", "LOG", "VERDICT")
+    lines = [head, *map(_line, _groups(diagnoses, every))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
@@ -117,7 +115,8 @@ def _groups(diagnoses: Iterable[Diagnosis], every: bool) -> Iterable[list[Diagno
     def key(numbered: tuple[int, Diagnosis]) -> object:
         number, d = numbered
         alone = every or d.verdict in SERIOUS
-        return (d.position.what, d.position.topic, d.position.topic_id, d.verdict, number if alone else None)
+        p = d.position
+        return (p.process, p.place, p.topic, p.topic_id, d.verdict, number if alone else None)
 
     return ([d for _, d in group] for _, group in groupby(enumerate(diagnoses), key))
 
@@ -127,7 +126,8 @@ def _line(group: Sequence[Diagnosis]) -> tuple[str, ...]:
     p = first.position
     log = "-" if first.high is None else f"{first.low}..{first.high}"
     return (
-        p.what,
+        p.process,
+        p.place,
         p.topic,
         p.topic_id or "-",
         "same" if p.topic_id == first.topic_id else first.topic_id or "-",

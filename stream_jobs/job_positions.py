@@ -35,18 +35,18 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
                 flaw = str(e)
                 break
         if flaw is not None:
-            yield StoredPosition("assemble, state log", topics.assembly, None, partition, at, flaw)
+            yield StoredPosition("assemble", "state log", topics.assembly, None, partition, at, flaw)
         elif log.known:
             for topic, topic_id, applied in zip(
                 (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True
             ):
-                yield StoredPosition("assemble", topic, topic_id, partition, applied + 1)
+                yield StoredPosition("assemble", "state log", topic, topic_id, partition, applied + 1)
 
 
 def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
     """The one process whose position is what its group has committed."""
     for (topic, partition), offset in sorted(cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()):
-        yield StoredPosition("reward", topic, None, partition, offset)
+        yield StoredPosition("reward", "group", topic, None, partition, offset)
 
 
 def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
@@ -74,7 +74,9 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
                 undecided, seen = event.input_from, max(seen, event.input_to)
         if topic_id is not None:
             partition = partition_of(named[0].encode(), there[topics.candidates])
-            what = f"admit {named[0]} {named[1]}"
+            place = f"{named[0]}.{named[1]}"
             if undecided is not None:
-                yield StoredPosition(f"{what}, undecided from", topics.candidates, topic_id, partition, undecided)
-            yield StoredPosition(f"{what}, decided to", topics.candidates, topic_id, partition, seen)
+                yield StoredPosition(
+                    "admit", f"{place} undecided from", topics.candidates, topic_id, partition, undecided
+                )
+            yield StoredPosition("admit", f"{place} decided to", topics.candidates, topic_id, partition, seen)

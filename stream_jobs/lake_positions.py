@@ -23,7 +23,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
             marks_in(settings.lake_uri, table, settings.lake.storage_options).items()
         ):
             topic = names.get(topic_id) or _former(topics, table)
-            found.append(StoredPosition(f"lake table {table}", topic, topic_id, partition, mark))
+            found.append(StoredPosition("lake", f"table {table}", topic, topic_id, partition, mark))
     return found
 
 

@@ -1,0 +1,96 @@
+"""The broker's data goes while lake and checkpoints stay: restored from an older copy, then wiped. Never a silent loss."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests_feed import POLICY, Feed
+from tests_ports import free_port
+from tests_up import Up, call, up
+
+from runtime.config import words_of
+from runtime.lifecycle import EXIT_SOURCE
+from schemas.settings import Settings
+
+
+@pytest.fixture
+def installation(tmp_path: Path, model_dir: Path) -> Settings:
+    """On a broker of its own."""
+    return Settings.model_validate(
+        {
+            "run_id": "wiped",
+            "data_dir": tmp_path / "data",
+            "kafka": {"partitions": 2},
+            "broker": {"port": free_port()},
+            "admit": {"channels": ["train"], "policy": POLICY},
+            "trainer": {"model_path": model_dir, "device": "cpu", "keep_checkpoints": 5},
+            "lake": {"flush_interval_s": 0.2},
+            "up": {"processes": ["broker", "assemble", "admit", "lake", "trainer"]},
+        }
+    )
+
+
+@contextmanager
+def feed_of(running: Up) -> Iterator[Feed]:
+    running.until(lambda: running.state("trainer") == "running", "Kafka is there")
+    feed = Feed(running.settings)
+    yield feed
+    feed.close()
+
+
+def a_life(settings: Settings, group: str, ids: list[str], steps: int) -> list[str]:
+    """Start, feed a group, wait until its version `ids` and all rows are there, stop. Returns the ids of the steps written."""
+    with up(settings) as running, feed_of(running) as feed:
+        feed.group(group)
+        running.until(lambda: feed.ids() == ids, f"versions {ids}")
+        running.until(lambda: len(feed.column("steps", "step_id")) == steps, f"{steps} steps in the lake")
+        running.stop()
+        assert {row["restarts"] for row in running.table.values()} == {0}
+        return feed.steps
+
+
+def test_a_restored_copy_stops_who_was_further_and_a_wiped_broker_is_a_new_start(
+    installation: Settings, tmp_path: Path
+) -> None:
+    home, words = installation.data_dir, words_of(installation)
+    steps = a_life(installation, "one", ["0.0", "1.0"], 2)
+    shutil.copytree(home / "broker", tmp_path / "older-broker")
+    steps += a_life(installation, "two", ["0.0", "1.0", "2.1"], 4)
+
+    # An older copy has the same topic ids, but ends before what lake and trainer have read: they stop and say so.
+    shutil.rmtree(home / "broker")
+    (tmp_path / "older-broker").rename(home / "broker")
+    with up(installation) as running:
+        for name in ("lake", "trainer"):
+            running.until_state(name, "source truncated")
+            assert running.table[name]["exit_code"] == EXIT_SOURCE
+            assert "source truncated: claw." in running.log(name) and "run clawstream doctor" in running.log(name)
+        told = call("doctor", *words)
+        assert told.returncode == 1, told.stderr
+        beyond = {line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")}
+        assert beyond == {"lake", "trainer"}, told.stdout
+        assert "restore its newer data" in told.stdout
+        running.stop()
+    assert (home / "checkpoints" / "wiped" / "2.1").is_dir(), "what the copy knows nothing of is not thrown away"
+
+    # Wiped: other ids, a new start of each position; what lake, weights and checkpoints have stays.
+    shutil.rmtree(home / "broker")
+    with up(installation) as running, feed_of(running) as feed:
+        feed.group("three")
+        running.until(lambda: feed.ids() == ["0.2", "1.2"], "a new chain, no id used twice")
+        running.until(lambda: len(feed.column("steps", "step_id")) == 6, "old and new rows")
+        running.until_says("lake", "topic_made_anew")
+        running.until_says("trainer", "weights_of_another_log")
+        told = call("doctor", *words)
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "topic made anew" in told.stdout and "beyond" not in told.stdout
+        running.stop()
+        steps += feed.steps
+    assert sorted(feed.column("steps", "step_id")) == sorted(steps)
+    assert sorted(feed.column("weights", "version_id")) == [f"wiped/{v}" for v in ("0.0", "0.2", "1.0", "1.2", "2.1")]
+    assert len(set(feed.column("batches", "kafka_topic_id"))) == 2
+    assert feed.column("dead_letters", "reason") == []
