@@ -58,7 +58,7 @@ class Assembler:
         """Today's topic ids and ends (blocking), once for all partitions."""
         topics, cluster = self._shared.topics, self._shared.cluster
         ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
-        ends = {t: cluster.watermarks(t, partitions) for t in (topics.steps, topics.rewards, topics.assembly)}
+        ends = {t: cluster.watermarks(t, partitions) for t in self.inputs}
         return {p: Situation(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
 
     async def revoked(self) -> None:

@@ -104,7 +104,7 @@ class Owner:
         await asyncio.to_thread(self._read_log)
         self._fold = Fold(self._log.state, shared.limits)
         for source in (STEPS, REWARDS):
-            self._check_position(source)
+            await self._check_position(source)
         await self._refill()
         if entries := self._fold.seal():
             await self._append_delta(entries)
@@ -117,17 +117,20 @@ class Owner:
         )  # fmt: skip
 
     def _read_log(self) -> None:
-        """The state log from its start to the own marker (blocking)."""
+        """The state log from its start to the own marker (blocking). Wherever it starts now: a fenced owner may just be trimming it."""
         topic = self._shared.topics.assembly
-        low, _ = self._situation.watermarks[topic]
-        for record in self._shared.cluster.read_range(topic, self.partition, low, self._epoch):
+        for record in self._shared.cluster.read_range(topic, self.partition, BEGINNING, self._epoch):
             self._log.read(record.offset, state_record(self._shared.decoder, record), len(record.value or b""))
 
-    def _check_position(self, source: Source) -> None:
+    async def _check_position(self, source: Source) -> None:
         """A position is of one topic id: another id is a new position; the same id must still have it."""
         topic, state = self._shared.input(source), self._log.state
         today = self._situation.topic_ids[topic]
         low, high = self._situation.watermarks[topic]
+        if state.topic_ids[source] == today and state.applied[source] + 1 > high:
+            # The owner before us may have gone on until our marker: only an end asked for after that can be held against it.
+            ends = await asyncio.to_thread(self._shared.cluster.watermarks, topic, [self.partition])
+            low, high = ends[self.partition]
         if state.topic_ids[source] != today:
             if self._log.known:
                 logger().warning("source_replaced", topic=topic, partition=self.partition, open=len(state.opened))
