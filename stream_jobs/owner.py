@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.kafka import Ack, Cluster, Producer, Record, SourceTruncated
+from runtime.kafka import BEGINNING, Ack, Cluster, Producer, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot, SessionEvent, Step, StepMark, Tick
+from schemas.events import AssemblyMarker, SessionEvent, Step, StepMark, Tick
 from schemas.ids import stable_id
 from schemas.topics import CANDIDATE_PARTITIONS, Topics
 from stream_jobs import assembly as op
@@ -23,7 +23,7 @@ from stream_jobs.errors import BrokenStateLog, Overtaken
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Open, Source
 from stream_jobs.payload import Kept, PayloadCache, metadata_of, payload_of
 from stream_jobs.provenance import provenance
-from stream_jobs.state_log import StateLog, state_record
+from stream_jobs.state_log import StateLog, counts, state_record
 from stream_jobs.trajectory import assembled, candidate, offsets_of
 
 PROCESS = "assemble"
@@ -78,6 +78,7 @@ class Owner:
         self._carry: list[Entry] = []  # what the acknowledged outputs changed: rides in the next delta
         self._delta_at = 0
         self._batch: dict[tuple[Source, int], Record] = {}
+        self._came = [-1, -1]  # the last offset that was delivered, of each input
         self._ticked: tuple[int, float] = (-1, 0.0)
 
     @property
@@ -169,7 +170,7 @@ class Owner:
     async def process(self, records: Iterable[tuple[Source, Record]]) -> None:
         """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged."""
         for source, record in records:
-            await self._refuse_hole(source, record)
+            await self._refuse_disorder(source, record)
             self._batch[source, record.offset] = record
             kept = self._fold.record(source, record.offset, record.timestamp_ms, record.key, self._decoded(record))
             if kept is not None:
@@ -189,8 +190,16 @@ class Owner:
         except (Undecodable, UnknownSchema) as e:
             return Bad(reason_of(e), str(e))
 
-    async def _refuse_hole(self, source: Source, record: Record) -> None:
-        """A record was skipped on its way to us, though it is there: never fold past it. (Control records leave holes, too.)"""
+    async def _refuse_disorder(self, source: Source, record: Record) -> None:
+        """Never fold past an offset that was skipped on its way to us though it is there. (Control records leave holes, too.)
+
+        One that comes again is of a topic that was made anew under us: it would fold to nothing.
+        """
+        if record.offset <= self._came[source]:
+            raise BrokenStateLog(
+                f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._came[source]}; restart"
+            )
+        self._came[source] = record.offset
         expected = self._log.state.applied[source] + 1
         if record.offset > expected and await self._read(source, range(expected, record.offset)):
             raise BrokenStateLog(
@@ -219,27 +228,27 @@ class Owner:
     async def _append(self, values: Sequence[bytes]) -> int:
         """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record.
 
-        Only what a worker wrote that we have fenced may lie between: no reader takes it.
+        Only what a worker wrote that we have fenced may lie between: no reader takes it. In a log that was made anew ours lands before our last.
         """
         topic = self._shared.topics.assembly
         sent = [self._shared.producer.send_soon(topic, None, v, partition=self.partition) for v in values]
         acks = await asyncio.gather(*sent)
         for ack in acks:
-            if ack.offset != self._last + 1 and not await asyncio.to_thread(
-                self._all_fenced, self._last + 1, ack.offset - 1
+            due = self._last + 1
+            if ack.offset < due or (
+                ack.offset > due and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
             ):
                 raise Overtaken(
-                    f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {self._last + 1}: another worker "
-                    "owns the partition"
+                    f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {due}: another worker owns the "
+                    "partition, or the topic was made anew"
                 )
             self._last = ack.offset
         return acks[0].offset
 
     def _all_fenced(self, first: int, last: int) -> bool:
-        """Whether the state log has only records of lower epochs there (blocking)."""
+        """Whether the state log has only records there that no reader takes (blocking)."""
         records = self._shared.cluster.read_range(self._shared.topics.assembly, self.partition, first, last)
-        found = [state_record(self._shared.decoder, r) for r in records]
-        return all(isinstance(r, AssemblyDelta | AssemblySnapshot) and r.epoch < self._epoch for r in found)
+        return not any(counts(r.offset, state_record(self._shared.decoder, r), self._epoch) for r in records)
 
     # -- 4: outputs
 

@@ -2,7 +2,8 @@
 
 A partition holds, in order: a marker of each new owner (its offset is the owner's epoch), deltas, and pieces of snapshots. A record whose
 epoch is below the highest one seen before it is a fenced writer's and counts for nothing. A marker may have been trimmed away: a
-record of a higher epoch is taken without it.
+record of a higher epoch is taken without it. But a marker always lies before what its owner writes: a record whose epoch is not below its
+own offset was written by a worker that did not notice that the topic was made anew, and counts for nothing either.
 """
 
 from __future__ import annotations
@@ -42,26 +43,28 @@ class StateLog:
 
     def read(self, offset: int, record: object, size: int) -> None:
         """Take the next record. size: its bytes. Raises BrokenStateLog when a delta is missing."""
+        if not counts(offset, record, self._epoch):
+            return
         match record:
             case AssemblyMarker():
-                self._epoch = max(self._epoch, offset)
-            case AssemblyDelta() if record.epoch >= self._epoch:
+                self._epoch = offset
+            case AssemblyDelta():
                 self._epoch = record.epoch
                 self._delta(offset, record)
                 self.bytes_since_snapshot += size
-            case AssemblySnapshot() if record.epoch >= self._epoch:
+            case AssemblySnapshot():
                 self._epoch = record.epoch
                 self._snapshot(record)
 
     def _delta(self, offset: int, delta: AssemblyDelta) -> None:
         if delta.seq <= self.seq:
             return
-        if delta.seq != self.seq + 1 and self.known:
+        if (
+            delta.seq != self.seq + 1
+        ):  # the log is trimmed up to a complete snapshot, so its first delta is 1 or follows one
             raise BrokenStateLog(
                 f"state log, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
             )
-        if not self.known and delta.seq != 1:
-            return  # trimmed: what comes before the first complete snapshot is no state
         self.known = True
         self.seq = delta.seq
         for entry in unpacked(delta.entries):
@@ -83,6 +86,13 @@ class StateLog:
 
 
 StateRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
+
+
+def counts(offset: int, record: object, epoch: int) -> bool:
+    """Whether a reader takes the record at `offset`, when `epoch` is the highest one it has seen before it."""
+    if isinstance(record, AssemblyMarker):
+        return offset > epoch
+    return isinstance(record, AssemblyDelta | AssemblySnapshot) and epoch <= record.epoch < offset
 
 
 def state_record(decoder: Decoder, record: Record) -> StateRecord:

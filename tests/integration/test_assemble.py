@@ -344,3 +344,32 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
     assert jobs.start().wait(60) == 79
     assert "source truncated" in (jobs.logs / "assemble-0.log").read_text()
+
+
+def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Eventually) -> None:
+    """It must not go on behind a log that no owner after it could read: it dies by its first record there, and begins anew."""
+    worker = jobs.start()
+    first = [f"a{i}" for i in range(12)]
+    for key in first:
+        jobs.put(*jobs.conversation(key), reward(key, 0.5))
+    jobs.producer.flush()
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(first), 60)
+    jobs.cluster.delete_topic(jobs.topics.assembly)
+    eventually(lambda: jobs.topics.assembly not in jobs.cluster.topics())
+    create_topics(jobs.cluster, jobs.settings)
+    for key in ("b0", "b1", "b2", "b3"):
+        jobs.put(*jobs.conversation(key))
+    jobs.producer.flush()
+    assert worker.wait(60) == 70
+    assert "the topic was made anew" in (jobs.logs / "assemble-0.log").read_text()
+
+    worker = jobs.start()
+    eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 60)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(15) == 0
+    count = len(jobs.records(jobs.topics.trajectories, Trajectory))
+    jobs.start()  # its state is on the log again: nothing is done a third time
+    jobs.put(*jobs.conversation("c"))
+    jobs.producer.flush()
+    eventually(lambda: "c" in jobs.candidates(), 60)
+    assert len(jobs.records(jobs.topics.trajectories, Trajectory)) == count + 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.codec import Codec
-from schemas.events import Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
+from schemas.events import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
 from stream_jobs import state_log
@@ -125,7 +125,7 @@ class Worker:
     def crash(self) -> None:
         """Lose everything but the log, the payload (it is on `claw.steps`) and what was put out; start again from the log."""
         log = StateLog()
-        for offset, value in enumerate(self.log):
+        for offset, value in enumerate(self.log, 1):  # behind a marker
             log.read(offset, CODEC.decode(value), len(value))
         self.state, self.seq, self.carry = log.state, log.seq, []
         self.fold = Fold(self.state, self.limits)
@@ -311,14 +311,26 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     def delta(epoch: int, seq: int, key: str) -> Any:
         return state_log.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train"]])
 
-    log.read(5, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
-    log.read(6, delta(5, 1, "again"), 1)
-    log.read(7, delta(7, 2, "b"), 1)
-    log.read(8, delta(5, 3, "zombie"), 1)
-    log.read(9, delta(7, 3, "c"), 1)
-    assert [k[1] for k in log.state.opened] == ["a", "b", "c"]
-    with pytest.raises(state_log.BrokenStateLog, match="delta 5 follows 3"):
-        log.read(10, delta(7, 5, "d"), 1)
+    log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
+    log.read(7, delta(5, 1, "again"), 1)
+    log.read(8, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(9, delta(5, 2, "zombie"), 1)
+    log.read(10, delta(8, 2, "b"), 1)
+    assert [k[1] for k in log.state.opened] == ["a", "b"]
+    with pytest.raises(state_log.BrokenStateLog, match="delta 4 follows 2"):
+        log.read(11, delta(8, 4, "d"), 1)
+    with pytest.raises(state_log.BrokenStateLog, match="delta 2 follows 0"):
+        StateLog().read(2, delta(1, 2, "its beginning is gone"), 1)
+
+
+def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
+    """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
+    log, state = StateLog(), Assembly()
+    log.read(0, state_log.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train"]]), 1)
+    log.read(1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train"]]), 1)
+    log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train"]]), 1)
+    assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
 KEYS = ("a", "b", "c")
@@ -432,7 +444,7 @@ def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> Non
             w.snapshot()
     w.decide([])
     log = StateLog()
-    for offset, value in enumerate(w.log):
+    for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
     assert log.seq == w.seq
     ticks_alone = {"applied": None, "time": None}  # need not be on the log
