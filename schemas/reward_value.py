@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from schemas.events import Reward, RewardValue
 
+SMALLEST_GROUP: Mapping[str, int] = {"grpo": 2}
+"""Members that an algorithm needs to learn anything from a group: with one every advantage of grpo is zero. Others: 1."""
+
 
 def matches(requirement: str, source: str, name: str) -> bool:
     """Whether a reward satisfies a requirement `source` or `source/name`."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.events import Channel, Outcome
 from schemas.ids import RUN_ID
+from schemas.reward_value import SMALLEST_GROUP
 from schemas.topics import Topics
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -118,8 +119,9 @@ class PolicySettings(_Section):
     def _consistent(self) -> PolicySettings:
         if self.min_members > self.group_size:
             raise ValueError(f"min_members {self.min_members} is above group_size {self.group_size}")
-        if self.algorithm == "grpo" and self.group_size < 2:
-            raise ValueError("grpo needs groups of at least 2: with one member every advantage is zero")
+        smallest = SMALLEST_GROUP.get(self.algorithm, 1)
+        if self.group_size < smallest:
+            raise ValueError(f"{self.algorithm} needs groups of at least {smallest}: a smaller one has no advantage")
         return self
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
-from schemas.reward_value import missing, training_reward, valueless
+from schemas.reward_value import SMALLEST_GROUP, missing, training_reward, valueless
 
 GroupKey = tuple[str, int]
 """Group id and round."""
@@ -150,6 +150,8 @@ def judge(
         else:
             dropped.append((member, reason))
     least = min(policy.min_members, group.n)
+    if channel == "train":  # whatever n is: an agent may have opened a group of one
+        least = max(least, SMALLEST_GROUP.get(policy.algorithm, 1))
     if len(usable) < least:
         reasons = Counter(reason for _, reason in dropped)
         detail = f"{len(usable)} of {group.n} usable, {least} needed" + "".join(

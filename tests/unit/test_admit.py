@@ -176,9 +176,22 @@ def test_equal_rewards_carry_no_gradient() -> None:
     assert groups(fold(policy(drop_zero_variance=False), cand("a"), cand("b"))) == [[["a", "b"]]]
     weighted = policy(reward_weights={"rule/exact": 0.0})
     assert refusals(fold(weighted, cand("a"), cand("b", value=0.0))) == [("zero_variance", ("a", "b"), True)]
-    assert groups(fold(policy(group_size=1, min_members=1), cand("a"))) == [[["a"]]], "a group of one has no variance"
+    alone = policy(group_size=1, min_members=1, algorithm="other")
+    assert groups(fold(alone, cand("a"))) == [[["a"]]], "a group of one has no variance"
     (refused,) = fold(policy(required_rewards=()), cand("a", rewards=()), cand("b", rewards=()))
     assert isinstance(refused, Refused) and "required_rewards" in (refused.detail or "")
+
+
+def test_group_of_one_is_refused_when_the_algorithm_compares() -> None:
+    """Whoever opens it: the trainer could neither train its batch nor pass it over."""
+    out = fold(policy(), cand("a", group_size=1), cand("b", "h"), cand("c", "h", value=0.0))
+    assert groups(out) == [[["b", "c"]]]
+    (refused,) = (d for d in out if isinstance(d, Refused))
+    assert (refused.reason, refused.detail) == ("incomplete", "1 of 1 usable, 2 needed")
+    short = policy(group_size=3, min_members=1)
+    assert refusals(fold(short, cand("a"), tick(5010))) == [("incomplete", ("a",), True)]
+    validated = fold(policy(val_groups=1), cand("v", group_size=1, channel="val"), channel="val")
+    assert groups(validated) == [[["v"]]]
 
 
 def test_staleness_is_exact_for_the_batch_that_trains_it() -> None:
@@ -246,7 +259,8 @@ def test_next_trajectory_opens_the_next_round() -> None:
 
 
 def test_round_that_closed_short_refuses_those_who_were_of_it() -> None:
-    start = (policy(group_size=3, min_members=1, drop_zero_variance=False), cand("a", closed_at=10), tick(5010))
+    lenient = policy(group_size=3, min_members=1, drop_zero_variance=False, algorithm="other")
+    start = (lenient, cand("a", closed_at=10), tick(5010))
     late = [cand(f"l{i}", opened_at=20, closed_at=6000) for i in range(3)]
     out = fold(*start, *late, cand("n", opened_at=6000, closed_at=6001))
     assert groups(out) == [[["a"]]]
@@ -263,7 +277,9 @@ def test_named_round_that_is_full_takes_no_more() -> None:
 
 
 def test_policy_acts_from_its_offset_on() -> None:
-    strict = policy(policy_version=2, group_size=1, min_members=1, batch_groups=1, required_rewards=())
+    strict = policy(
+        policy_version=2, group_size=1, min_members=1, batch_groups=1, required_rewards=(), algorithm="other"
+    )
     out = fold(
         policy(batch_groups=2), cand("a"), cand("b", value=0.0), cand("c", "h", rewards=()), strict, cand("d", "i")
     )
