@@ -92,14 +92,20 @@ class WorkerFeed:
             return
         try:
             status = decoder.decode(record.value)
-            if not isinstance(status, WorkerStatus):
-                raise Undecodable(f"a {type(status).__name__} is no WorkerStatus")
         except (Undecodable, UnknownSchema) as error:
-            letter = dead_letter(record, topic_id, "gateway", reason_of(error), str(error))
-            message = Message(self._topics.dead_letters, letter.key or b"", self._codec.encode(letter))
-            self._on_loop(lambda: self._bury(message))
+            self._dead_letter(record, topic_id, reason_of(error), str(error))
+            return
+        if not isinstance(status, WorkerStatus):
+            self._dead_letter(
+                record, topic_id, "invalid", f"a {type(status).__name__} does not belong on {record.topic}"
+            )
             return
         self._on_loop(lambda: self._table.hear(status.worker_id, status, self._uptime_s()))
+
+    def _dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+        letter = dead_letter(record, topic_id, "gateway", reason, detail)
+        message = Message(self._topics.dead_letters, letter.key or b"", self._codec.encode(letter))
+        self._on_loop(lambda: self._bury(message))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None and not self._stop.is_set():
