@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from schemas import tokens
@@ -66,6 +67,8 @@ def _why_not(step: Step, count: int, spans: tuple[VersionSpan, ...], known: list
         return "no sampled tokens"
     if tokens.count(step.response_logprobs) != count:
         return f"{tokens.count(step.response_logprobs)} log-probabilities for {count} tokens"
+    if not math.isfinite(sum(tokens.unpack_logprobs(step.response_logprobs))):
+        return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
     if step.redacted_response:
         return "sampled tokens were redacted"
     if not spans:

@@ -254,6 +254,8 @@ def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
         ({"version_first": "default", "version_last": "default"}, "sampled by an engine without a version of ours"),
         ({"version_first": "q/3.0", "version_last": "q/3.0"}, "sampled by version q/3.0 of another run"),
         ({"response_token_ids": b"", "response_logprobs": b""}, "no sampled tokens"),
+        ({"response_logprobs": pack_logprobs([float("nan")])}, "log-probabilities that are not finite"),
+        ({"response_logprobs": pack_logprobs([float("-inf")])}, "log-probabilities that are not finite"),
     ],
 )
 def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
