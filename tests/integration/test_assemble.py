@@ -213,13 +213,18 @@ class Feed(threading.Thread):
     """Whole conversations at a steady rate, their records mixed; a reward for each, some before their steps."""
 
     def __init__(self, jobs: Jobs, count: int, rate: float) -> None:
+        """count: conversations at least; it goes on until `enough`, if that is set to False at the start."""
         super().__init__()
         self.jobs, self.keys, self.rate = jobs, [f"t{i}" for i in range(count)], rate
+        self.enough = True
 
     def run(self) -> None:
         rng, open_ = random.Random(1), list[list[Any]]()
         waiting = list(self.keys)
         while waiting or open_:
+            if not waiting and not self.enough:
+                waiting.append(f"t{len(self.keys)}")
+                self.keys.append(waiting[0])
             while waiting and len(open_) < 40:
                 open_.append(self.jobs.conversation(waiting.pop(0)))
             at = rng.randrange(len(open_))
@@ -255,16 +260,21 @@ def check_everything_once(jobs: Jobs, keys: list[str]) -> int:
 
 
 def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) -> None:
-    feed = Feed(jobs, 300, 150)
+    def written() -> int:
+        return sum(end for _, end in jobs.cluster.watermarks(jobs.topics.assembly).values())
+
+    feed = Feed(jobs, 100, 150)
+    feed.enough = False  # there must be work for as long as workers are killed
     feed.start()
     rng = random.Random(2)
     for _ in range(6):
         worker = jobs.start(snapshot_min_bytes=3000)
-        before = len(jobs.records(jobs.topics.assembly, object))
-        eventually(lambda n=before: len(jobs.records(jobs.topics.assembly, object)) >= n + 6, 60)
+        before = written()
+        eventually(lambda n=before: written() >= n + 10, 60)
         time.sleep(rng.uniform(0, 1.0))  # where in a batch the kill falls is chance
         worker.kill()
         worker.wait()
+    feed.enough = True
     jobs.start(snapshot_min_bytes=3000)
     feed.join()
     eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 60)
