@@ -28,6 +28,7 @@ from typing import Any
 from schemas.errors import InvalidId
 from schemas.events import Curation, Reward, SessionEvent, Step, Tick
 from schemas.ids import check_group_id, check_run_id, check_trajectory_key, key_of_step
+from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Folded, Key, Open, RewardEntry, Source, StepEntry
@@ -36,6 +37,9 @@ from stream_jobs.provenance import REASON_CHARS, provenance
 from stream_jobs.tree import WIDTH
 
 NAME_CHARS = 200
+TAGS_MAX = 50
+PAYLOAD_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+"""A step's payload and a trajectory's metadata go into records of their own, which must fit into Kafka as well."""
 TRACE_CHARS = 4000
 TOPIC_WORD = ("claw.steps", "claw.rewards")
 
@@ -201,6 +205,7 @@ class Fold:
 
     def _step(self, offset: int, key: Key, step: Step) -> tuple[list[Entry], Kept | None]:
         tail = step.step_id[len(key[1]) + 1 :]
+        _check_sizes(step, tail)
         if key in self.state.closed:
             return self._late(offset, key, step, tail), None
         trajectory = self.state.opened.get(key)
@@ -232,6 +237,8 @@ class Fold:
     def _session(self, offset: int, key: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
         now = self.state.time[STEPS]
         trajectory = self.state.opened.get(key)
+        if len(event.metadata_json or b"") > PAYLOAD_BYTES:
+            raise Refusal("invalid", f"metadata has more than {PAYLOAD_BYTES} bytes")
         if key in self.state.closed:
             return [], None
         if event.kind != "opened":
@@ -270,6 +277,8 @@ class Fold:
     def _curation(self, offset: int, key: Key, mark: Curation) -> list[Entry]:
         if mark.quality is not None and not 0 <= mark.quality <= 1:
             raise Refusal("invalid", f"quality {mark.quality} is not in [0, 1]")
+        if len(mark.tags or ()) > TAGS_MAX or any(len(tag) > NAME_CHARS for tag in mark.tags or ()):
+            raise Refusal("invalid", f"there are at most {TAGS_MAX} tags of at most {NAME_CHARS} characters")
         said = {
             "quality": mark.quality,
             "trainable": mark.trainable,
@@ -336,6 +345,17 @@ class Fold:
                 entry[0] in (op.REWARD, op.CURATED) and (entry[1], entry[2]) in self.state.closed
             ):
                 self._changed[entry[1], entry[2]] = None
+
+
+def _check_sizes(step: Step, tail: str) -> None:
+    """What would make a record of ours too large, now or together with others. Raises Refusal."""
+    names = (tail, step.finish_reason, step.version_first, step.version_last, *(s.version for s in step.versions))
+    if any(len(name) > NAME_CHARS for name in (*names, *(t.name for t in step.tags)) if name is not None):
+        raise Refusal("invalid", f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters")
+    packed = (step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.response_json)
+    tags = sum(len(t.evidence) for t in step.tags)
+    if sum(len(part) for part in packed if part is not None) + 4 * tags > PAYLOAD_BYTES:
+        raise Refusal("invalid", f"tokens, reply and tags have more than {PAYLOAD_BYTES} bytes")
 
 
 def _longest_known_prefix(steps: Sequence[StepEntry], step: Step) -> tuple[int | None, int | None]:

@@ -217,11 +217,12 @@ def _sampled(entries: Sequence[StepEntry], kept: Sequence[Payload | None]) -> li
 
 
 def _segment_size(s: Segment) -> int:
-    return len(s.token_ids) + len(s.logprobs or b"") + 100 * len(s.versions) + _ITEM_BYTES
+    return len(s.token_ids) + len(s.logprobs or b"") + sum(4 * len(v.version) + 20 for v in s.versions) + _ITEM_BYTES
 
 
 def _step_size(s: TrajectoryStep) -> int:
-    return len(s.response_json) + sum(len(t.name) + len(t.evidence) + 8 for t in s.tags) + 2 * _ITEM_BYTES
+    names = len(s.step_id) + len(s.finish_reason or "") + sum(len(t.name) + len(t.evidence) + 8 for t in s.tags)
+    return len(s.response_json) + 4 * names + 2 * _ITEM_BYTES  # UTF-8 has at most 4 bytes a character
 
 
 def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.codec import Codec
-from schemas.events import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
+from schemas.events import (
+    AssemblyMarker,
+    Candidate,
+    Curation,
+    Reward,
+    SessionEvent,
+    Step,
+    Tag,
+    Tick,
+    Trajectory,
+    VersionSpan,
+)
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
 from stream_jobs import state_log
@@ -241,6 +252,32 @@ def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
     fold = Fold(Assembly(), LIMITS)
     fold.record(STEPS, 0, 0, b"wrong key", step("k", 0))
     assert [b.reason for b in fold.state.pending.burials] == ["invalid"]
+
+
+LARGE = bytes(9 << 20)
+
+
+@pytest.mark.parametrize(
+    ("source", "event"),
+    [
+        (STEPS, step("k", 0, step_id=f"k~{'C' * 201}.0")),
+        (STEPS, step("k", 0, finish_reason="x" * 201)),
+        (STEPS, step("k", 0, version_last="x" * 201)),
+        (STEPS, step("k", 0, versions=(VersionSpan(version="x" * 201, start=0, end=1),))),
+        (STEPS, step("k", 0, tags=(Tag(name="x" * 201, evidence=""),))),
+        (STEPS, step("k", 0, tags=(Tag(name="x", evidence="y" * (9 << 18)),) * 2)),
+        (STEPS, step("k", 0, response_json=LARGE)),
+        (STEPS, step("k", 0, prompt_token_ids=LARGE)),
+        (STEPS, session("k", "opened", metadata_json=LARGE + b" ")),
+        (REWARDS, reward("k", name="x" * 201)),
+        (REWARDS, curation("k", "c", tags=("x" * 201,))),
+        (REWARDS, curation("k", "c", tags=("x",) * 51)),
+    ],
+    ids=lambda v: "",
+)
+def test_what_would_make_our_own_records_too_large_is_buried(source: Source, event: Any) -> None:
+    w = Worker().feed((source, 0, event))
+    assert [(b.source, b.reason) for b in w.burials] == [(source, "invalid")] and not w.state.opened
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.codec import Codec
-from schemas.events import Segment, Trajectory, TrajectoryStep
+from schemas.events import Segment, Tag, Trajectory, TrajectoryStep
 from schemas.topics import MAX_CANDIDATE_BYTES
 from stream_jobs.index import Closed, ClosedStep, Folded, Marks, RewardEntry
 from stream_jobs.payload import PayloadCache
@@ -49,6 +49,13 @@ def test_parts_hold_everything_once_within_the_limit(
     assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in parts)
     gather = Gather()
     assert [gather.take(i, p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [trajectory]
+
+
+def test_parts_count_bytes_not_characters() -> None:
+    steps = whole([], [0] * 40).steps
+    wordy = replace(steps[0], finish_reason="\U0001f600" * 200, tags=(Tag(name="n", evidence="\U0001f600" * 200),))
+    trajectory = replace(whole([], []), steps=tuple(replace(wordy, index=s.index) for s in steps))
+    assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in in_parts(trajectory, 6000))
 
 
 def test_a_writer_that_begins_anew_is_followed_and_holds_nothing_up() -> None:
