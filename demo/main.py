@@ -26,6 +26,7 @@ from demo.pacing import may_launch
 from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
 from runtime.lifecycle import run_async
 from runtime.records import create_topics
+from runtime.supervisor import Supervisor
 from runtime.up import Installation
 from schemas.settings import Settings
 
@@ -43,11 +44,14 @@ def main(settings: Settings) -> None:
 
 
 def fresh_home(home: Path) -> None:
-    """An empty directory; the last run moves to <name>.previous."""
+    """An empty directory; the last run moves to <name>.previous. Raises AlreadyRunning when that run is not over."""
     previous = home.with_name(home.name + ".previous")
     if home.exists():
+        last = Supervisor(home)
+        last.acquire()
         shutil.rmtree(previous, ignore_errors=True)
         home.rename(previous)
+        last.release()
     (home / "logs").mkdir(parents=True)
 
 
