@@ -96,7 +96,7 @@ class Live:
             from rich.live import Live as RichLive
             from rich.table import Table
 
-            with RichLive(console=Console(stderr=True), refresh_per_second=2, transient=True) as view:
+            with RichLive(console=Console(stderr=True), refresh_per_second=2) as view:
                 while not self._end.wait(TABLE_EVERY_S):
                     self._refresh_lag()
                     table = Table(title="clawstream demo", show_header=False)
