@@ -22,12 +22,13 @@ from typing import IO
 
 from runtime.config import PREFIX
 from runtime.errors import PlumbingError
-from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE, NO_RESTART
+from runtime.lifecycle import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE, NO_RESTART
 from runtime.telemetry import logger
 
 MAX_DELAY_S = 30.0
 HEALTHY_AFTER_S = 30.0
 LOG_BYTES = 64 << 20
+LOCK = "up.lock"
 _PR_SET_PDEATHSIG = 1
 _ENDS = {0: "done", EXIT_SETTINGS: "wrong settings", EXIT_FENCED: "fenced", EXIT_SOURCE: "source truncated"}
 
@@ -155,7 +156,7 @@ class Supervisor:
             started = time.monotonic()
             code = await self._run_once(child)
             if child.stopping or code in NO_RESTART:
-                child.state = "stopped" if child.stopping else _ENDS.get(code, str(code))
+                child.state = _ENDS.get(code, str(code))
                 break
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 delay = self._delay
@@ -166,7 +167,9 @@ class Supervisor:
                 await asyncio.wait_for(child.changed.wait(), delay)
             except TimeoutError:
                 delay = min(2 * delay, MAX_DELAY_S)
-        if not child.stopping:
+        if child.stopping:
+            child.state = "stopped"
+        else:
             level = logger().info if child.exit_code == 0 else logger().error
             level("stays_down", name=child.spec.name, why=child.state, exit_code=child.exit_code)
         self._write_table()
@@ -176,16 +179,23 @@ class Supervisor:
         if path.exists() and path.stat().st_size > LOG_BYTES:
             path.replace(path.with_suffix(".log.1"))
         environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
-        with path.open("ab") as log:
-            child.process = await asyncio.create_subprocess_exec(
-                *child.spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
+        try:
+            with path.open("ab") as log:
+                child.process = await asyncio.create_subprocess_exec(
+                    *child.spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+        except OSError as e:  # no memory or no disk just now: tried again like any other crash
+            logger().error("not_started", name=child.spec.name, error=str(e))
+            child.exit_code = EXIT_CRASH
+            return EXIT_CRASH
+        if child.stopping:
+            child.process.terminate()  # whoever asked it to stop found nobody to tell
         child.state = "running"
         self._write_table()
         child.exit_code = await child.process.wait()
