@@ -26,7 +26,7 @@ up: install ## all processes on this machine, until Ctrl-C
 	.venv/bin/clawstream up
 
 down: ## stop what `make up` started in another terminal
-	@$(PY) -c "import json, os, signal; os.kill(json.load(open('data/up.json'))['supervisor'], signal.SIGTERM)"
+	@$(PY) -c "from pathlib import Path; from runtime.supervisor import ask_to_stop; print(ask_to_stop(Path('data')) or 'nothing runs on ./data')"
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	$(PY) -m pytest -m "not long and not gpu" -q --durations=15

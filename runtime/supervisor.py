@@ -71,7 +71,10 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
 
 
 class Supervisor:
-    """Processes of one data directory. Logs go to <dir>/logs/NAME.log, the table of processes to <dir>/up.json."""
+    """Processes of one data directory. Logs go to <dir>/logs/NAME.log, the table of processes to <dir>/up.json.
+
+    <dir>/up.lock is locked while one works, and holds its pid.
+    """
 
     def __init__(self, directory: Path, restart_delay_s: float = 1.0, stop_timeout_s: float = 20.0) -> None:
         self._dir, self._delay, self._stop_timeout = directory, restart_delay_s, stop_timeout_s
@@ -82,7 +85,7 @@ class Supervisor:
         """Be the only supervisor of the directory; raises AlreadyRunning."""
         self._dir.mkdir(parents=True, exist_ok=True)
         (self._dir / "logs").mkdir(exist_ok=True)
-        self._lock = (self._dir / "up.lock").open("w")
+        self._lock = (self._dir / LOCK).open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -90,6 +93,9 @@ class Supervisor:
             raise AlreadyRunning(
                 f"another `clawstream up` works on {self._dir}; stop it or set another data_dir"
             ) from e
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process and keep it running."""
@@ -205,6 +211,20 @@ class Supervisor:
         temporary = self._dir / "up.json.tmp"
         temporary.write_text(json.dumps({"supervisor": os.getpid(), "processes": self.table}, indent=1))
         temporary.replace(self._dir / "up.json")
+
+
+def ask_to_stop(directory: Path) -> int | None:
+    """SIGTERM to the supervisor that works on the directory; its pid, None when there is none. One that was killed holds no lock."""
+    try:
+        with (directory / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        pid = int((directory / LOCK).read_text())
+        os.kill(pid, signal.SIGTERM)
+        return pid
 
 
 def python(*words: str) -> list[str]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS
-from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor
+from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [
@@ -147,3 +147,42 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
         supervisor.wait()
         child.wait(20)
         assert not child.is_running()
+
+
+def test_what_cannot_be_spawned_is_tried_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, restart_delay_s=0.01)
+        supervisor.start(ProcessSpec("absent", [str(tmp_path / "no-such-program")]))
+        await until(lambda: supervisor.table["absent"]["restarts"] == 2)
+        await supervisor.stop_all()
+        assert supervisor.state("absent") == "stopped"
+
+    asyncio.run(body())
+
+
+def test_stopped_while_it_is_being_started(tmp_path: Path) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, stop_timeout_s=60.0)
+        supervisor.start(ProcessSpec("sleeper", SLEEP))
+        await asyncio.sleep(0)
+        assert supervisor.table["sleeper"]["pid"] is None, "it is not known yet"
+        async with asyncio.timeout(20):
+            await supervisor.stop("sleeper")
+        assert supervisor.table["sleeper"]["exit_code"] == -signal.SIGTERM
+
+    asyncio.run(body())
+
+
+def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
+    assert ask_to_stop(tmp_path) is None
+    code = (
+        "import sys, time; from pathlib import Path; from runtime.supervisor import Supervisor; "
+        "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"up\n"
+        with pytest.raises(AlreadyRunning):
+            Supervisor(tmp_path).acquire()
+        assert ask_to_stop(tmp_path) == running.pid
+        assert running.wait(10) == -signal.SIGTERM
+    assert ask_to_stop(tmp_path) is None, "its pid may be anybody's by now"
