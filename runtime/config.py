@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
+_SECRET = re.compile(r"secret|password|credential|client_options|storage_options", re.IGNORECASE)
+"""Paths whose values are not repeated in an error: it ends on a terminal or in a log."""
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -26,10 +29,18 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
+def _got(value: object, path: str) -> str:
+    if isinstance(value, Mapping):
+        return ""  # a whole section: what is wrong in it is in the message, and there may be a secret beside it
+    return ", got (not shown)" if _SECRET.search(path) else f", got {value!r:.80}"
+
+
 def _scalar(text: str, path: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as e:
+        if _SECRET.search(path):
+            raise SettingsError(f"setting {path}: not valid YAML; put it in quotes") from None
         raise SettingsError(f"setting {path}: {text!r} is not valid YAML: {e}") from e
 
 
@@ -56,10 +67,9 @@ def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[s
     try:
         return Settings.model_validate(tree)
     except ValidationError as e:
-        lines = [
-            f"setting {'.'.join(map(str, i['loc'])) or '(all)'}: {i['msg']}, got {i['input']!r:.80}" for i in e.errors()
-        ]
-        raise SettingsError("\n".join(lines)) from e
+        found = [(".".join(map(str, i["loc"])), i) for i in e.errors()]
+        lines = [f"setting {path or '(all)'}: {i['msg']}{_got(i['input'], path)}" for path, i in found]
+        raise SettingsError("\n".join(lines)) from (None if any(_SECRET.search(path) for path, _ in found) else e)
 
 
 def words_of(settings: Settings) -> list[str]:

@@ -45,6 +45,23 @@ def test_wrong_setting_is_named(word: str, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gateway.session_secret=[hunter2]"],
+        ["gateway.session_secret=@hunter2"],
+        ["gateway.sesion_secret=hunter2"],
+        ["kafka.client_options={sasl.password: [hunter2]}"],
+        ["lake.storage_options=hunter2"],
+        ["gateway.session_secret=hunter2", "trainer.sync_every=2"],
+    ],
+)
+def test_secrets_are_not_repeated(words: list[str]) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(None, words, {})
+    assert "hunter2" not in str(error.value) and "setting " in str(error.value)
+
+
 def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
         load(tmp_path / "nowhere.yaml", [], {})
