@@ -40,7 +40,7 @@ class Versions:
         self.complete = True
 
     def forget(self) -> None:
-        """The topic was made anew: nothing of the old one holds."""
+        """The log is read from its start again, or is another one: nothing that was heard holds."""
         self._newest, self._refused, self.complete = [], set(), False
 
     def refuse(self, version_id: str) -> None:
@@ -91,9 +91,10 @@ class WeightsFeed:
                 self._follow()
             except SourceTruncated as error:
                 logger().warning("weights_topic_made_anew", error=str(error))
-                self._tell(Versions.forget)
             except KafkaError as error:
                 logger().warning("weights_unreadable", error=str(error))
+            # It is read from its start again: until its end is reached the last version heard is an old one.
+            self._tell(Versions.forget)
             self._stop.wait(RETRY_S)
 
     def _follow(self) -> None:

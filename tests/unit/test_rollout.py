@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,12 +19,17 @@ from hypothesis import strategies as st
 from rollout.engine import EngineTap, Reply, WeightVersions, read_layout, stage
 from rollout.errors import InvalidWeights
 from rollout.server import server_arguments, server_environment
-from rollout.versions import REMEMBERED, Versions
+from rollout.versions import REMEMBERED, Versions, WeightsFeed
 from rollout.weights import verify
 from rollout.worker import server_of
+from runtime.kafka import Cluster, Record, Unavailable
+from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import WeightFile, WeightVersion
 from schemas.settings import RolloutSettings, Settings
+from schemas.topics import Topics
+
+CODEC = Codec()
 
 # ---------------------------------------------------------------- versions
 
@@ -61,6 +67,55 @@ def test_the_newest_version_of_the_run_is_wanted(published: list[tuple[str, int]
     versions.forget()
     versions.reached_end()
     assert versions.wanted(None) is None
+
+
+class Log:
+    """A weights log that breaks off after its second version when it is read for the first time."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.at_end = False
+        self.left: list[WeightVersion] = []
+
+    def topic_id(self, _: str) -> str:
+        return "id"
+
+    def reader(self, *_: object) -> Log:
+        self.reads += 1
+        self.left = [version("ours", i) for i in range(3)]
+        return self
+
+    def poll(self) -> list[Record]:
+        time.sleep(0.05)  # longer than who looks at what was heard
+        self.at_end = not self.left
+        if self.reads == 1 and len(self.left) == 1:
+            raise Unavailable("gone")
+        found, self.left = self.left[:1], self.left[1:]
+        return [Record("weights", 0, 0, 0, None, CODEC.encode(v), {}) for v in found]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_log_that_is_read_again_does_not_bring_old_versions_back() -> None:
+    async def body() -> list[int | None]:
+        versions, heard, log = Versions("ours"), asyncio.Event(), Log()
+        versions.hear(version("ours", 9))
+        versions.reached_end()  # as when Kafka went away later
+        feed = WeightsFeed(cast("Cluster", log), Topics(), versions, heard)
+        failed = feed.start()
+        wanted: list[int | None] = [9]
+        async with asyncio.timeout(20):
+            while wanted[-1] != 2:
+                await asyncio.sleep(0.001)
+                now = versions.wanted(None)
+                if log.reads > 1 and (now.sync_index if now else None) != wanted[-1]:
+                    wanted.append(now.sync_index if now else None)
+        feed.stop()
+        assert not failed.done()
+        return wanted
+
+    assert asyncio.run(body()) == [9, None, 2]
 
 
 # ---------------------------------------------------------------- files
