@@ -33,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich alone would double the start-up
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")]
 broker_app = typer.Typer(help="The embedded Apache Kafka.", no_args_is_help=True, rich_markup_mode=None)
 topics_app = typer.Typer(help="Kafka topics.", no_args_is_help=True, rich_markup_mode=None)
 jobs_app = typer.Typer(help="Stream jobs.", no_args_is_help=True, rich_markup_mode=None)
@@ -229,24 +230,28 @@ def topics_list(words: Words = None, config: Config = None) -> None:
             typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
 
 
+def _with_nodes(words: list[str] | None, nodes: int | None) -> list[str]:
+    return [*(words or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
+
+
 @broker_app.command("run")
-def broker_run(words: Words = None, config: Config = None) -> None:
+def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
     """Run the broker in the foreground, for a supervisor or a container."""
     from runtime.broker import run_foreground
     from runtime.telemetry import configure
 
-    settings = _settings(config, words)
+    settings = _settings(config, _with_nodes(words, nodes))
     configure("broker", settings.log_level)
     with _plain_errors():
         raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
 
 
 @broker_app.command("start")
-def broker_start(words: Words = None, config: Config = None) -> None:
+def broker_start(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
     """Start the broker in the background."""
     from runtime.broker import start
 
-    settings = _settings(config, words)
+    settings = _settings(config, _with_nodes(words, nodes))
     with _plain_errors():
         for node in start(settings.broker, settings.broker_dir):
             typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")

@@ -36,7 +36,7 @@ def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpe
     made = []
     for spec in (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra):
         if spec.name not in there and cluster.create_topic(
-            spec.name, spec.partitions, spec.config, kafka.replication_factor, kafka.min_insync_replicas
+            spec.name, spec.partitions, spec.config, *settings.replication
         ):
             made.append(spec.name)
     publish_schemas(cluster, topics.schemas)

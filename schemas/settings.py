@@ -32,8 +32,12 @@ class KafkaSettings(_Section):
     client_options: Mapping[str, str] = Field({}, description="librdkafka options, e.g. security.protocol, sasl.*")
     topic_prefix: str = Field("claw", pattern=r"^[a-z0-9_-]{1,32}$", description="several installations on one cluster")
     partitions: Count = Field(12, description="P of the keyed topics; fixed once they exist")
-    replication_factor: Count = Field(1, description="3 on a cluster of three or more brokers")
-    min_insync_replicas: Count = Field(1, description="2 with a replication factor of 3")
+    replication_factor: Count | None = Field(
+        None, description="copies of each topic; default 3 on embedded brokers of three or more nodes, else 1"
+    )
+    min_insync_replicas: Count | None = Field(
+        None, description="copies an acknowledgement waits for; default one less than there are"
+    )
     steps_retention_s: Positive = Field(30 * 86400.0, description="how long raw steps stay replayable from Kafka")
 
     @property
@@ -261,6 +265,13 @@ class Settings(_Section):
             return self.kafka.bootstrap_servers
         step = 10
         return ",".join(f"127.0.0.1:{self.broker.port + step * i}" for i in range(self.broker.nodes))
+
+    @property
+    def replication(self) -> tuple[int, int]:
+        """Copies of each topic, and how many must have a record before it is acknowledged."""
+        embedded = self.broker.nodes if self.kafka.bootstrap_servers is None else 1
+        factor = self.kafka.replication_factor or min(3, embedded)
+        return factor, self.kafka.min_insync_replicas or max(1, factor - 1)
 
     @property
     def broker_dir(self) -> Path:

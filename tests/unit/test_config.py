@@ -79,3 +79,19 @@ def test_settings_are_frozen() -> None:
     settings = load(None, [], {})
     with pytest.raises(ValueError, match="frozen"):
         settings.run_id = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("words", "replication"),
+    [
+        ([], (1, 1)),
+        (["broker.nodes=3"], (3, 2)),
+        (["broker.nodes=5"], (3, 2)),
+        (["broker.nodes=3", "kafka.replication_factor=1"], (1, 1)),
+        (["kafka.bootstrap_servers='a:1'"], (1, 1)),
+        (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3"], (3, 2)),
+        (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3", "kafka.min_insync_replicas=1"], (3, 1)),
+    ],
+)
+def test_topics_are_replicated_as_the_cluster_allows(words: list[str], replication: tuple[int, int]) -> None:
+    assert load(None, words, {}).replication == replication
