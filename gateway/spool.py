@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def frames(data: bytes) -> Iterator[tuple[Message, int]]:
         key_end = topic_end + key_length
         at += _FRAME.size + length
         yield Message(payload[_NAMES.size : topic_end].decode(), payload[topic_end:key_end], payload[key_end:]), at
+
+
+def _cut_off(path: Path, data: bytes, end: int) -> None:
+    """Move what follows the last whole frame of a segment beside it."""
+    torn = path.with_suffix(".torn")
+    with torn.open("ab") as file:
+        file.write(data[end:])
+    os.truncate(path, end)
+    logger().error("spool_torn", kept_in=str(torn), bytes=len(data) - end)
 
 
 @dataclass(slots=True)
@@ -91,11 +101,7 @@ class Spool:
         for message, end in frames(data):  # noqa: B007 - the last end is used below
             segment.keys[message.key] += 1
         if end < len(data):
-            torn = path.with_suffix(".torn")
-            with torn.open("ab") as file:
-                file.write(data[end:])
-            os.truncate(path, end)
-            logger().warning("spool_torn_tail", kept_in=str(torn), bytes=len(data) - end)
+            _cut_off(path, data, end)
         if end == 0:
             path.unlink()
             return None
@@ -132,7 +138,9 @@ class Spool:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
         except OSError as error:
-            os.ftruncate(fd, segment.size)  # a torn frame would hide all that follow it
+            with suppress(OSError):
+                os.ftruncate(fd, segment.size)
+            self.seal()  # a torn frame that could not be cut off would hide all that follow it in this file
             raise SpoolFailed(f"spool {segment.path}: {error}") from error
         segment.size += len(data)
 
@@ -168,7 +176,13 @@ class Spool:
         if len(self.segments) == 1:
             self.seal()
         segment = self.segments[0]
-        return segment, [message for message, _ in frames(segment.path.read_bytes())]
+        data = segment.path.read_bytes()
+        found = list(frames(data))
+        end = found[-1][1] if found else 0
+        if end < segment.size:  # fsynced, and yet not readable any more: the disk has lost what was replied to
+            _cut_off(segment.path, data, end)
+            segment.size = end
+        return segment, [message for message, _ in found]
 
     def remove(self, segment: Segment) -> None:
         """All of it is acknowledged."""

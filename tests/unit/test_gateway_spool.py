@@ -139,6 +139,38 @@ def test_a_disk_that_fails_midway_hides_nothing_that_follows(tmp_path: Path, mon
     spool.close()
 
 
+def test_a_torn_frame_that_can_not_be_cut_off_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = open_spool(tmp_path, segment_bytes=1 << 20)
+    append(spool, note(1))
+
+    def fails(*_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        patch.setattr(os, "ftruncate", fails)
+        with pytest.raises(SpoolFailed):
+            spool.append([frame(note(2))[:9]])
+    append(spool, note(3))
+    spool.close()
+    again = open_spool(tmp_path)
+    assert drain(again) == [note(1), note(3)], "what was replied to is there, though the disk failed once"
+    again.close()
+
+
+def test_what_the_disk_has_lost_is_said_and_kept(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path, segment_bytes=1 << 20)
+    append(spool, note(1), note(2))
+    (file,) = tmp_path.glob("*.spool")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert drain(spool) == [note(1)]
+    (torn,) = tmp_path.glob("*.torn")
+    assert torn.read_bytes() == data[len(frame(note(1))) :]
+    spool.close()
+
+
 # ---------------------------------------------------------------- journal
 
 Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
