@@ -11,6 +11,7 @@ from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import Tick
 from schemas.settings import Settings
+from schemas.topics import Topics
 from stream_jobs.lake_tables import Placed, Row, catalog, tables_of
 from stream_jobs.lake_window import Positions, Source
 
@@ -26,6 +27,7 @@ Marks = Callable[[str, Iterable[Source]], Positions]
 class _Followed(NamedTuple):
     topic_id: str
     tables: tuple[str, ...]
+    records: tuple[type, ...]
 
 
 class Feed:
@@ -70,7 +72,9 @@ class Feed:
         found: dict[str, _Followed] = {}
         start: dict[tuple[str, int], int] = {}
         for topic, topic_id in ids.items():
-            followed = found[topic] = _Followed(topic_id, tables_of(self._topics, topic))
+            followed = found[topic] = _Followed(
+                topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
+            )
             sources = [(topic_id, p) for p in range(new[topic])]
             marks = [self._marks(table, sources) for table in followed.tables]
             for p, (low, high) in ends[topic].items():
@@ -98,11 +102,12 @@ class Feed:
         if isinstance(event, Tick):
             return
         placed = Placed(followed.topic_id, record.partition, record.offset, record.timestamp_ms, record.headers, event)
-        takers = [name for name in followed.tables if type(event) in catalog()[name].rows]
-        if not takers:
+        if type(event) not in followed.records:
             self._skip(record, "invalid", f"a {type(event).__name__} does not belong on {record.topic}")
             return
-        for name in takers:
+        for name in followed.tables:
+            if type(event) not in catalog()[name].rows:
+                continue
             made = catalog()[name].rows_of(placed)
             self.rows[name] += made
             self._buffered_rows += len(made)
@@ -170,6 +175,13 @@ class Feed:
         """Stop reading; what is buffered is dropped and will be read again."""
         self._reader.close()
         self._producer.close()
+
+
+def records_of(topics: Topics, topic: str) -> tuple[type, ...]:
+    """What belongs on a topic."""
+    batches = topics.parse_ready_batches(topic)
+    specs = topics.specs(1, -1) if batches is None else (topics.ready_batches_spec(*batches),)
+    return next(spec.records for spec in specs if spec.name == topic)
 
 
 def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:

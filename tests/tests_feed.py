@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder, create_topics
+from runtime.records import Decoder, create_topics, decode_all
 from schemas.codec import Codec
 from schemas.events import DeadLetter, ReadyBatch, Reward, SessionEvent, Step, WeightVersion
 from schemas.ids import new_call_id, new_event_id
@@ -74,9 +74,8 @@ class Feed:
 
     def events(self, topic: str, kind: type) -> list[Any]:
         """What is on a topic, of one kind; anything else is passed over."""
-        decoder = Decoder(self.cluster, self.topics.schemas)
-        found = [decoder.decode(r.value) for r in self.records(topic) if (r.value or b"")[:1] == b"\xc3"]
-        return [e for e in found if isinstance(e, kind)]
+        found = decode_all(Decoder(self.cluster, self.topics.schemas), self.records(topic), lambda *_: None)
+        return [e for _, e in found if isinstance(e, kind)]
 
     def batches(self) -> list[ReadyBatch]:
         return self.events(self.topics.ready_batches(self.run, "train"), ReadyBatch)
