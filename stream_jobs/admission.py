@@ -17,8 +17,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
 from runtime.lifecycle import run_sync
 from runtime.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
@@ -40,6 +41,7 @@ from schemas.ids import RUN_ID
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
+from stream_jobs.errors import TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, past_of
 from stream_jobs.policy import flaw_of_policy, policy_of, same_content
 
@@ -47,6 +49,7 @@ PROCESS = "admit"
 POLL_RECORDS = 1000
 IDLE_S = 0.05
 COMMIT_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 5.0
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
@@ -113,6 +116,7 @@ class Desk:
         self._buried_below = 0 if self.past.renewed else committed
         self._reader = self._cluster.reader(self._name, {self._at: start})
         self._committed, self._committed_at = -1, 0.0
+        self._checked_at = time.monotonic()
         self._log.info(
             "admission_starts", next_batch=self.past.next_seq, journal=self._journaled, reads_from=start,
             undecided_from=self.past.resume_from,
@@ -142,8 +146,8 @@ class Desk:
                 continue  # buried when it was folded
 
     def step(self, timeout_s: float) -> bool:
-        """Fold what has come, as one transaction; whether there was anything."""
-        records = self._reader.poll(POLL_RECORDS, timeout_s)
+        """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
+        records = self._poll(timeout_s)
         decisions: list[Journaled] = []
         buried: list[DeadLetter] = []
         for record in records:
@@ -154,6 +158,27 @@ class Desk:
             self._write(decisions, buried)
         self._commit()
         return bool(records)
+
+    def _poll(self, timeout_s: float) -> list[Record]:
+        try:
+            records = self._reader.poll(POLL_RECORDS, timeout_s)
+        except SourceTruncated:
+            self._check_topic()
+            raise
+        if not records and time.monotonic() - self._checked_at > CHECK_INTERVAL_S:
+            self._checked_at = time.monotonic()
+            with suppress(Unavailable):  # then there is nothing to read wrongly either
+                self._check_topic()
+        return records
+
+    def _check_topic(self) -> None:
+        """An offset says nothing of another topic of that name, whether or not that has come as far."""
+        topic, partition = self._at
+        position = self._reader.positions[self._at]
+        if not self._cluster.check_position(topic, self._source.topic_id, partition, position):
+            raise TopicReplaced(
+                f"{topic} had id {self._source.topic_id} and has it no more: it was deleted while it was read"
+            )
 
     def _sort(
         self, found: list[Decision], record: Record, decisions: list[Journaled], buried: list[DeadLetter]

@@ -21,5 +21,9 @@ class UnreadableStateLog(StreamJobError, SourceTruncated):
     """The state log holds something that assemble has not written. What was decided can't be known; an operator must look."""
 
 
+class TopicReplaced(StreamJobError):
+    """A topic was deleted and made anew while it was read. The restart begins at its start."""
+
+
 class NotCoPartitioned(StreamJobError):
     """The inputs' partitions were not assigned together: they differ in number, or the group has a foreign member."""

@@ -15,7 +15,7 @@ import pytest
 
 from runtime.config import words_of
 from runtime.kafka import Cluster, Record
-from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
+from runtime.lifecycle import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import (
@@ -307,6 +307,24 @@ def test_candidates_made_anew_and_candidates_truncated(
     log.put(cand("pending", "p", 0.0))
     cluster.delete_records(log.topics.candidates, log.partition, batches[1].input_to + 1)
     assert start(mine).wait(60) == EXIT_SOURCE
+
+
+def test_candidates_made_anew_under_a_running_admission(
+    log: Log, start: Start, mine: Settings, cluster: Cluster, eventually: Any
+) -> None:
+    process = start(mine)
+    for number in range(3):
+        log.group(number)
+    eventually(lambda: len(log.batches()) == 1)
+    cluster.delete_topic(log.topics.candidates)
+    eventually(lambda: log.topics.candidates not in cluster.topics())
+    create_topics(cluster, mine)
+    log.producer = cluster.producer()
+    assert process.wait(60) == EXIT_CRASH, "its supervisor starts it again"
+    start(mine)
+    for number in (3, 4, 5):
+        log.group(number)
+    assert check(eventually(lambda: found if len(found := log.batches()) == 2 else None)) == [f"g{i}" for i in range(6)]
 
 
 def test_refusals_are_on_the_journal(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
