@@ -35,7 +35,7 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
                 flaw = str(e)
                 break
         if flaw is not None:
-            yield StoredPosition("assemble", "state log", topics.assembly, None, partition, at, flaw)
+            yield StoredPosition("assemble", "unreadable state log", topics.assembly, None, partition, at, flaw)
         elif log.known:
             for topic, topic_id, applied in zip(
                 (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True

@@ -1,0 +1,258 @@
+"""The command line as a person meets it: help, wrong input, a broker of one's own, and what is wrong with stored positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from deltalake import CommitProperties, Transaction, write_deltalake
+from tests_ports import free_port
+from tests_up import ENVIRON, ROOT, call, command
+
+from runtime.cli import app
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import AssemblyMarker, Refused, Tick
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs import assembly as op
+from stream_jobs.assembly import Assembly
+from stream_jobs.lake import Lake
+from stream_jobs.lake_tables import catalog
+from stream_jobs.state_log import delta
+from trainer.checkpoint import Position, State
+from trainer.version_dir import new_directory
+
+CODEC = Codec()
+TOPICS = ("assembly", "candidates", "dead-letters", "rewards", "schemas", "steps", "trajectories", "weights", "workers")
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """Every command and group, by its words."""
+
+    def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, (*words, name))
+
+    return walk(typer.main.get_command(app), ())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """What takes time is imports: 80 ms with these left out."""
+    code = (
+        "import sys; from runtime.cli import app\n"
+        "try: app(['--help'])\n"
+        "finally: print(' '.join(m.partition('.')[0] for m in sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {
+        "pydantic",
+        "confluent_kafka",
+        "rich",
+        "torch",
+        "faust",
+        "duckdb",
+        "pyarrow",
+        "yaml",
+        "structlog",
+        "asyncio",
+    }
+    assert not heavy & set(done.stderr.split())
+    for name in (
+        "up",
+        "demo",
+        "broker",
+        "topics",
+        "gateway",
+        "jobs",
+        "admit",
+        "lake",
+        "train",
+        "rollout",
+        "lag",
+        "sql",
+    ):
+        assert f"\n  {name} " in done.stdout
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    found = list(commands())
+    assert len(found) > 20
+    for words in found:
+        with pytest.raises(SystemExit) as end:
+            app([*words, "--help"])
+        said = capsys.readouterr().out
+        assert end.value.code == 0 and "Usage: " in said, words
+        assert len(said.splitlines()[2].strip()) > 10, f"{words}: says nothing of itself"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("lag", "trainer.lrr=1"), "setting trainer.lrr:"),
+        (("up", "kafka.partitions=many"), "setting kafka.partitions:"),
+        (("train", "trainer.sync_every=0"), "setting trainer.sync_every:"),
+        (("gateway", "gateway"), "settings are written a.b=c"),
+        (("admit", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("sql", "select 1", "lake.url=x"), "setting lake.url:"),
+        (("sql", "-f", "xml", "select 1"), "'xml'"),
+        (("jobs", "dance"), "dance"),
+    ],
+)
+def test_wrong_words_end_with_2_and_are_named(words: tuple[str, ...], said: str) -> None:
+    done = call(*words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sql_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
+    data = f"data_dir={tmp_path}"
+    done = call("sql", "select 1", data)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"clawstream: no lake at {tmp_path}/lake: run `clawstream lake` or `clawstream up` first\n",
+    )
+    Lake(str(tmp_path / "lake"), {}, 10).claim()
+    for query, said in (
+        ("selec 1", "syntax error"),
+        ("select * from nothing", "nothing"),
+        ("select * from read_csv('/etc/passwd')", "disabled"),
+    ):
+        done = call("sql", query, data)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+    done = call("sql", "select count(*) as n from steps", data, "--format", "json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 0}])
+
+
+def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
+    words = (f"broker.port={free_port()}", f"data_dir={tmp_path}")
+    began = time.monotonic()
+    asked = [
+        subprocess.Popen(command(*c, *words), cwd=ROOT, env=ENVIRON, stderr=subprocess.PIPE, text=True)
+        for c in (("lag",), ("doctor",), ("topics", "list"), ("topics", "create"))
+    ]
+    for process in asked:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert (
+            "no Kafka answers at 127.0.0.1:" in said and "clawstream broker start" in said and "Traceback" not in said
+        )
+    assert time.monotonic() - began < 25, "they look for 5 s"
+
+
+def test_a_broker_of_ones_own(tmp_path: Path) -> None:
+    words = (f"data_dir={tmp_path}", f"broker.port={free_port()}", "kafka.partitions=3")
+    status = call("broker", "status", *words)
+    assert status.returncode == 1 and "no broker is ready" in status.stderr
+    started = call("broker", "start", *words, timeout_s=120)
+    try:
+        assert started.returncode == 0 and "node 1: 127.0.0.1:" in started.stdout, started.stderr
+        status = call("broker", "status", *words)
+        assert status.returncode == 0 and status.stdout.strip().endswith("ready")
+        again = call("broker", "start", *words)
+        assert again.returncode == 1 and "already runs" in again.stderr and "Traceback" not in again.stderr
+
+        made = call("topics", "create", *words)
+        assert made.returncode == 0 and "made claw.steps" in made.stdout.splitlines()
+        assert call("topics", "create", *words).stdout == "all topics are there\n"
+        listed = call("topics", "list", *words).stdout.splitlines()
+        assert [line.split()[0] for line in listed] == [f"claw.{name}" for name in TOPICS]
+        (steps,) = (line for line in listed if line.startswith("claw.steps "))
+        assert steps.split()[2:] == ["partitions", "3", "records", "0"]
+
+        shown = call("lag", *words)
+        assert shown.returncode == 0
+        groups = {line.split()[0] for line in shown.stdout.splitlines()[1:]}
+        assert {"claw-assemble", "claw-reward", "claw-lake", "claw-admit.default.train"} <= groups
+        told = call("doctor", *words)
+        assert (told.returncode, told.stdout) == (0, "no process has stored a position yet\n")
+    finally:
+        stopped = call("broker", "stop", *words)
+    assert stopped.returncode == 0 and stopped.stdout.startswith("stopped ")
+    assert call("broker", "stop", *words).stdout.startswith("no broker runs on ")
+
+
+def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(process, kept in) to (topic, partition, position, log, verdict) of a table; one row each is expected here."""
+    out: dict[tuple[str, str], tuple[str, ...]] = {}
+    for line in told.stdout.splitlines()[1:]:
+        if not line:
+            break
+        process, kept, topic, _, _, partition, position, log, verdict = (c for c in line.split("  ") if c.strip())
+        out[process, kept.strip()] = (topic.strip(), partition.strip(), position.strip(), log.strip(), verdict.strip())
+    return out
+
+
+def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: Cluster) -> None:
+    create_topics(cluster, settings, [settings.kafka.topics.ready_batches_spec("r", "train")])
+    topics, lake = settings.kafka.topics, settings.lake_uri
+    producer, partition = cluster.producer(), partition_of(b"r", 4)
+    # admission: has read to 2 of its partition, of which 3 records are left after 6
+    for number in range(9):
+        producer.put(
+            topics.candidates, None, CODEC.encode(Tick(partition=number % 4, event_time=1)), partition=partition
+        )
+    refused = Refused(
+        run_id="r", channel="train", group_id="g", trajectory_ids=(), revisions=(), whole_group=True, reason="stale", n=1,
+        input_topic_id=cluster.topic_id(topics.candidates), input_from=2, input_to=7,
+    )  # fmt: skip
+    producer.put(topics.ready_batches("r", "train"), b"r", CODEC.encode(refused))
+    # assemble: partition 1 has applied nothing yet, partition 2 was written to by somebody else
+    inputs = [cluster.topic_id(topics.steps), cluster.topic_id(topics.rewards)]
+    entries = [[op.NEW, source, topic_id, -1] for source, topic_id in enumerate(inputs)]
+    marker = AssemblyMarker(worker="0", steps_topic_id="s", rewards_topic_id="r", created_at=0)
+    producer.put(topics.assembly, None, CODEC.encode(marker), partition=1)
+    producer.put(topics.assembly, None, CODEC.encode(delta(0, 1, Assembly(), entries)), partition=1)
+    producer.put(topics.assembly, None, CODEC.encode(marker), partition=2)
+    producer.put(topics.assembly, None, b"garbage", partition=2)
+    producer.flush()
+    producer.close()
+    cluster.delete_records(topics.candidates, partition, 6)
+    # the lake: beyond the end of weights, and of a rewards topic that is no more
+    for table, mark in ((f"weights:{cluster.topic_id(topics.weights)}:0", 5), ("rewards:former-id-of-rewards:3", 7)):
+        name = table.partition(":")[0]
+        write_deltalake(
+            f"{lake}/{name}",
+            catalog()[name].arrow([]),
+            commit_properties=CommitProperties(app_transactions=[Transaction(table, mark)]),
+        )
+    # the trainer: a checkpoint that fits
+    here = Position(
+        topic_id=cluster.topic_id(topics.ready_batches("r", "train")), partition=0, next_offset=1, next_batch_seq=1
+    )
+    version = State(
+        version_id="r/1.0", run_id="r", sync_index=1, attempt=0, parent_version=None,
+        weights_topic_id=cluster.topic_id(topics.weights), position=here,
+    )  # fmt: skip
+    with new_directory(settings.checkpoint_dir / "r" / "1.0", dataclasses.asdict(version)):
+        pass
+
+    told = call("doctor", *words_of(settings))
+    assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr
+    found = rows_of(told)
+    assert found == {
+        ("lake", "table rewards"): (topics.rewards, "3", "7", "0..0", "topic made anew"),
+        ("lake", "table weights"): (topics.weights, "0", "5", "0..0", "beyond the end"),
+        ("admit", "r.train undecided from"): (topics.candidates, str(partition), "2", "6..9", "before the start"),
+        ("admit", "r.train decided to"): (topics.candidates, str(partition), "7", "6..9", "ok"),
+        ("assemble", "state log"): (topics.steps, "1", "0", "0..0", "ok"),
+        ("assemble", "unreadable state log"): (topics.assembly, "2", "1", "0..2", "unreadable"),
+        ("trainer", "checkpoint r/1.0"): (topics.ready_batches("r", "train"), "0", "1", "0..1", "ok"),
+        ("trainer", "checkpoint r/1.0 is on"): (topics.weights, "0", "0", "0..0", "ok"),
+    }
+    advice = told.stdout.split("\n\n")[1]
+    assert f"beyond the end: {topics.weights} has lost records that lake has read" in advice
+    assert f"before the start: {topics.candidates} has lost records that admit has not read" in advice
+    assert f"topic made anew: nothing: lake reads the new {topics.rewards} from its start" in advice
+    assert f"unreadable: state log {topics.assembly}-2, offset 1: 7 bytes" in advice

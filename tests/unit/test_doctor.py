@@ -1,0 +1,70 @@
+"""What a stored position means when it meets today's topics; and the marks that a Delta log holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.doctor import Diagnosis, StoredPosition, Verdict, format_diagnoses, judged
+from stream_jobs.lake import Lake
+from stream_jobs.lake_log import marks_in
+from stream_jobs.lake_positions import made_anew
+
+ENDS = {("t", 0): (5, 9), ("t", 1): (0, 0)}
+
+
+def position(topic_id: str | None = "A", partition: int = 0, offset: int = 7, topic: str = "t") -> StoredPosition:
+    return StoredPosition("lake", "table x", topic, topic_id, partition, offset)
+
+
+@pytest.mark.parametrize(
+    ("stored", "verdict"),
+    [
+        (position(offset=5), "ok"),
+        (position(offset=9), "ok"),
+        (position(offset=4), "before the start"),
+        (position(offset=10), "beyond the end"),
+        (position(partition=1, offset=0), "ok"),
+        (position(partition=2, offset=0), "beyond the end"),
+        (position("B", offset=99), "topic made anew"),
+        (position(None, offset=7), "ok"),
+        (position(None, offset=10), "beyond the end"),
+        (position(topic="gone"), "topic is gone"),
+        (position("B", topic="some.*"), "topic made anew"),
+        (StoredPosition("assemble", "state log", "t", None, 0, 7, "garbage"), "unreadable"),
+    ],
+)
+def test_verdicts(stored: StoredPosition, verdict: Verdict) -> None:
+    found = judged(stored, {"t": "A"}, ENDS)
+    assert found.verdict == verdict
+    assert (found.to_do == "nothing") == (verdict == "ok")
+
+
+def test_partitions_that_agree_share_a_line_but_no_trouble_is_hidden() -> None:
+    stored = [position(partition=p, offset=o) for p, o in enumerate((1, 2, 30, 4))]
+    found: list[Diagnosis] = [judged(p, {"t": "A"}, {("t", n): (0, 10) for n in range(4)}) for p in stored]
+    table, _, advice = format_diagnoses(found).partition("\n\n")
+    assert [line.split()[-1] for line in table.splitlines()[1:]] == ["ok", "end", "ok"]
+    assert "2 partitions" in table and advice.startswith("beyond the end: t has lost records that lake has read")
+    assert len(format_diagnoses(found, every=True).partition("\n\n")[0].splitlines()) == 5
+    assert format_diagnoses(found[:2]).endswith("every position fits its topic")
+    assert format_diagnoses([]) == "no process has stored a position yet"
+
+
+def test_marks_are_found_behind_checkpoints_of_the_delta_log(tmp_path: Path) -> None:
+    assert marks_in(str(tmp_path), "rewards", {}) == {}
+    lake = Lake(str(tmp_path), {}, 10)
+    lake.claim()
+    for n in range(1, 24):  # a checkpoint each 20 commits
+        source = ("old", 0) if n < 3 else ("new", n % 3)
+        assert lake.append("rewards", [], {source: n}, lambda row, why: None, mark=True) == 0
+    assert list((tmp_path / "rewards" / "_delta_log").glob("*.checkpoint.parquet"))
+    assert marks_in(str(tmp_path), "rewards", {}) == {("old", 0): 2, ("new", 0): 21, ("new", 1): 22, ("new", 2): 23}
+    assert marks_in(str(tmp_path), "steps", {}) == {}
+
+
+def test_a_topic_is_new_when_no_table_knows_its_id() -> None:
+    stored = [position("A"), position("B"), position("C", topic="u"), position("D", topic="many.*")]
+    assert list(made_anew(stored, {"t": "B", "u": "C"})) == []
+    assert list(made_anew(stored, {"t": "new", "u": "C"})) == [("t", ["A", "B"])]
