@@ -322,4 +322,8 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
         told = call("doctor", *words_of(settings))
         assert told.returncode == 1 and "unreadable: state log" in told.stdout, told.stdout + told.stderr
         running.stop()
+    feed.cluster.delete_topic(feed.topics.assembly)  # the way out: fold everything again
+    with up(settings) as running:
+        running.until(lambda: len(feed.events(feed.topics.candidates, Candidate)) >= 2, "what waited is closed")
+        running.stop()
     feed.close()
