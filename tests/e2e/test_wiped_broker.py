@@ -1,4 +1,4 @@
-"""The broker's data goes while lake and checkpoints stay: restored from an older copy, then wiped. Never a silent loss."""
+"""The broker's data goes while lake and checkpoints stay: wiped, or back from an older copy. Never a silent loss."""
 
 from __future__ import annotations
 
@@ -53,15 +53,35 @@ def a_life(settings: Settings, group: str, ids: list[str], steps: int) -> list[s
         return feed.steps
 
 
-def test_a_restored_copy_stops_who_was_further_and_a_wiped_broker_is_a_new_start(
-    installation: Settings, tmp_path: Path
-) -> None:
-    home, words = installation.data_dir, words_of(installation)
+def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
+    """Other topic ids, a new start of each position; what lake, weights and checkpoints have stays, and no id is used twice."""
+    home = installation.data_dir
     steps = a_life(installation, "one", ["0.0", "1.0"], 2)
-    shutil.copytree(home / "broker", tmp_path / "older-broker")
-    steps += a_life(installation, "two", ["0.0", "1.0", "2.1"], 4)
+    shutil.rmtree(home / "broker")
+    with up(installation) as running, feed_of(running) as feed:
+        feed.group("two")
+        running.until(lambda: feed.ids() == ["0.1", "1.1"], "a new chain, no id used twice")
+        running.until(lambda: len(feed.column("steps", "step_id")) == 4, "old and new rows")
+        running.until_says("lake", "topic_made_anew")
+        running.until_says("trainer", "weights_of_another_log")
+        told = call("doctor", *words_of(installation))
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "topic made anew" in told.stdout and "beyond" not in told.stdout
+        running.stop()
+        steps += feed.steps
+    assert sorted(feed.column("steps", "step_id")) == sorted(steps)
+    assert sorted(feed.column("weights", "version_id")) == [f"wiped/{v}" for v in ("0.0", "0.1", "1.0", "1.1")]
+    assert len(set(feed.column("batches", "kafka_topic_id"))) == 2
+    assert feed.column("dead_letters", "reason") == []
 
-    # An older copy has the same topic ids, but ends before what lake and trainer have read: they stop and say so.
+
+@pytest.mark.long
+def test_an_older_copy_stops_who_was_further(installation: Settings, tmp_path: Path) -> None:
+    """The same topic ids, but they end before what lake and trainer have read: they stop, say so, and delete nothing."""
+    home = installation.data_dir
+    a_life(installation, "one", ["0.0", "1.0"], 2)
+    shutil.copytree(home / "broker", tmp_path / "older-broker")
+    a_life(installation, "two", ["0.0", "1.0", "2.1"], 4)
     shutil.rmtree(home / "broker")
     (tmp_path / "older-broker").rename(home / "broker")
     with up(installation) as running:
@@ -69,28 +89,10 @@ def test_a_restored_copy_stops_who_was_further_and_a_wiped_broker_is_a_new_start
             running.until_state(name, "source truncated")
             assert running.table[name]["exit_code"] == EXIT_SOURCE
             assert "source truncated: claw." in running.log(name) and "run clawstream doctor" in running.log(name)
-        told = call("doctor", *words)
+        told = call("doctor", *words_of(installation))
         assert told.returncode == 1, told.stderr
         beyond = {line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")}
         assert beyond == {"lake", "trainer"}, told.stdout
         assert "restore its newer data" in told.stdout
         running.stop()
     assert (home / "checkpoints" / "wiped" / "2.1").is_dir(), "what the copy knows nothing of is not thrown away"
-
-    # Wiped: other ids, a new start of each position; what lake, weights and checkpoints have stays.
-    shutil.rmtree(home / "broker")
-    with up(installation) as running, feed_of(running) as feed:
-        feed.group("three")
-        running.until(lambda: feed.ids() == ["0.2", "1.2"], "a new chain, no id used twice")
-        running.until(lambda: len(feed.column("steps", "step_id")) == 6, "old and new rows")
-        running.until_says("lake", "topic_made_anew")
-        running.until_says("trainer", "weights_of_another_log")
-        told = call("doctor", *words)
-        assert told.returncode == 0, told.stdout + told.stderr
-        assert "topic made anew" in told.stdout and "beyond" not in told.stdout
-        running.stop()
-        steps += feed.steps
-    assert sorted(feed.column("steps", "step_id")) == sorted(steps)
-    assert sorted(feed.column("weights", "version_id")) == [f"wiped/{v}" for v in ("0.0", "0.2", "1.0", "1.2", "2.1")]
-    assert len(set(feed.column("batches", "kafka_topic_id"))) == 2
-    assert feed.column("dead_letters", "reason") == []
