@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError as Code
@@ -26,6 +26,9 @@ class Producer:
     """Idempotent, acks=all, murmur2. `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
 
     With a transactional id: the newest instance of the id fences all older ones when it starts.
+
+    An error after which the client takes nothing any more (the broker has lost what it knew of this producer) fails everything in
+    flight as Unavailable; `send` then goes on with a client of a new producer id.
     """
 
     def __init__(self, options: Mapping[str, Any], transactional_id: str | None = None, **overrides: Any) -> None:
@@ -46,6 +49,7 @@ class Producer:
                 "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
                 "retry.backoff.ms": 5,
             }
+        self._config, self._transactional = config, transactional_id is not None
         self._producer = _Producer(config)
         self._done: deque[tuple[asyncio.Future[Ack], Any, Any]] = deque()
         self._wake_pending = False
@@ -97,7 +101,19 @@ class Producer:
 
     def _poll(self) -> None:
         while not self._closing:
-            self._producer.poll(0.2)
+            try:
+                self._producer.poll(0.2)
+            except KafkaException:  # a fatal error: said once, here
+                self._renew()
+
+    def _renew(self) -> None:
+        """On the poll thread, which must not end: nobody else would hear of what becomes of records."""
+        if self._transactional:
+            return  # fenced, perhaps: every further call says so
+        old, self._producer = self._producer, _Producer(self._config)
+        old.purge()
+        with suppress(KafkaException):
+            old.flush(FLUSH_TIMEOUT_S)  # serves the failures
 
     def _resolve(self) -> None:
         self._wake_pending = False
@@ -174,10 +190,6 @@ class Producer:
             raise Unavailable(f"the producer's queue is full: {e}") from e
         except KafkaException as e:
             raise translated(e) from e
-
-    def purge(self) -> None:
-        """Give up what is still in the queue; its futures fail."""
-        self._producer.purge()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for what is in flight, then stop the poll thread."""

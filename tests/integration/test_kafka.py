@@ -6,10 +6,13 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests_ports import free_port
 
-from runtime.kafka import Cluster, Fenced, SourceTruncated
+from runtime.broker import EmbeddedBroker
+from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
 from runtime.records import Decoder, create_topics, dead_letter
 from schemas.codec import MAGIC, Codec
 from schemas.errors import UnknownSchema
@@ -122,6 +125,41 @@ def test_what_lies_behind_anothers_open_transaction_is_waited_for(cluster: Clust
             with pytest.raises(TimeoutError):
                 found.result(1.0)
         assert found.result(30.0) == [b"1", b"2"]
+
+
+def test_a_producer_whose_id_the_broker_knows_from_another_one_goes_on_under_a_new_one(tmp_path: Path) -> None:
+    """Wiped, a broker gives the same producer ids again: the older producer's next record is out of order, for good."""
+    port = free_port()
+
+    def fresh_broker(name: str) -> EmbeddedBroker:
+        broker = EmbeddedBroker(tmp_path / name, port)
+        broker.start()
+        Cluster(broker.bootstrap_servers).create_topic("t", 1, {})
+        return broker
+
+    async def body() -> None:
+        first = fresh_broker("first")
+        old = Cluster(first.bootstrap_servers).producer(message_timeout_ms=20_000)
+        await old.send("t", b"k", b"before")
+        first.stop()
+        second = fresh_broker("second")
+        try:
+            cluster = Cluster(second.bootstrap_servers)
+            new = cluster.producer()
+            for i in range(8):
+                await new.send("t", b"k", b"%d" % i)
+            with pytest.raises(Unavailable):
+                async with asyncio.timeout(30):
+                    await asyncio.gather(old.send("t", b"k", b"lost"), old.send("t", b"k", b"lost, too"))
+            async with asyncio.timeout(30):
+                await old.send("t", b"k", b"after")
+            assert [r.value for r in cluster.read_all("t")][8:] == [b"after"]
+            old.close()
+            new.close()
+        finally:
+            second.stop()
+
+    asyncio.run(body())
 
 
 def test_reader_position_gets_past_control_records(cluster: Cluster, settings: Settings) -> None:
