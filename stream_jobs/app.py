@@ -50,6 +50,8 @@ from stream_jobs.rewarder import Rewarder
 
 FETCH_WAIT_MS = 50
 """aiokafka has one fetch in flight a broker; at Faust's fixed 1500 ms an idle partition would hold up the busy ones that long."""
+METADATA_MS = 5000
+"""A group that was assigned while a topic was not there is assigned anew once it is seen; by default nobody looks for five minutes."""
 GATHER_S = 0.005
 GATHER_ROUNDS = 6
 """A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
@@ -282,6 +284,7 @@ def _make_app(settings: Settings, group: str) -> Any:
         topic_disable_leader=True,
         table_standby_replicas=1,  # without it the inputs are not assigned together
         consumer_group_instance_id=f"{group}-{jobs.worker_id}",  # a killed worker gets its partitions back at once
+        consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
         consumer_auto_offset_reset="earliest",  # a first start; a job that keeps positions of its own refuses holes
         stream_buffer_maxsize=4096,
