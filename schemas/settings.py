@@ -249,8 +249,14 @@ class Settings(_Section):
                 f"jobs.trajectory_timeout_s={self.jobs.trajectory_timeout_s:g} is above half of "
                 f"kafka.steps_retention_s={self.kafka.steps_retention_s:g}: payload could be gone before its trajectory closes"
             )
-        if self.jobs.closed_horizon_s <= self.admit.policy.reward_deadline_s:
-            raise ValueError("jobs.closed_horizon_s must exceed admit.policy.reward_deadline_s")
+        for name, value in (
+            ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
+            ("jobs.orphan_after_s", self.jobs.orphan_after_s),
+            ("admit.policy.reward_deadline_s", self.admit.policy.reward_deadline_s),
+            ("admit.policy.group_deadline_s", self.admit.policy.group_deadline_s),
+        ):
+            if self.jobs.closed_horizon_s <= value:
+                raise ValueError(f"jobs.closed_horizon_s={self.jobs.closed_horizon_s:g} must exceed {name}={value:g}")
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="

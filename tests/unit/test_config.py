@@ -36,6 +36,9 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
         ("admit.policy.sync_every=2", "trainer.sync_every=1 differs from admit.policy.sync_every=2"),
         ("jobs.trajectory_timeout_s=2e6", "above half of kafka.steps_retention_s"),
+        ("jobs.trajectory_timeout_s=1e5", "jobs.closed_horizon_s=86400 must exceed jobs.trajectory_timeout_s=100000"),
+        ("jobs.closed_horizon_s=1000", "must exceed jobs.trajectory_timeout_s"),
+        ("admit.policy.reward_deadline_s=1e5", "must exceed admit.policy.reward_deadline_s"),
         ("broker.nodes=2", "setting broker.nodes"),
     ],
 )
