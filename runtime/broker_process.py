@@ -158,7 +158,7 @@ class ClusterView:
     brokers: frozenset[int]
 
 
-def ask_cluster(host: str, port: int, timeout_s: float = 1.0) -> ClusterView | None:
+def ask_cluster(host: str, port: int, timeout_s: float = 5.0) -> ClusterView | None:
     """One Kafka Metadata request without topics; None if nothing that speaks Kafka answers in time."""
     client = b"clawstream"
     request = struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client)) + client + struct.pack(">i?", 0, False)
