@@ -20,6 +20,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -32,7 +33,16 @@ from typing import Protocol, Self
 
 from runtime import broker_config as config
 from runtime.broker_config import NodePlan
-from runtime.broker_process import BrokerError, Jvm, ask_cluster, check_port_free, read_pid, stop_pids, wait_gone
+from runtime.broker_process import (
+    BrokerError,
+    Jvm,
+    JvmDied,
+    ask_cluster,
+    check_port_free,
+    read_pid,
+    stop_pids,
+    wait_gone,
+)
 from runtime.jars import Java, ensure_jars, find_java
 
 __all__ = ["BrokerError", "EmbeddedBroker", "NodeStatus", "run_foreground", "start", "status", "stop"]
@@ -205,7 +215,9 @@ class EmbeddedBroker:
             if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
                 return
             if jvm.exit_code is not None:
-                raise BrokerError(f"broker node {plan.node} exited with {jvm.exit_code}:\n{_last_lines(plan)}")
+                raise JvmDied(
+                    f"broker node {plan.node} exited with {jvm.exit_code}:\n{_last_lines(plan)}", jvm.exit_code
+                )
             if time.monotonic() > deadline:
                 raise BrokerError(
                     f"broker node {plan.node} on port {plan.port} is not ready after {READY_TIMEOUT_S:.0f} s:\n"
@@ -270,6 +282,11 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
             time.sleep(4 * _POLL_S)
     except _StopAskedFor:
         return 0
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
+        sys.stderr.write(f"{died}\n")  # killed within its start is killed all the same
+        return died.exit_code
     finally:
         broker.stop()
 

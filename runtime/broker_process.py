@@ -32,6 +32,14 @@ class BrokerError(PlumbingError):
     """The embedded broker cannot start or go on; says why and what to change."""
 
 
+class JvmDied(BrokerError):
+    """A node ended while it was started; the message has the end of its log. exit_code: 128 + signal number for a killed one."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class Jvm:
     """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
 
