@@ -169,7 +169,7 @@ def test_groups_become_batches_of_both_channels(log: Log, start: Start, mine: Se
     for channel in ("train", "val"):
         eventually(lambda c=channel: log.lag(c) == 0)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert log.dead() == []
 
 
@@ -205,7 +205,7 @@ def test_kill_at_any_time_neither_loses_nor_doubles_a_group(
     hashes = [b.content_hash for b in log.batches()]
     assert hashes == replay(entries, policy, tickers=4), "as if no one had ever been killed"
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_second_admission_fences_the_first(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
@@ -264,7 +264,7 @@ def test_changed_settings_become_a_new_policy(log: Log, start: Start, mine: Sett
     log.group(0)
     eventually(lambda: len(log.journal()) == 1 and log.lag("train") == 0)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     changed = load_with(mine, batch_groups=1)
     process = start(changed)
     (batch,) = eventually(log.batches)

@@ -159,7 +159,7 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
     eventually(lambda: all(jobs.cluster.committed(group).get(place, -1) >= end for place, end in ends.items()))
 
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
     count = len(jobs.records(jobs.topics.trajectories, Trajectory))
     jobs.start()  # a new owner does nothing again
     jobs.put(*jobs.conversation("next"))
@@ -318,7 +318,7 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     jobs.producer.flush()
     eventually(lambda: "done" in jobs.candidates(), 60)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
     jobs.cluster.delete_topic(jobs.topics.steps)
     eventually(lambda: jobs.topics.steps not in jobs.cluster.topics())
     create_topics(jobs.cluster, jobs.settings)
@@ -328,7 +328,7 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     eventually(lambda: {"open", "fresh"} <= jobs.candidates().keys(), 60)
     assert (jobs.candidates()["open"].outcome, jobs.candidates()["fresh"].outcome) == ("lost", "completed")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
 
     jobs.put(step("gone", [1], [2]))  # folded, then removed by retention before it closes
     jobs.producer.flush()
@@ -338,7 +338,7 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     group = f"{jobs.topics.prefix}-assemble"
     eventually(lambda: jobs.cluster.committed(group).get(place, 0) >= end, 60)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
     jobs.cluster.delete_records(place[0], place[1], end)
     worker = jobs.start()
     jobs.put(session("gone", "completed"), reward("gone", 1.0))
@@ -346,7 +346,7 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     eventually(lambda: "gone" in jobs.candidates() and jobs.candidates()["gone"].rewards, 60)
     assert (jobs.candidates()["gone"].outcome, jobs.candidates()["gone"].trainable) == ("lost", False)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
 
     jobs.put(*[step("open2", [1], [2]) for _ in range(5)])
     jobs.producer.flush()
@@ -376,7 +376,7 @@ def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Even
     worker = jobs.start()
     eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 60)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(60) == 0
     count = len(jobs.records(jobs.topics.trajectories, Trajectory))
     jobs.start()  # its state is on the log again: nothing is done a third time
     jobs.put(*jobs.conversation("c"))

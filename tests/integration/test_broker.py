@@ -217,11 +217,11 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
     with program("run", tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         os.kill(pid, signal.SIGKILL)
-        assert supervised.wait(10) == 128 + signal.SIGKILL
+        assert supervised.wait(60) == 128 + signal.SIGKILL
     with program("run", tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         supervised.send_signal(signal.SIGTERM)
-        assert supervised.wait(15) == 0
+        assert supervised.wait(60) == 0
         assert not psutil.pid_exists(pid)
     with program("run", tmp_path, port) as supervised:
         pid = running_pid(tmp_path)

@@ -279,7 +279,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
             with gateway(settings) as process:
                 await after()
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
 
     asyncio.run(body())
     found = step_ids(cluster, settings)
@@ -373,7 +373,7 @@ def test_any_order_of_starts(tmp_path: Path) -> None:
                         await asyncio.sleep(0.1)
                     assert step_ids(Cluster(settings.bootstrap_servers), settings) == answered
                     process.send_signal(signal.SIGTERM)
-                    assert process.wait(20) == 0
+                    assert process.wait(60) == 0
         return answered
 
     assert len(asyncio.run(body())) == 2

@@ -62,7 +62,7 @@ def writers(settings: Settings) -> Iterator[Writers]:
     for process in out.started:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(60)
     print(out.log.read_text() if out.log.exists() else "")
 
 

@@ -97,7 +97,7 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
         }
         eventually(lambda: {k: v for k, v in cluster.committed(group).items() if v} == ends)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(15) == 0
+        assert job.wait(60) == 0
     producer.close()
 
     answers: dict[tuple[str, str], Reward] = {}

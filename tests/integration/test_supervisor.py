@@ -145,7 +145,7 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
         child = psutil.Process(int(supervisor.stdout.readline()))
         supervisor.kill()
         supervisor.wait()
-        child.wait(20)
+        child.wait(60)
         assert not child.is_running()
 
 
@@ -184,5 +184,5 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
         with pytest.raises(AlreadyRunning):
             Supervisor(tmp_path).acquire()
         assert ask_to_stop(tmp_path) == running.pid
-        assert running.wait(10) == -signal.SIGTERM
+        assert running.wait(60) == -signal.SIGTERM
     assert ask_to_stop(tmp_path) is None, "its pid may be anybody's by now"
