@@ -14,9 +14,9 @@ from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
 from schemas.events import Reward, StepMark, Trajectory
+from schemas.parts import joined
 from schemas.settings import Settings
 from stream_jobs.reward import rewards_of, rules_for, rules_of
-from stream_jobs.trajectory import joined
 
 PROCESS = "reward"
 GROUP = "reward"

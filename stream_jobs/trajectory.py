@@ -105,16 +105,6 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
         )
 
 
-def joined(parts: Sequence[Trajectory]) -> Trajectory:
-    """The whole of all parts, in order."""
-    return replace(
-        parts[0],
-        parts=1,
-        segments=tuple(s for p in parts for s in p.segments),
-        steps=tuple(s for p in parts for s in p.steps),
-    )
-
-
 def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     """What admission has to know, at the revision that `closed` has come to. At most 64 KiB when encoded."""
     whole = closed.folded.marks.get("", Marks())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from runtime.kafka import READ_TIMEOUT_S, Cluster, Record, SourceTruncated, Unavailable
 from runtime.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import BatchMember, ReadyBatch, Trajectory
+from schemas.parts import joined
 from trainer.errors import PayloadUnreadable
 
 GAP_RECORDS = 500
@@ -95,18 +95,7 @@ def _whole(topic: str, batch: ReadyBatch, member: BatchMember, parts: Mapping[in
         raise PayloadUnreadable(
             f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is not there or can't be decoded"
         )
-    return join([parts[i] for i in range(expected)])
-
-
-def join(parts: Sequence[Trajectory]) -> Trajectory:
-    """The numbered parts of a trajectory as one: steps and segments are concatenated."""
-    return replace(
-        parts[0],
-        part=0,
-        parts=1,
-        segments=tuple(segment for part in parts for segment in part.segments),
-        steps=tuple(step for part in parts for step in part.steps),
-    )
+    return joined([parts[i] for i in range(expected)])
 
 
 def _where(topic: str, batch: ReadyBatch, member: BatchMember) -> str:

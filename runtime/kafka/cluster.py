@@ -9,7 +9,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka import KafkaError as Code
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
 from runtime.kafka.producer import Producer
@@ -124,12 +124,6 @@ class Cluster:
         if found is None:
             raise KafkaError(f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream topics create`")
         return found
-
-    def set_topic_config(self, name: str, config: Mapping[str, str]) -> None:
-        """Replace the topic's own configuration."""
-        resource = ConfigResource(ConfigResource.Type.TOPIC, name, set_config=dict(config))
-        for future in self.admin.alter_configs([resource]).values():
-            future.result()
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic with all it has."""

@@ -23,6 +23,7 @@ from schemas.events import (
     Trajectory,
     VersionSpan,
 )
+from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
 from stream_jobs import state_log
@@ -31,7 +32,7 @@ from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Mark, Source
 from stream_jobs.payload import Kept
 from stream_jobs.state_log import StateLog
-from stream_jobs.trajectory import assembled, candidate, joined
+from stream_jobs.trajectory import assembled, candidate
 
 CODEC = Codec()
 LIMITS = Limits(trajectory_timeout=1000, closed_horizon=1_000_000, orphan_after=500, closed_max=10_000)

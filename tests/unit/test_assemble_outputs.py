@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from schemas.codec import Codec
 from schemas.events import Segment, Tag, Trajectory, TrajectoryStep
+from schemas.parts import joined
 from schemas.topics import MAX_CANDIDATE_BYTES
 from stream_jobs.index import Closed, ClosedStep, Folded, Marks, RewardEntry
 from stream_jobs.payload import PayloadCache
 from stream_jobs.rewarder import Gather
-from stream_jobs.trajectory import candidate, in_parts, joined
+from stream_jobs.trajectory import candidate, in_parts
 
 CODEC = Codec()
 

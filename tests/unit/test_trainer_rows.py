@@ -19,11 +19,12 @@ from schemas.events import (
     TrajectoryStep,
     VersionSpan,
 )
+from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
 from trainer.advantages.grpo import grpo
 from trainer.batch import micro_batches, minibatches
 from trainer.errors import PayloadUnreadable, TooFewMembers
-from trainer.payload import join, scans
+from trainer.payload import scans
 from trainer.rows import Row, rows_of, rows_of_batch
 
 
@@ -251,4 +252,4 @@ def test_parts_are_joined_in_order() -> None:
     whole = trajectory([env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2)], [step(0), step(1)])
     first = trajectory([env([1]), said([2], 0, 0)], [step(0)])
     second = trajectory([env([3], 1), said([4], 1, 2)], [step(1)])
-    assert join([first, second]) == whole
+    assert joined([first, second]) == whole
