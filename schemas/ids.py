@@ -3,7 +3,8 @@
 trajectory key   what routes a record; the Kafka key is its UTF-8
 call id          <trajectory key>~<ulid>
 step id          <call id>.<choice index>
-trajectory id    the key; inside an anonymous bucket <key>~<ulid> of its first call
+bucket           bucket-<32 hex digits>, a trajectory key: calls that name no trajectory, split by the assembler
+trajectory id    the key; inside a bucket <key>~<ulid> of its first call
 version id       <run id>/<sync index>.<attempt>
 """
 
@@ -20,6 +21,8 @@ from schemas.errors import InvalidId
 RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 # A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate ids elsewhere.
 TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
+BUCKET_PREFIX = "bucket-"
+BUCKET_KEY = re.compile(BUCKET_PREFIX + "[0-9a-f]{32}")
 GROUP_ID = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
 VERSION_ID = re.compile(r"([a-z0-9-]{1,64})/(\d{1,18})\.(\d{1,18})")
 
@@ -77,6 +80,29 @@ def key_of_step(step: str) -> str:
     if not sep or not key or not rest:
         raise InvalidId(f"step id {step[:80]!r}: must be <trajectory key>~<ulid>.<choice>")
     return check_trajectory_key(key)
+
+
+def bucket_key(secret_part: bytes, first_user_turn: bytes) -> str:
+    """The trajectory key of a call that names no trajectory.
+
+    secret_part: what tells clients apart, such as the API key; it can't be found out from the bucket. first_user_turn: canonical bytes
+    of the first message of the user, which all calls of one conversation share.
+    """
+    hashed = hashlib.blake2b(
+        len(secret_part).to_bytes(8, "little") + secret_part, digest_size=16, person=b"claw-bucket"
+    )
+    hashed.update(first_user_turn)
+    return BUCKET_PREFIX + hashed.hexdigest()
+
+
+def is_bucket(key: str) -> bool:
+    """Whether a trajectory key is a bucket: then it may hold many trajectories, and a reward or completion must name a step."""
+    return BUCKET_KEY.fullmatch(key) is not None
+
+
+def bucket_trajectory_id(key: str, ulid: str) -> str:
+    """Trajectory id `<bucket>~<ulid>`; ulid: of the trajectory's first call in log order."""
+    return f"{key}~{ulid}"
 
 
 def version_id(run_id: str, sync_index: int, attempt: int) -> str:
