@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP replies, in OpenAI's shape: {"error": {message, type, param, code}}."""
+"""The one place where errors become HTTP replies. The status is of the error, the body in the shape of the protocol that was spoken."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from typing import NamedTuple
 import orjson
 
 from gateway import errors as e
+from gateway.protocol import Errors
 
 
-class _Kind(NamedTuple):
+class ErrorKind(NamedTuple):
+    """What an error is to a client. type, code: OpenAI's words."""
+
     status: int
     type: str
     code: str
     retry_after_s: int | None = None
 
 
-_KINDS: dict[type[e.GatewayError], _Kind] = {
-    e.BadRequest: _Kind(400, "invalid_request_error", "invalid_request"),
-    e.WrongKey: _Kind(401, "authentication_error", "invalid_api_key"),
-    e.NotFound: _Kind(404, "invalid_request_error", "not_found"),
-    e.WrongMethod: _Kind(405, "invalid_request_error", "method_not_allowed"),
-    e.BodyTooLarge: _Kind(413, "invalid_request_error", "request_too_large"),
-    e.Unprocessable: _Kind(422, "invalid_request_error", "invalid_value"),
-    e.RecordTooLarge: _Kind(500, "server_error", "record_too_large"),
-    e.UpstreamFailed: _Kind(502, "server_error", "upstream_failed"),
-    e.Overloaded: _Kind(503, "server_error", "overloaded", 1),
-    e.NoWorker: _Kind(503, "server_error", "no_worker", 2),
-    e.NoRoom: _Kind(503, "server_error", "spool_full", 5),
-    e.NotRecorded: _Kind(503, "server_error", "not_recorded", 2),
-    e.UpstreamTimeout: _Kind(504, "server_error", "upstream_timeout"),
-    e.GatewayError: _Kind(500, "server_error", "internal_error"),
+_KINDS: dict[type[e.GatewayError], ErrorKind] = {
+    e.BadRequest: ErrorKind(400, "invalid_request_error", "invalid_request"),
+    e.WrongKey: ErrorKind(401, "authentication_error", "invalid_api_key"),
+    e.Forbidden: _Kind(403, "permission_error", "insufficient_scope"),
+    e.NotFound: ErrorKind(404, "invalid_request_error", "not_found"),
+    e.WrongMethod: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
+    e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    e.Unprocessable: ErrorKind(422, "invalid_request_error", "invalid_value"),
+    e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
+    e.UpstreamFailed: ErrorKind(502, "server_error", "upstream_failed"),
+    e.Overloaded: ErrorKind(503, "server_error", "overloaded", 1),
+    e.NoWorker: ErrorKind(503, "server_error", "no_worker", 2),
+    e.NoRoom: ErrorKind(503, "server_error", "spool_full", 5),
+    e.NotRecorded: ErrorKind(503, "server_error", "not_recorded", 2),
+    e.UpstreamTimeout: ErrorKind(504, "server_error", "upstream_timeout"),
+    e.GatewayError: ErrorKind(500, "server_error", "internal_error"),
 }
 
 JSON = b"application/json"
@@ -44,27 +48,31 @@ class Reply(NamedTuple):
     body: bytes
 
 
-def _kind_of(error: e.GatewayError) -> _Kind:
+def kind_of(error: e.GatewayError) -> ErrorKind:
+    """Status, type, code and Retry-After of an error."""
     return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
 
 
-def body_of(error: e.GatewayError) -> bytes:
-    """The error as OpenAI writes it, JSON."""
-    kind = _kind_of(error)
-    return orjson.dumps(
-        {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
-    )
+class OpenAIErrors:
+    """`{"error": {message, type, param, code}}`; on a stream as a `data:` event."""
+
+    def body(self, error: e.GatewayError) -> bytes:
+        kind = kind_of(error)
+        return orjson.dumps(
+            {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
+        )
+
+    def event(self, error: e.GatewayError) -> bytes:
+        return b"data: " + self.body(error) + b"\n\n"
 
 
-def reply_of(error: e.GatewayError) -> Reply:
+OPENAI = OpenAIErrors()
+
+
+def reply_of(error: e.GatewayError, errors: Errors = OPENAI) -> Reply:
     """The whole reply: status, Retry-After where trying again can help, body."""
-    kind, body = _kind_of(error), body_of(error)
+    kind, body = kind_of(error), errors.body(error)
     headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
     if kind.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % kind.retry_after_s))
     return Reply(kind.status, headers, body)
-
-
-def event_of(error: e.GatewayError) -> bytes:
-    """The error as a server-sent event, for a stream that has begun."""
-    return b"data: " + body_of(error) + b"\n\n"

@@ -21,7 +21,11 @@ class Unprocessable(GatewayError):
 
 
 class WrongKey(GatewayError):
-    """No session key, or one that this installation did not mint."""
+    """No key where one is needed, or one that this installation does not know."""
+
+
+class Forbidden(GatewayError):
+    """The key is known, but may not do this. Names what it lacks."""
 
 
 class NotFound(GatewayError):
