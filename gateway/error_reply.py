@@ -22,7 +22,7 @@ class ErrorKind(NamedTuple):
 _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.BadRequest: ErrorKind(400, "invalid_request_error", "invalid_request"),
     e.WrongKey: ErrorKind(401, "authentication_error", "invalid_api_key"),
-    e.Forbidden: _Kind(403, "permission_error", "insufficient_scope"),
+    e.Forbidden: ErrorKind(403, "permission_error", "insufficient_scope"),
     e.NotFound: ErrorKind(404, "invalid_request_error", "not_found"),
     e.WrongMethod: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
