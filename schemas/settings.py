@@ -6,6 +6,7 @@ Read once, at the start of a process, by `runtime.config.load`: YAML < `CLAWSTRE
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +20,13 @@ from schemas.topics import Topics
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: where it leads is not known here
 
 
 class _Section(BaseModel):
@@ -75,6 +83,26 @@ class GatewaySettings(_Section):
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
     session_secret: str | None = Field(None, description="several gateways on several machines: the same for all")
+    auth: Literal["open", "required"] | None = Field(
+        None, description="whether a key is needed; default: open on loopback, required on any other host"
+    )
+    api_keys_file: Path | None = Field(None, description="shared by several gateways; default <data_dir>/api-keys.json")
+    session_rewards: bool = Field(
+        False, description="environments that hold nothing but a session key may give a reward when they complete"
+    )
+    reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest reward that is believed")
+    reward_max: float = Field(1e6, allow_inf_nan=False, description="largest reward that is believed")
+
+    @property
+    def auth_required(self) -> bool:
+        """Whether every request needs a key. A host that others can reach is never open by oversight."""
+        return self.auth == "required" if self.auth is not None else not _is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GatewaySettings:
+        if self.reward_min > self.reward_max:
+            raise ValueError(f"reward_min {self.reward_min:g} is above reward_max {self.reward_max:g}")
+        return self
 
 
 class JobsSettings(_Section):
@@ -290,6 +318,10 @@ class Settings(_Section):
     @property
     def spool_dir(self) -> Path:
         return self.gateway.spool_dir or self.data_dir / "spool"
+
+    @property
+    def api_keys_file(self) -> Path:
+        return self.gateway.api_keys_file or self.data_dir / "api-keys.json"
 
     @property
     def weights_dir(self) -> Path:
