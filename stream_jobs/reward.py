@@ -7,60 +7,23 @@ only, so that answering again changes nothing. The revision is the version where
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from schemas.errors import SettingsError
+from rewards.rule import Rule, rule_of
 from schemas.events import Reward, Trajectory
 from schemas.ids import stable_id
-from stream_jobs.rewards import BUILT_IN, RewardFunction
 
 SOURCE = "rule"
 REASON_CHARS = 200
 EVERY_RUN = "*"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A reward function under the name and version that its rewards carry."""
-
-    name: str
-    version: str
-    function: RewardFunction
-
-    @property
-    def revision(self) -> int:
-        return int(self.version) if self.version.isdecimal() else 0
-
-
 def rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
     """Run id (or `*`) to its rules. Raises SettingsError naming the setting."""
     return {
-        run: tuple(_rule(spec, f"jobs.reward_functions.{run}: {spec!r}") for spec in specs)
-        for run, specs in configured.items()
+        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}") for spec in specs) for run, specs in configured.items()
     }
-
-
-def _rule(spec: str, where: str) -> Rule:
-    target, sep, version = spec.rpartition("@")
-    if not sep or not target or not version:
-        raise SettingsError(f"setting {where}: write name@version or package.module:function@version")
-    module, colon, name = target.rpartition(":")
-    if not colon:
-        if name not in BUILT_IN:
-            raise SettingsError(
-                f"setting {where}: no built-in reward {name!r}; there are {', '.join(sorted(BUILT_IN))}"
-            )
-        return Rule(name, version, BUILT_IN[name])
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise SettingsError(f"setting {where}: {type(e).__name__}: {e}") from e
-    if not callable(function):
-        raise SettingsError(f"setting {where}: {module}.{name} is not callable")
-    return Rule(name, version, function)
 
 
 def rules_for(rules: Mapping[str, tuple[Rule, ...]], run_id: str) -> tuple[Rule, ...]:

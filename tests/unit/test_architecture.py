@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "schemas": {"schemas"},
     "runtime": {"schemas", "runtime"},
-    "gateway": {"schemas", "runtime", "gateway"},
-    "stream_jobs": {"schemas", "runtime", "stream_jobs"},
+    "rewards": {"schemas", "rewards"},
+    "gateway": {"schemas", "runtime", "rewards", "gateway"},
+    "stream_jobs": {"schemas", "runtime", "rewards", "stream_jobs"},
     "trainer": {"schemas", "runtime", "trainer"},
     "rollout": {"schemas", "runtime", "rollout"},
     "demo": {"schemas", "runtime", "demo"},

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from rewards.built_in import BUILT_IN
+from rewards.rule import Rule
 from schemas.errors import SettingsError
 from schemas.events import Trajectory, TrajectoryStep
-from stream_jobs.reward import Rule, rewards_of, rules_for, rules_of
-from stream_jobs.rewards import BUILT_IN
+from stream_jobs.reward import rewards_of, rules_for, rules_of
 
 
 def trajectory(answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any) -> Trajectory:
@@ -62,6 +63,13 @@ def test_every_answer_is_a_reward_or_says_why_not(said: Any, expected: list[Any]
     assert rewards == list(rewards_of(trajectory(), Rule("f", "2", lambda _: said), 7))
 
 
+def test_the_answer_of_a_verl_dataset_is_found() -> None:
+    said = b'{"data_source":"gsm8k","reward_model":{"style":"rule","ground_truth":"72"}}'
+    assert BUILT_IN["last_number"](trajectory("so 72.", said)) == 1.0
+    with pytest.raises(ValueError, match="no gold"):
+        BUILT_IN["last_number"](trajectory("so 72.", b'{"reward_model":"big"}'))
+
+
 def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
     rule = Rule("exact_match", "x", BUILT_IN["exact_match"])
     (lost,) = rewards_of(trajectory(outcome="lost", reason="payload lost to retention", steps=()), rule, 0)
@@ -71,9 +79,7 @@ def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
 
 
 def test_configured_by_name_or_import_path_and_run() -> None:
-    rules = rules_of(
-        {"*": ("exact_match@1",), "r1": ("stream_jobs.rewards.last_number:last_number@v2", "exact_match@3")}
-    )
+    rules = rules_of({"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")})
     assert [(r.name, r.version) for r in rules_for(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
     assert [(r.name, r.version) for r in rules_for(rules, "other")] == [("exact_match", "1")]
     assert rules_for({}, "other") == ()

@@ -20,8 +20,11 @@ def metadata(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def gold(trajectory: Trajectory) -> str:
-    """The expected answer, `gold` of the metadata. Raises ValueError without one."""
-    found = metadata(trajectory).get("gold")
+    """The expected answer: `gold` of the metadata, else `reward_model.ground_truth`, as verl's datasets have it. Raises ValueError."""
+    said = metadata(trajectory)
+    found = said.get("gold")
+    if found is None and isinstance(model := said.get("reward_model"), dict):
+        found = model.get("ground_truth")
     if found is None:
         raise ValueError("metadata has no gold")
     return str(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rewards.answer import gold, last_answer
 from schemas.events import Trajectory
-from stream_jobs.rewards.answer import gold, last_answer
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

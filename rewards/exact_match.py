@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rewards.answer import gold, last_answer
 from schemas.events import Trajectory
-from stream_jobs.rewards.answer import gold, last_answer
 
 
 def exact_match(trajectory: Trajectory) -> float:
