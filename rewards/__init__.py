@@ -1,0 +1,1 @@
+"""Reward functions: pure, of a closed trajectory. Below the processes that call them."""
