@@ -92,6 +92,16 @@ class GatewaySettings(_Section):
     )
     reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest reward that is believed")
     reward_max: float = Field(1e6, allow_inf_nan=False, description="largest reward that is believed")
+    max_prompt_tokens: Count | None = Field(
+        None, description="refuse longer prompts sooner than the engine's own bound does; long ones cost a request for counting"
+    )
+    default_max_tokens: Count | None = Field(None, description="bound of replies whose client named none")
+    tokenizer_path: Path | None = Field(
+        None, description="directory with tokenizer.json: text of submitted steps, and for compute_reward"
+    )
+    compute_reward: str | None = Field(
+        None, description="what POST /compute_reward calls: `name@version` or `package.module:function@version`"
+    )
 
     @property
     def auth_required(self) -> bool:
