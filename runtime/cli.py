@@ -106,10 +106,10 @@ def demo(words: Words = None, config: Config = None) -> None:
     _run("demo.main:main", config, words)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def gateway(words: Words = None, config: Config = None) -> None:
-    """Serve agents: their base_url points here."""
-    _run("gateway.main:main", config, words)
+    """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
+    _run("gateway.main:main", config, _load("gateway.seed_flags").words_of(words or ()))
 
 
 @jobs_app.command("assemble")
