@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -64,6 +65,39 @@ class BrokerSettings(_Section):
     jars_dir: Path | None = Field(None, description="shared cache of Kafka's jars; default ~/.cache/clawstream")
 
 
+class UpstreamSettings(_Section):
+    """An engine or provider that does not report on the workers topic. A bare URL stands for one with all defaults."""
+
+    url: str = Field(description="its base URL, with or without /v1")
+    kind: Literal["auto", "captured", "vllm", "text"] = Field(
+        "auto", description="do not probe what it can tell of tokens"
+    )
+    api_key: str | None = Field(None, repr=False, description="it wants a key")
+    api_key_env: str | None = Field(None, description="the key is in this environment variable, so not in a file")
+    api_key_header: Literal["authorization", "x-api-key"] | None = Field(
+        None, description="default: x-api-key on Anthropic's paths of a provider, else authorization: Bearer"
+    )
+    forward_credentials: bool = Field(False, description="agents bring their own keys of this provider")
+    models: tuple[str, ...] = Field((), description="it serves only these")
+    model_map: Mapping[str, str] = Field({}, description="it has another name for a model that agents ask for")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> UpstreamSettings:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("url is not http(s)://HOST[:PORT][/PATH]")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("url holds more than host and path; a key belongs into api_key or api_key_env")
+        if self.api_key is not None and self.api_key_env is not None:
+            raise ValueError("api_key and api_key_env are both set")
+        return self
+
+
 class GatewaySettings(_Section):
     """Where agents point their base_url."""
 
@@ -71,7 +105,7 @@ class GatewaySettings(_Section):
     host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
     port: Port = Field(8100, description="the port is taken")
     public_url: str | None = Field(None, description="behind a load balancer: the URL that agents are given")
-    upstreams: tuple[str, ...] = Field((), description="engines that do not report on the workers topic")
+    upstreams: tuple[UpstreamSettings, ...] = Field((), description="engines that do not report on the workers topic")
     acks: Literal["all", "none"] = Field(
         "all", description="none: reply before the step is on Kafka; a crash may lose it"
     )
@@ -82,6 +116,7 @@ class GatewaySettings(_Section):
     max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
+    probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
     session_secret: str | None = Field(None, description="several gateways on several machines: the same for all")
     auth: Literal["open", "required"] | None = Field(
         None, description="whether a key is needed; default: open on loopback, required on any other host"
@@ -93,7 +128,8 @@ class GatewaySettings(_Section):
     reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest reward that is believed")
     reward_max: float = Field(1e6, allow_inf_nan=False, description="largest reward that is believed")
     max_prompt_tokens: Count | None = Field(
-        None, description="refuse longer prompts sooner than the engine's own bound does; long ones cost a request for counting"
+        None,
+        description="refuse longer prompts sooner than the engine's own bound does; long ones cost a request for counting",
     )
     default_max_tokens: Count | None = Field(None, description="bound of replies whose client named none")
     tokenizer_path: Path | None = Field(
