@@ -9,6 +9,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 from tests_ports import free_port
 
 from runtime.broker import EmbeddedBroker
@@ -16,6 +17,9 @@ from runtime.kafka import Cluster
 from schemas.settings import Settings
 
 T = TypeVar("T")
+# A busy machine makes a test slow, not wrong.
+hypothesis_settings.register_profile("unhurried", deadline=None)
+hypothesis_settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
