@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from gateway import errors
 from gateway.bus import Bus, Message
@@ -17,11 +16,14 @@ from gateway.calls import CallEndpoint, Parts, Scope, Send
 from gateway.clock import Clock
 from gateway.control import control_routes
 from gateway.disconnect import Receive
-from gateway.error_reply import reply_of
+from gateway.door import Door
+from gateway.error_reply import OPENAI, reply_of
 from gateway.journal import Journal
 from gateway.metrics import Metrics
+from gateway.model_calls import App, ModelCalls
 from gateway.openai_chat import OpenAIChat
-from gateway.sessions import SessionKeys, origin_of, secret_of
+from gateway.passing import PassEndpoint
+from gateway.protocol import Dialect
 from gateway.spool import Spool
 from gateway.upstream import Upstream
 from gateway.workers import WorkerTable
@@ -31,7 +33,10 @@ from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20
 """Bytes of a request that is no model call: metadata and details of rewards."""
-ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
+"""Every protocol that samples; its path is that of the engine."""
+PASSED = (("GET", "/v1/models", OPENAI),)
+"""What samples nothing."""
 
 
 def create_app(
@@ -45,15 +50,15 @@ def create_app(
     directory = settings.spool_dir / settings.gateway.gateway_id
     journal = Journal(bus, Spool(directory, settings.gateway.spool_max_bytes), metrics, settings.gateway.acks)
     upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock)
-    parts = Parts(
-        settings, SessionKeys(secret_of(settings)), journal, upstream, codec or Codec(), clock, metrics
-    )  # fmt: skip
+    door = Door(settings, metrics)
+    parts = Parts(settings, door, journal, upstream, codec or Codec(), clock, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await journal.start()
         await upstream.open()
-        yield
+        async with door.watching():
+            yield
         await upstream.close()
         await journal.close()
 
@@ -67,13 +72,13 @@ def create_app(
     app.state.bury = bury
     app.include_router(control_routes(parts))
     _operations(app, parts, bus)
-    # Raw ASGI routes, before everything that FastAPI would do to them.
-    chat = CallEndpoint(parts, OpenAIChat())
-    for prefix in ("", "/v1", "/{trajectory}/{prompt}", "/{trajectory}/{prompt}/v1"):
-        app.router.routes.insert(0, Route(prefix + "/models", _models(parts), methods=["GET"]))
-        app.router.routes.insert(0, Route(prefix + "/chat/completions", chat, methods=["POST"]))
     _answer_errors(app)
     app.add_middleware(ControlBodyLimit)
+    app.add_middleware(
+        ModelCalls,
+        calls={d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS},
+        passed={p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED},
+    )
     return app
 
 
@@ -91,22 +96,6 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(parts.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _models(parts: Parts) -> Callable[[Request], Awaitable[Response]]:
-    async def models(request: Request) -> Response:
-        """An engine's own list."""
-        path = request.path_params
-        who = origin_of(
-            dict(request.headers), parts.keys, parts.settings.run_id, path.get("trajectory"), path.get("prompt")
-        )
-        async with parts.upstream.ask(
-            "GET", "/v1/models", None, {}, key=who.trajectory_key, run_id=who.run_id, model=None
-        ) as response:
-            body = await response.read()
-            return Response(body, response.status, media_type=response.header("content-type"))
-
-    return models
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -146,13 +135,13 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 class ControlBodyLimit:
-    """ASGI middleware: requests that are no model calls have small bodies. Model calls count for themselves."""
+    """ASGI middleware: requests that are no model calls have small bodies."""
 
-    def __init__(self, app: ASGI) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].endswith("/chat/completions"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         size = 0

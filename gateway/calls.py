@@ -1,4 +1,4 @@
-"""The hot path: one model call from the client's bytes to its reply, a plain ASGI endpoint for any dialect.
+"""The hot path: one model call from the client's bytes to its reply, for any dialect.
 
 1. Refuse what can be refused before an engine is asked: bad input, no room.
 2. Ask an engine. A plain reply is read whole; a stream is passed on event by event up to the first finish reason.
@@ -19,6 +19,7 @@ from typing import Any
 from gateway.bus import Message
 from gateway.clock import Clock
 from gateway.disconnect import Client, Receive
+from gateway.door import Caller, Door
 from gateway.error_reply import Reply, reply_of
 from gateway.errors import (
     BodyTooLarge,
@@ -31,11 +32,14 @@ from gateway.errors import (
 )
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.protocol import VERSION_END, VERSION_START, VERSIONS, Dialect, Stream
-from gateway.sessions import SessionKeys, origin_of
+from gateway.protocol import Answer, Dialect, Kind
 from gateway.steps import Call, Engine, steps_of, unseen_steps
+from gateway.streaming import EventStream
+from gateway.tags import tags_of
+from gateway.tokens import NOT_TOLD, Captured
 from gateway.upstream import Response, Upstream
 from gateway.workers import Worker
+from schemas import capture
 from schemas.codec import Codec
 from schemas.events import Step, StepStatus
 from schemas.ids import new_call_id
@@ -49,7 +53,12 @@ FORWARDED = frozenset(
 )
 """Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
 RETURNED = ("content-type", "retry-after", "x-request-id")
-IDEMPOTENCY = ("idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+NO_TOKENS: Mapping[Kind, str] = {
+    "captured": NOT_TOLD,
+    "vllm": "a vLLM without our middleware tells no tokens over this protocol",
+    "text": "the provider tells no tokens",
+}
 ROOM_A_STEP = 64 * 1024
 """Estimate of what a step takes in the spool beside its request."""
 
@@ -59,7 +68,7 @@ class Parts:
     """What the routes work with."""
 
     settings: Settings
-    keys: SessionKeys
+    door: Door
     journal: Journal
     upstream: Upstream
     codec: Codec
@@ -98,31 +107,39 @@ def _number(text: str | None) -> int | None:
 
 
 class CallEndpoint:
-    """ASGI endpoint of a dialect's model calls."""
+    """Model calls of a dialect."""
 
     def __init__(self, parts: Parts, dialect: Dialect) -> None:
         self._parts, self._dialect = parts, dialect
         self._in_flight = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(
+        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
+    ) -> None:
+        """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
         metrics, limit = self._parts.metrics, self._parts.settings.gateway.max_in_flight
         if self._in_flight >= limit:
             metrics.calls.labels("refused").inc()
-            await send_reply(send, reply_of(Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")))
+            error = Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")
+            await send_reply(send, reply_of(error, self._dialect.errors))
             return
         self._in_flight += 1
         metrics.in_flight.inc()
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, receive, send, trajectory, prompt)
         finally:
             self._in_flight -= 1
             metrics.in_flight.dec()
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
+    ) -> None:
         parts = self._parts
         try:
             headers = header_map(scope)
-            call = self._accept(scope, headers, await read_body(receive, parts.settings.gateway.max_body_bytes))
+            caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
+            body = await read_body(receive, parts.settings.gateway.max_body_bytes)
+            call = self._accept(caller, headers, body, trajectory, prompt)
             room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
             with parts.journal.reserve(room):
                 client = Client(receive)
@@ -135,26 +152,29 @@ class CallEndpoint:
             ending = "refused"
         except GatewayError as error:
             ending = _ending_of(error)
-            await send_reply(send, reply_of(error))
+            await send_reply(send, reply_of(error, self._dialect.errors))
         parts.metrics.calls.labels(ending).inc()
 
-    def _accept(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Call:
+    def _accept(
+        self, caller: Caller, headers: Mapping[str, str], body: bytes, trajectory: str | None, prompt: str | None
+    ) -> Call:
         """The call that a request is. Raises BadRequest or WrongKey."""
-        received_at = self._parts.clock.micros()
-        path = scope.get("path_params") or {}
-        settings = self._parts.settings
-        origin = origin_of(headers, self._parts.keys, settings.run_id, path.get("trajectory"), path.get("prompt"))
+        parts, dialect = self._parts, self._dialect
+        received_at = parts.clock.micros()
+        request = dialect.request(body)
+        origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
         return Call(
             origin=origin,
             call_id=new_call_id(origin.trajectory_key),
-            protocol=self._dialect.name,
-            request=self._dialect.request(body),
+            protocol=dialect.name,
+            request=request,
             body=body,
-            gateway_id=settings.gateway.gateway_id,
+            gateway_id=parts.settings.gateway.gateway_id,
             received_at=received_at,
             idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
             retry_count=_number(headers.get("x-stainless-retry-count")),
             user_agent=headers.get("user-agent"),
+            tags=tags_of(headers, request.said),
         )
 
 
@@ -175,35 +195,40 @@ class Exchange:
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
         self._asked: Worker | None = None
         self._engine = Engine()
+        self._captured = Captured()
+        self._stream: EventStream | None = None
         self._started = False
 
     async def run(self) -> str:
         """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
-        stream = self._dialect.stream(self._call.request) if self._call.request.stream else None
         try:
             async with self._client:
                 async with self._ask() as response:
-                    self._engine = _engine_of(response)
+                    worker = response.worker
+                    self._engine = Engine(worker.worker_id, response.header(capture.VERSION_START))
                     if response.status >= 400:
                         await self._pass_error(response)
                         return "upstream_error"
-                    spans = response.header(VERSIONS)
-                    body = await (response.read() if stream is None else self._pass_stream(response, stream))
+                    self._captured = Captured(NO_TOKENS[worker.kind])
+                    if self._call.request.stream:
+                        await self._pass_stream(response)
+                    else:
+                        body = self._captured.trail(await response.read(), response.header(capture.OWN_BODY))
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
                 raise
-            await self._record_aborted(stream)
+            await self._record_aborted()
             if isinstance(error, asyncio.CancelledError):
                 raise
             return "aborted"
-        if stream is None:
-            return await self._finish_plain(body or b"", spans)
-        return await self._finish_stream(stream)
+        if self._stream is not None:
+            return await self._finish_stream(self._stream)
+        return await self._finish_plain(worker, body)
 
     def _ask(self) -> Any:
         call = self._call
         return self._parts.upstream.ask(
-            "POST", self._dialect.path, call.request.body, self._forwarded,
+            "POST", self._dialect.path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
             on_asking=self._asking,
         )  # fmt: skip
@@ -229,16 +254,16 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _pass_error(self, response: Response) -> None:
-        body = await response.read()
+        body = self._dialect.errors.engine(response.status, await response.read())
         headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _finish_plain(self, body: bytes, spans: str | None) -> str:
-        answer = self._dialect.answer(self._call.request, body, spans.encode("latin-1") if spans else None)
-        steps = steps_of(self._call, answer, self._engine, "ok", self._parts.clock.micros())
+    async def _finish_plain(self, worker: Worker, body: bytes) -> str:
+        answer = self._dialect.answer(self._call.request, worker.kind, body)
+        steps = self._steps(answer, "ok")
         await self._record(steps)
         if self._client.gone:
             return "aborted"
@@ -246,11 +271,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": answer.body})
         return self._answered(steps)
 
-    async def _pass_stream(self, response: Response, stream: Stream) -> None:
-        """Everything up to the first finish reason goes through; the rest is held in `stream`."""
+    async def _pass_stream(self, response: Response) -> None:
+        """Everything up to the first finish goes through; the rest is held in the stream."""
         kind = (response.header("content-type") or "").encode()
         if not kind.startswith(b"text/event-stream"):
             raise UpstreamFailed(f"the engine at {response.worker.base_url} answered a stream with {kind.decode()!r}")
+        fold = self._dialect.fold(self._call.request, response.worker.kind)
+        self._stream = stream = EventStream(fold, self._captured)
         await self._start(200, [*self._headers(kind, None, self._call.step_ids), (b"cache-control", b"no-cache")])
         try:
             async for piece in response.pieces():
@@ -263,22 +290,23 @@ class Exchange:
         except (UpstreamFailed, UpstreamTimeout) as error:
             stream.fail(error)
 
-    async def _finish_stream(self, stream: Stream) -> str:
-        answer = stream.whole()
-        status: StepStatus = "ok" if stream.failure is None else "error"
-        steps = steps_of(self._call, answer, self._engine, status, self._parts.clock.micros())
+    async def _finish_stream(self, stream: EventStream) -> str:
+        steps = self._steps(stream.whole(), "ok" if stream.failure is None else "error")
         if stream.failure is not None:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason]
         try:
             if steps:
                 await self._record(steps)
         except NotRecorded as error:
-            await self._send({"type": "http.response.body", "body": self._dialect.error_event(error)})
+            await self._send({"type": "http.response.body", "body": stream.error(error)})
             return "not_recorded"
         if self._client.gone:
             return "aborted"
         await self._send({"type": "http.response.body", "body": stream.held()})
         return "error" if stream.failure is not None else self._answered(steps)
+
+    def _steps(self, answer: Answer, status: StepStatus) -> list[Step]:
+        return steps_of(self._call, answer, self._captured, self._engine, status, self._parts.clock.micros())
 
     def _answered(self, steps: Sequence[Step]) -> str:
         self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
@@ -286,13 +314,12 @@ class Exchange:
 
     # -- records
 
-    async def _record_aborted(self, stream: Stream | None) -> None:
-        now = self._parts.clock.micros()
-        answer = stream.sent() if stream is not None else None
+    async def _record_aborted(self) -> None:
+        answer = self._stream.sent() if self._stream is not None else None
         if answer is not None and answer.choices:
-            steps = steps_of(self._call, answer, self._engine, "aborted", now)
+            steps = self._steps(answer, "aborted")
         else:
-            steps = unseen_steps(self._call, self._engine, now)
+            steps = unseen_steps(self._call, self._engine, self._parts.clock.micros())
         try:
             await self._record(steps)
         except NotRecorded:
@@ -317,11 +344,3 @@ def _ending_of(error: GatewayError) -> str:
             return "upstream_error"
         case _:
             return "refused"
-
-
-def _engine_of(response: Response) -> Engine:
-    return Engine(
-        worker_id=response.worker.worker_id,
-        version_first=response.header(VERSION_START),
-        version_last=response.header(VERSION_END),
-    )

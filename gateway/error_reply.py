@@ -54,7 +54,7 @@ def kind_of(error: e.GatewayError) -> ErrorKind:
 
 
 class OpenAIErrors:
-    """`{"error": {message, type, param, code}}`; on a stream as a `data:` event."""
+    """`{"error": {message, type, param, code}}`, which is vLLM's own."""
 
     def body(self, error: e.GatewayError) -> bytes:
         kind = kind_of(error)
@@ -62,8 +62,8 @@ class OpenAIErrors:
             {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
         )
 
-    def event(self, error: e.GatewayError) -> bytes:
-        return b"data: " + self.body(error) + b"\n\n"
+    def engine(self, status: int, body: bytes) -> bytes:
+        return body
 
 
 OPENAI = OpenAIErrors()

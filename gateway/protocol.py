@@ -2,84 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from gateway.errors import GatewayError
+from schemas.events import VersionSpan
 
-VERSIONS = "x-clawstream-versions"
-VERSION_START = "x-clawstream-version-start"
-VERSION_END = "x-clawstream-version-end"
+Kind = Literal["captured", "vllm", "text"]
+"""What an engine can tell of its tokens.
+
+captured: it runs our middleware (`schemas.capture`), which tells ids, log-probabilities and version spans beside the reply of any
+endpoint; requests and replies go through as they are. vllm: a vLLM without it, asked for ids and log-probabilities in the request
+where its protocol has fields for that. text: any other provider; no tokens.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one choice, packed as in `Step`. absent: why ids or log-probabilities are missing."""
+
+    prompt_ids: bytes | None = None
+    ids: bytes | None = None
+    logprobs: bytes | None = None
+    spans: tuple[VersionSpan, ...] = ()
+    absent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's call. model: None when it named none. body: what is sent to the engine. keep_*: the client asked for it itself."""
+    """A client's call. model: None when it named none. n: choices it will get. body: its own bytes; said: what they say."""
 
     model: str | None
     stream: bool
     n: int
     body: bytes
-    keep_logprobs: bool
-    keep_ids: bool
+    said: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled choice, as far as it came. token_ids, logprobs: None when the engine did not give them. spans: as the engine wrote them."""
+    """One sampled choice, as far as it came.
+
+    message_json: the assistant's message in the protocol's own shape. finish_reason: in OpenAI's words (stop, length, tool_calls,
+    content_filter, abort), whatever the protocol's; None: it did not end. tokens: None when the reply itself does not tell them.
+    """
 
     index: int
     message_json: bytes
     finish_reason: str | None
-    token_ids: Sequence[int] | None
-    logprobs: Sequence[float] | None
-    spans: object = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole reply. body: for the client, without what we added. prompt_ids: None when the engine did not give them."""
+    """A whole reply. body: for the client, without what we added; empty for a stream."""
 
     choices: tuple[Choice, ...]
-    prompt_ids: Sequence[int] | None
     model: str | None
     body: bytes
 
 
-class Stream(Protocol):
-    """A reply that is coming in, event by event.
+class Part(NamedTuple):
+    """One event of a stream, read.
 
-    `feed` returns what may be sent now; from the first finish reason on everything is held. `held` is that, once the steps are durable.
+    payload: for `Fold.add`; None: nothing to add. shown: what the client gets of it. ends: a choice has ended, this event and all
+    behind it wait for the steps to be durable. last: nothing follows. failure: the engine's own error.
     """
 
-    ended: bool
-    """The end marker came: nothing follows."""
-    failure: str | None
-    """The engine's own error event, or what was wrong with the stream."""
+    payload: Any
+    shown: bytes
+    ends: bool = False
+    last: bool = False
+    failure: str | None = None
 
-    def feed(self, data: bytes) -> bytes:
-        """Take bytes from the engine, return bytes for the client."""
+
+class Fold(Protocol):
+    """A streamed reply, growing. What was read is added when it is sent."""
+
+    def read(self, event: bytes, data: bytes) -> Part:
+        """Parse an event. event: its bytes with the blank line; data: its data. Pure.
+
+        Raises ValueError, KeyError, TypeError or AttributeError when it is not what the protocol says.
+        """
         ...
 
-    def close(self) -> None:
-        """The engine has closed the stream. A failure when it should not have yet."""
+    def add(self, payload: Any) -> None:
+        """Take a payload into the reply."""
         ...
 
-    def fail(self, error: GatewayError) -> None:
-        """The stream ends here: an error event is held, and sets `failure`."""
+    def answer(self) -> Answer:
+        """What was added so far."""
         ...
 
-    def held(self) -> bytes:
-        """What was held back, in order."""
+    def error(self, error: GatewayError) -> bytes:
+        """The error as the next event of this stream."""
         ...
 
-    def sent(self) -> Answer:
-        """What the client has got so far, nothing held; body empty."""
+    def unfinished(self) -> int:
+        """How many choices have not ended yet."""
         ...
 
-    def whole(self) -> Answer:
-        """All that came, the held part too; body empty."""
+
+class Errors(Protocol):
+    """How a protocol writes errors."""
+
+    def body(self, error: GatewayError) -> bytes:
+        """JSON body of an error reply."""
+        ...
+
+    def engine(self, status: int, body: bytes) -> bytes:
+        """An engine's own error as this protocol writes it."""
         ...
 
 
@@ -90,19 +123,20 @@ class Dialect(Protocol):
     """As it stands in `Step.protocol`."""
     path: str
     """Where the engine serves it."""
+    errors: Errors
 
     def request(self, body: bytes) -> Request:
-        """Check what the gateway relies on, ask the engine for tokens. Raises BadRequest that names the field."""
+        """Check what the gateway relies on. Raises BadRequest that names the field."""
         ...
 
-    def answer(self, request: Request, body: bytes, spans: bytes | None) -> Answer:
-        """Read a whole reply. spans: the engine's version header. Raises UpstreamFailed when it is none."""
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        """What an engine of this kind is sent. The client's own bytes unless it must be asked for tokens."""
         ...
 
-    def stream(self, request: Request) -> Stream:
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        """Read a whole reply. Raises UpstreamFailed when it is none."""
+        ...
+
+    def fold(self, request: Request, kind: Kind) -> Fold:
         """Begin to read a streamed reply."""
-        ...
-
-    def error_event(self, error: GatewayError) -> bytes:
-        """The error as an event of a stream."""
         ...

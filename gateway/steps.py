@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.protocol import Answer, Choice, Request
 from gateway.sessions import Origin
-from schemas.events import Step, StepStatus, VersionSpan
+from gateway.tokens import Captured, without_tokens
+from schemas.events import Step, StepStatus, Tag
 from schemas.ids import step_id
-from schemas.tokens import pack_ids, pack_logprobs
+
+BROKEN_OFF = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Call:
     idempotency_key: str | None = None
     retry_count: int | None = None
     user_agent: str | None = None
+    tags: tuple[Tag, ...] = ()
 
     @property
     def step_ids(self) -> list[str]:
@@ -42,41 +43,35 @@ class Engine:
     version_last: str | None = None
 
 
-def steps_of(call: Call, answer: Answer, engine: Engine, status: StepStatus, finished_at: int) -> list[Step]:
+def steps_of(
+    call: Call, answer: Answer, captured: Captured, engine: Engine, status: StepStatus, finished_at: int
+) -> list[Step]:
     """One step per choice. finished_at: microseconds. A choice that the engine itself cut short is an error whatever `status` says."""
-    prompt, prompt_absent = _packed_prompt(answer.prompt_ids)
-    return [
-        _step(
-            call,
-            choice,
-            engine,
-            "error" if status == "ok" and choice.finish_reason == "abort" else status,
-            answer.model or "",
-            (prompt, prompt_absent),
-            finished_at,
-        )
-        for choice in answer.choices
-    ]
+    return [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in answer.choices]
 
 
 def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
     """The steps of a call whose client left before it had got anything: aborted, without tokens."""
-    nothing = tuple(Choice(i, b"null", None, None, None) for i in range(call.request.n))
-    absent = (None, "the client left before the engine had answered")
-    return [_step(call, choice, engine, "aborted", "", absent, finished_at) for choice in nothing]
+    nothing = without_tokens("the client left before the engine had answered")
+    return [
+        _step(call, Choice(i, b"null", None), nothing, engine, "aborted", "", finished_at)
+        for i in range(call.request.n)
+    ]
 
 
 def _step(
     call: Call,
     choice: Choice,
+    captured: Captured,
     engine: Engine,
     status: StepStatus,
     answered_model: str,
-    prompt: tuple[bytes | None, str | None],
     finished_at: int,
 ) -> Step:
-    ids, logprobs, absent = _packed_response(choice)
-    reason = prompt[1] or absent
+    tokens = choice.tokens or captured.tokens(choice.index, call.request.n)
+    # Some protocols tell a reply that the engine broke off as if it had ended well.
+    told = captured.finish(choice.index, call.request.n)
+    finish_reason = told if told in BROKEN_OFF else choice.finish_reason
     return Step(
         step_id=step_id(call.call_id, choice.index),
         run_id=call.origin.run_id,
@@ -87,18 +82,19 @@ def _step(
         channel=call.origin.channel,
         protocol=call.protocol,
         model=call.request.model or answered_model,
-        status=status,
-        finish_reason=choice.finish_reason,
+        status="error" if status == "ok" and finish_reason in BROKEN_OFF else status,
+        finish_reason=finish_reason,
         streamed=call.request.stream,
         request_json=call.body,
         response_json=choice.message_json,
-        prompt_token_ids=prompt[0],
-        response_token_ids=ids,
-        response_logprobs=logprobs,
-        tokens_absent_reason=reason,
-        versions=_versions(choice, len(ids) // 4) if ids is not None else (),
+        prompt_token_ids=tokens.prompt_ids,
+        response_token_ids=tokens.ids,
+        response_logprobs=tokens.logprobs,
+        tokens_absent_reason=tokens.absent,
+        versions=tokens.spans,
         version_first=engine.version_first,
         version_last=engine.version_last,
+        tags=call.tags,
         idempotency_key=call.idempotency_key,
         retry_count=call.retry_count,
         user_agent=call.user_agent,
@@ -107,42 +103,3 @@ def _step(
         received_at=call.received_at,
         finished_at=finished_at,
     )
-
-
-def _packed_prompt(ids: Sequence[int] | None) -> tuple[bytes | None, str | None]:
-    if ids is None:
-        return None, "the engine gave no prompt token ids"
-    try:
-        return pack_ids(ids), None
-    except (struct.error, TypeError) as error:
-        return None, f"the engine's prompt token ids are not 32-bit integers: {error}"
-
-
-def _packed_response(choice: Choice) -> tuple[bytes | None, bytes | None, str | None]:
-    """Token ids, log-probabilities, and why one of them is not there."""
-    if choice.token_ids is None:
-        return None, None, "the engine gave no response token ids"
-    try:
-        ids = pack_ids(choice.token_ids)
-        if choice.logprobs is None:
-            return ids, None, "the engine gave no log-probabilities"
-        if len(choice.logprobs) != len(choice.token_ids):
-            return ids, None, f"{len(choice.logprobs)} log-probabilities for {len(choice.token_ids)} token ids"
-        return ids, pack_logprobs(choice.logprobs), None
-    except (struct.error, TypeError, OverflowError) as error:
-        return None, None, f"the engine's token ids or log-probabilities are not numbers: {error}"
-
-
-def _versions(choice: Choice, tokens: int) -> tuple[VersionSpan, ...]:
-    """The spans, if they cover all tokens without a hole; none otherwise: a version is certain or it is not said."""
-    if not isinstance(choice.spans, list):
-        return ()
-    spans, at = [], 0
-    for span in choice.spans:
-        match span:
-            case {"version": str(version), "start": int(start), "end": int(end)} if start == at and end >= start:
-                spans.append(VersionSpan(version=version, start=start, end=end))
-                at = end
-            case _:
-                return ()
-    return tuple(spans) if at == tokens else ()

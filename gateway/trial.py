@@ -16,7 +16,9 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.main import listen
-from gateway.scripted_engine import Script, ScriptedEngine
+from gateway.protocol import Kind
+from gateway.scripted import Script
+from gateway.scripted_engine import ScriptedEngine
 from gateway.spool import frames
 from gateway.workers import WorkerTable
 from schemas.codec import Codec
@@ -82,12 +84,13 @@ def play(
     codec: Codec,
     scenario: Callable[[Trial], Awaitable[None]],
     script: Script | Callable[[Any], Script],
+    kind: Kind = "captured",
     **gateway: Any,
 ) -> None:
-    """Run an async scenario in a trial of its own. gateway: settings of the gateway. The codec is given, for it is dear to make."""
+    """Run an async scenario in a trial of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""
 
     async def body() -> None:
-        engine = ScriptedEngine(script if callable(script) else lambda _: script)
+        engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)
         bus = MemoryBus()
         async with engine.serve() as engine_url:
             given = {"upstreams": [engine_url], "worker_wait_s": 0.5, "produce_timeout_s": 0.5} | gateway

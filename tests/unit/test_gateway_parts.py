@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import stat
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.disconnect import Client
-from gateway.errors import BadRequest, ClientGone, UpstreamFailed, WrongKey
-from gateway.openai_chat import OpenAIChat
-from gateway.protocol import Answer, Choice, Request
-from gateway.scripted_engine import Say, Script, chunks, plain
+from gateway.errors import BadRequest, ClientGone, WrongKey
 from gateway.sessions import Origin, SessionKeys, origin_of, secret_of
 from gateway.sse import Splitter, data_of
-from gateway.steps import Call, Engine, steps_of
 from gateway.workers import Worker, WorkerTable, choose, suited
 from schemas.events import WorkerStatus
 from schemas.settings import Settings
-from schemas.tokens import unpack_ids
 
 # ---------------------------------------------------------------- server-sent events
 
@@ -163,167 +156,6 @@ def test_run_and_model_narrow_the_choice_as_far_as_they_can() -> None:
     assert suited([a, b], "r3", "judge") == [b]
     assert suited([a, b], "r3", None) == [a, b]
     assert suited([a, b], "r1", "unknown") == [a]
-
-
-# ---------------------------------------------------------------- chat dialect
-
-ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hé"}]}
-ADDED = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-FUNCTION = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-def test_the_clients_own_bytes_stay_as_they_are() -> None:
-    body = b'{ "messages": [],  "seed": 123456789012345678901234567890, "top_p": 1.0e0 }\n'
-    sent = OpenAIChat().request(body).body
-    assert sent.startswith(body.rstrip()[:-1])
-    assert json.loads(sent) == json.loads(body) | ADDED
-
-
-@pytest.mark.parametrize(
-    ("said", "added"),
-    [
-        ({}, ADDED),
-        ({"logprobs": True}, {"return_token_ids": True}),
-        ({"logprobs": True, "top_logprobs": 3, "return_token_ids": True}, {}),
-        ({"logprobs": False, "return_token_ids": False}, ADDED),
-        ({"logprobs": None, "top_logprobs": None}, ADDED),
-        ({"top_logprobs": 3}, {"return_token_ids": True}),  # an error of the client's, which the engine shall tell
-        ({"logprob_token_ids": [1]}, {"return_token_ids": True}),
-    ],
-)
-def test_tokens_are_asked_for_unless_the_client_does(said: dict[str, Any], added: dict[str, Any]) -> None:
-    request = OpenAIChat().request(orjson.dumps(ASK | said))
-    assert json.loads(request.body) == ASK | said | added
-    assert request.keep_logprobs == bool(said.get("logprobs"))
-    assert request.keep_ids == bool(said.get("return_token_ids"))
-
-
-says = st.lists(
-    st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.text(max_size=3))), min_size=1, max_size=5).map(
-        lambda tokens: Say([i for i, _ in tokens], [t for _, t in tokens], [-float(i) for i, _ in tokens])
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-@given(says, st.booleans(), st.booleans(), st.data())
-def test_stream_tells_the_client_what_it_asked_for_and_us_everything(
-    script: list[Say], logprobs: bool, ids: bool, data: st.DataObject
-) -> None:
-    ask = ASK | {"stream": True, "n": len(script), "logprobs": logprobs, "return_token_ids": ids}
-    dialect = OpenAIChat()
-    request = dialect.request(orjson.dumps(ask))
-
-    def written(body: dict[str, Any]) -> bytes:
-        parts = [b"data: " + orjson.dumps(c) + b"\n\n" for c in chunks(body, Script(script))]
-        return b"".join(parts) + b"data: [DONE]\n\n"
-
-    incoming, stream, out, at = written(json.loads(request.body)), dialect.stream(request), b"", 0
-    while at < len(incoming):
-        size = data.draw(st.integers(1, 400))
-        out += stream.feed(incoming[at : at + size])
-        at += size
-    assert stream.ended and stream.failure is None
-    assert b'"finish_reason":"' not in out and b"[DONE]" not in out
-    sent = sum(len(c.token_ids or ()) for c in stream.sent().choices)
-    assert sent < sum(len(say.ids) for say in script)
-    answer = stream.whole()
-    assert out + stream.held() == written(ask)
-    for choice, say in zip(answer.choices, script, strict=True):
-        assert (choice.token_ids, choice.logprobs) == (list(say.ids), list(say.logprobs))
-        assert json.loads(choice.message_json) == {"role": "assistant", "content": say.text}
-    assert answer.prompt_ids == [1, 2, 3]
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"choices":3}', b'{"choices":[{}]}', b'{"choices":[1]}'])
-def test_what_is_no_reply_is_an_error_of_the_engine(body: bytes) -> None:
-    dialect = OpenAIChat()
-    with pytest.raises(UpstreamFailed):
-        dialect.answer(dialect.request(orjson.dumps(ASK)), body, None)
-
-
-@pytest.mark.parametrize("event", [b"{", b"[]", b"1", b'{"choices":[{"index":0}]}', b'{"choices":[7]}'])
-def test_what_is_no_chunk_ends_the_stream_in_an_error(event: bytes) -> None:
-    dialect = OpenAIChat()
-    stream = dialect.stream(dialect.request(orjson.dumps(ASK | {"stream": True})))
-    assert stream.feed(b"data: " + event + b"\n\n") == b""
-    assert stream.failure is not None and stream.ended
-    assert b'"upstream_failed"' in stream.held()
-
-
-def test_a_stream_that_ends_too_early_is_a_failure() -> None:
-    dialect = OpenAIChat()
-    stream = dialect.stream(dialect.request(orjson.dumps(ASK | {"stream": True})))
-    stream.feed(b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
-    stream.close()
-    assert stream.failure is not None and "before 1 of 1" in stream.failure
-
-
-# ---------------------------------------------------------------- steps
-
-
-def a_call(**more: Any) -> Call:
-    request = Request(model="m", stream=False, n=1, body=b"", keep_logprobs=False, keep_ids=False)
-    fields: dict[str, Any] = {
-        "origin": Origin("r", "t", "g", None), "call_id": "t~1", "protocol": "openai.chat", "request": request,
-        "body": b"{}", "gateway_id": "gw", "received_at": 1,
-    }  # fmt: skip
-    return Call(**fields | more)
-
-
-def one_step(ids: Any = (5, 6), logprobs: Any = (-1.0, -2.0), prompt: Any = (1,), spans: Any = None) -> Any:
-    choice = Choice(0, b"{}", "stop", ids, logprobs, spans)
-    (step,) = steps_of(a_call(), Answer((choice,), prompt, "m", b""), Engine("w", "r/1.0"), "ok", 2)
-    return step
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ({"ids": None}, "the engine gave no response token ids"),
-        ({"logprobs": None}, "the engine gave no log-probabilities"),
-        ({"logprobs": [-1.0]}, "1 log-probabilities for 2 token ids"),
-        ({"prompt": None}, "the engine gave no prompt token ids"),
-        ({"ids": [2**40, 1]}, "the engine's token ids or log-probabilities are not numbers"),
-        ({"ids": ["a", 1]}, "the engine's token ids or log-probabilities are not numbers"),
-        ({"logprobs": [None, -1.0]}, "the engine's token ids or log-probabilities are not numbers"),
-        ({"prompt": [1.5]}, "the engine's prompt token ids are not 32-bit integers"),
-    ],
-)
-def test_step_without_tokens_says_why(said: dict[str, Any], reason: str) -> None:
-    step = one_step(**said)
-    assert step.tokens_absent_reason.startswith(reason)
-    assert step.response_logprobs is None or said.keys() == {"prompt"}
-
-
-def test_no_tokens_at_all_are_tokens_too() -> None:
-    step = one_step(ids=[], logprobs=[], spans=[])
-    assert (step.response_token_ids, step.response_logprobs, step.tokens_absent_reason) == (b"", b"", None)
-    assert unpack_ids(step.prompt_token_ids) == [1]
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        None, "x", [{"version": "r/1.0", "start": 0, "end": 1}], [{"version": "r/1.0", "start": 1, "end": 2}],
-        [{"version": "r/1.0", "start": 0, "end": 3}], [{"start": 0, "end": 2}], [None],
-        [{"version": "r/1.0", "start": 0, "end": 1}, {"version": "r/1.0", "start": 0, "end": 2}],
-    ],
-)  # fmt: skip
-def test_spans_that_do_not_cover_the_tokens_are_not_recorded(spans: Any) -> None:
-    step = one_step(spans=spans)
-    assert step.versions == () and step.version_first == "r/1.0" and step.version_last is None
-
-
-def test_plain_and_streamed_replies_give_the_same_message_and_tokens() -> None:
-    dialect = OpenAIChat()
-    for say in (HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])):
-        whole = dialect.request(orjson.dumps(ASK))
-        answer = dialect.answer(whole, orjson.dumps(plain(json.loads(whole.body), Script([say]))), None)
-        assert answer.choices[0].token_ids == list(say.ids)
-        assert orjson.loads(answer.body) == plain(ASK, Script([say]))
 
 
 # ---------------------------------------------------------------- a client that leaves

@@ -1,0 +1,48 @@
+"""Requests that only pass through to an engine: it samples nothing, so nothing is recorded."""
+
+from __future__ import annotations
+
+from gateway.calls import FORWARDED, RETURNED, Parts, Scope, Send, header_map, read_body, send_reply
+from gateway.disconnect import Receive
+from gateway.error_reply import Reply, reply_of
+from gateway.errors import ClientGone, GatewayError
+from gateway.protocol import Errors
+
+
+class PassEndpoint:
+    """A method and a path of the engines. errors: of the protocol it belongs to."""
+
+    def __init__(self, parts: Parts, method: str, path: str, errors: Errors) -> None:
+        self._parts, self.method, self._path, self._errors = parts, method, path, errors
+
+    async def serve(
+        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
+    ) -> None:
+        """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
+        try:
+            reply = await self._asked(header_map(scope), receive, trajectory, prompt)
+        except ClientGone:
+            return
+        except GatewayError as error:
+            reply = reply_of(error, self._errors)
+        await send_reply(send, reply)
+
+    async def _asked(
+        self, headers: dict[str, str], receive: Receive, trajectory: str | None, prompt: str | None
+    ) -> Reply:
+        parts = self._parts
+        caller = parts.door.authenticate(headers, "agent")
+        body = await read_body(receive, parts.settings.gateway.max_body_bytes)
+        origin = parts.door.origin(caller, headers, trajectory, prompt, {})
+        forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
+        if body:
+            forwarded["content-type"] = "application/json"
+        async with parts.upstream.ask(
+            self.method, self._path, body or None, forwarded,
+            key=origin.trajectory_key, run_id=origin.run_id, model=None,
+        ) as response:  # fmt: skip
+            content = await response.read()
+            if response.status >= 400:
+                content = self._errors.engine(response.status, content)
+            told = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
+            return Reply(response.status, [*told, (b"content-length", b"%d" % len(content))], content)

@@ -1,0 +1,63 @@
+"""Reading what all protocols have in their requests. Pure; every error names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from gateway.errors import BadRequest
+from gateway.protocol import Request
+
+MAX_N = 128
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """The request's JSON object. Raises BadRequest."""
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"body: not JSON: {error}", "body") from error
+    if not isinstance(said, dict):
+        raise BadRequest("body: must be a JSON object", "body")
+    return said
+
+
+def model_of(said: dict[str, Any]) -> str | None:
+    """The model that is asked for. Raises BadRequest."""
+    model = said.get("model")
+    if not (model is None or isinstance(model, str)):
+        raise BadRequest("model: must be a string", "model")
+    return model
+
+
+def stream_of(said: dict[str, Any]) -> bool:
+    """Whether the reply is to be streamed. Raises BadRequest."""
+    stream = said.get("stream")
+    if not (stream is None or isinstance(stream, bool)):
+        raise BadRequest("stream: must be true or false", "stream")
+    return bool(stream)
+
+
+def n_of(said: dict[str, Any]) -> int:
+    """How many choices are asked for. Raises BadRequest."""
+    n = said.get("n")
+    if n is None:
+        return 1
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
+        raise BadRequest(f"n: must be a whole number from 1 to {MAX_N}", "n")
+    return n
+
+
+def with_fields(request: Request, added: dict[str, Any]) -> bytes:
+    """The body with fields added. Where none of them was there before, the client's own bytes stay as they are."""
+    if not added:
+        return request.body
+    if added.keys() & request.said.keys() or not request.said:
+        return orjson.dumps({**request.said, **added})
+    return request.body.rstrip(b" \t\r\n")[:-1] + b"," + orjson.dumps(added)[1:]
+
+
+def error_text(error: object) -> str:
+    """What an engine's error object says."""
+    return str(error.get("message")) if isinstance(error, dict) else str(error)

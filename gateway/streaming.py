@@ -1,0 +1,115 @@
+"""A streamed reply between engine and client, for any protocol. Pure: bytes in, bytes out.
+
+1. Bytes become events; each is read by the protocol's fold. Comments of our middleware carry the tokens of the event that follows.
+2. Until a choice ends, an event goes out as soon as it came, and only then counts as sent: `sent` is what a client that leaves had got.
+3. From the first end on everything is held, until the shell has made the steps durable: `whole`, then `held`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.errors import GatewayError, UpstreamFailed
+from gateway.protocol import Answer, Fold
+from gateway.sse import Splitter, data_of
+from gateway.tokens import Captured
+from schemas import capture
+
+_COLON = ord(":")
+NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+class EventStream:
+    """ended: the end marker came, nothing follows. failure: the engine's own error event, or what was wrong with the stream."""
+
+    def __init__(self, fold: Fold, captured: Captured) -> None:
+        self._fold, self._captured = fold, captured
+        self._splitter = Splitter()
+        self._frames: list[bytes] = []  # of the event that comes next
+        self._held: list[bytes] = []
+        self._unsent: list[tuple[list[bytes], Any]] = []
+        self._holding = False
+        self.ended = False
+        self.failure: str | None = None
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take bytes from the engine, return bytes for the client."""
+        try:
+            events = self._splitter.feed(piece)
+            return self._event(events[0]) if len(events) == 1 else b"".join([self._event(e) for e in events])
+        except NOT_THE_PROTOCOL as error:
+            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+            return b""
+
+    def _event(self, event: bytes) -> bytes:
+        if event[0] == _COLON and event.startswith(capture.COMMENT):
+            self._frames.append(event)
+            return b""
+        data = data_of(event)
+        if data is None or self.ended:
+            return self._pass(event)
+        part = self._fold.read(event, data)
+        if part.failure is not None:
+            self.failure = part.failure
+        if part.ends or part.last or part.failure is not None:
+            self._holding = True
+            self.ended = self.ended or part.last
+        frames = self._frames
+        if frames:
+            self._frames = []
+        if self._holding:
+            self._unsent.append((frames, part.payload))
+        else:
+            self._add(frames, part.payload)
+        return self._pass(part.shown)
+
+    def _add(self, frames: list[bytes], payload: Any) -> None:
+        for frame in frames:
+            self._captured.comment(frame)
+        if payload is not None:
+            self._fold.add(payload)
+
+    def _pass(self, event: bytes) -> bytes:
+        if not self._holding:
+            return event
+        self._held.append(event)
+        return b""
+
+    def close(self) -> None:
+        """The engine has closed the stream. A failure when it should not have yet."""
+        self._take_unsent()
+        unfinished = self._fold.unfinished()
+        if self.failure is None and not self.ended and unfinished:
+            self.fail(
+                UpstreamFailed(f"the engine closed the stream before its end: {unfinished} choices had not ended")
+            )
+
+    def fail(self, error: GatewayError) -> None:
+        """The stream ends here: an error event is held, and sets `failure`."""
+        self.failure, self.ended, self._holding = error.message, True, True
+        self._held.append(self._fold.error(error))
+
+    def error(self, error: GatewayError) -> bytes:
+        """The error as the stream's last event, in place of what is held."""
+        return self._fold.error(error)
+
+    def held(self) -> bytes:
+        """What was held back, in order."""
+        return b"".join(self._held)
+
+    def sent(self) -> Answer:
+        """What the client has got so far, nothing held."""
+        return self._fold.answer()
+
+    def whole(self) -> Answer:
+        """All that came, the held part too."""
+        self._take_unsent()
+        return self._fold.answer()
+
+    def _take_unsent(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._frames:
+            unsent.append((self._frames, None))
+            self._frames = []
+        for frames, payload in unsent:
+            self._add(frames, payload)

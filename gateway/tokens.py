@@ -1,0 +1,157 @@
+"""Where the tokens of a choice come from: what the engine's middleware told beside the reply, or the reply's own fields. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from gateway.protocol import Tokens
+from schemas import capture
+from schemas.events import VersionSpan
+from schemas.tokens import pack_ids, pack_logprobs
+
+NOT_TOLD = "the engine told nothing of the tokens"
+NO_IDS = "the engine gave no token ids"
+NO_LOGPROBS = "the engine gave no log-probabilities"
+NO_PROMPT = "the engine gave no prompt token ids"
+
+
+def packed_tokens(
+    prompt_ids: Sequence[int] | None, ids: Sequence[int] | None, logprobs: Sequence[float] | None
+) -> Tokens:
+    """Tokens as a reply's own fields tell them, without spans."""
+    prompt, absent = _packed_prompt(prompt_ids)
+    try:
+        if ids is None:
+            return Tokens(prompt, None, None, (), absent or NO_IDS)
+        packed = pack_ids(ids)
+        if logprobs is None:
+            return Tokens(prompt, packed, None, (), absent or NO_LOGPROBS)
+        if len(logprobs) != len(ids):
+            return Tokens(prompt, packed, None, (), f"{len(logprobs)} log-probabilities for {len(ids)} token ids")
+        return Tokens(prompt, packed, pack_logprobs(logprobs), (), absent)
+    except (struct.error, TypeError, OverflowError) as error:
+        return Tokens(prompt, None, None, (), f"the engine's token ids or log-probabilities are not numbers: {error}")
+
+
+def _packed_prompt(ids: Sequence[int] | None) -> tuple[bytes | None, str | None]:
+    if ids is None:
+        return None, NO_PROMPT
+    try:
+        return pack_ids(ids), None
+    except (struct.error, TypeError) as error:
+        return None, f"the engine's prompt token ids are not 32-bit integers: {error}"
+
+
+class _Told:
+    """One choice of a generation, growing."""
+
+    __slots__ = ("finish", "ids", "logprobs", "spans")
+
+    def __init__(self) -> None:
+        self.ids: list[bytes] = []
+        self.logprobs: list[bytes] | None = []
+        self.finish: str | None = None
+        self.spans: tuple[capture.Span, ...] | None = None
+
+
+class Captured:
+    """What the middleware told of a call so far. absent: why it tells nothing, where that is known from the start."""
+
+    __slots__ = ("_absent", "_choices", "_prompts", "_why", "wrong")
+
+    def __init__(self, absent: str = NOT_TOLD) -> None:
+        self._absent = absent
+        self._prompts: dict[int, bytes] = {}
+        self._why: dict[int, str] = {}
+        self._choices: dict[tuple[int, int], _Told] = {}
+        self.wrong: str | None = None
+        """What was wrong with a frame: then no tokens of the call are believed."""
+
+    def comment(self, event: bytes) -> None:
+        """Take an event of a stream that carries frames."""
+        try:
+            self.add(capture.read_comment(event))
+        except ValueError as error:
+            self.wrong = str(error)
+
+    def trail(self, body: bytes, own: str | None) -> bytes:
+        """Take the frames behind a plain reply; gives its own body. own: the header `capture.OWN_BODY`."""
+        if own is None:
+            return body
+        try:
+            mine, frames = capture.split(body, own)
+        except ValueError as error:
+            self.wrong = str(error)
+            return body[: int(own)] if own.isascii() and own.isdigit() else body
+        self.add(frames)
+        return mine
+
+    def add(self, frames: Iterable[capture.Frame]) -> None:
+        """Take frames."""
+        for generation, prompt_ids, choices, absent in frames:
+            if prompt_ids is not None:
+                self._prompts[generation] = prompt_ids
+            if absent is not None:
+                self._why[generation] = absent
+            for which, ids, logprobs, finish, spans in choices:
+                told = self._choices.get((generation, which))
+                if told is None:
+                    told = self._choices[generation, which] = _Told()
+                told.ids.append(ids)
+                if logprobs is None:
+                    if ids:
+                        told.logprobs = None
+                elif told.logprobs is not None:
+                    told.logprobs.append(logprobs)
+                if finish is not None:
+                    told.finish, told.spans = finish, spans
+
+    def _place(self, index: int, of: int) -> tuple[int, int] | None:
+        """Generation and choice within it. Several generations share the choices of a call evenly, as prompts of a batch do."""
+        generations = max(len(self._prompts), len(self._why))
+        if generations < 2:
+            return 0, index
+        each, rest = divmod(of, generations)
+        return None if rest or not each else divmod(index, each)
+
+    def finish(self, index: int, of: int) -> str | None:
+        """The engine's own finish reason of a choice, of so many the call has; None: not told."""
+        place = self._place(index, of)
+        told = self._choices.get(place) if place is not None else None
+        return told.finish if told is not None else None
+
+    def tokens(self, index: int, of: int) -> Tokens:
+        """The tokens of a choice, of so many the call has."""
+        if self.wrong is not None:
+            return Tokens(absent=f"the engine's account of the tokens is unreadable: {self.wrong}")
+        place = self._place(index, of)
+        if place is None:
+            return Tokens(absent=f"{len(self._prompts)} generations for {of} choices")
+        prompt, told = self._prompts.get(place[0]), self._choices.get(place)
+        absent = self._why.get(place[0])
+        if told is None or absent is not None:
+            return Tokens(prompt_ids=prompt, absent=absent or self._absent)
+        ids = b"".join(told.ids)
+        logprobs = b"".join(told.logprobs) if told.logprobs is not None else None
+        if logprobs is None:
+            absent = NO_LOGPROBS
+        elif prompt is None:
+            absent = NO_PROMPT
+        return Tokens(prompt, ids, logprobs, _covering(told.spans, len(ids) // 4), absent)
+
+
+def without_tokens(reason: str) -> Captured:
+    """Of a call that has none, and why."""
+    return Captured(reason)
+
+
+def _covering(spans: tuple[capture.Span, ...] | None, tokens: int) -> tuple[VersionSpan, ...]:
+    """The spans, if they cover all tokens without a hole; none otherwise: a version is certain or it is not said."""
+    at, made = 0, []
+    for version, start, end in spans or ():
+        if start != at or end < start:
+            return ()
+        made.append(VersionSpan(version=version, start=start, end=end))
+        at = end
+    return tuple(made) if at == tokens else ()
