@@ -1,34 +1,38 @@
-"""Everything that is not a model call: sessions, registering and completing trajectories, rewards.
+"""Everything that is not a model call: sessions, registering and completing trajectories, rewards, curations.
 
 Each is answered only after its records are durable. Event ids are functions of what is said, so a client that repeats a request
-adds nothing. Whether a trajectory exists is not judged here: a record for an unknown one becomes a dead letter of assemble.
+adds nothing. Whether a trajectory exists is not judged here: a record for an unknown one becomes a dead letter of assemble. A bucket holds
+many trajectories: what is said of one of them names a step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
+from gateway.api_keys import Scope
 from gateway.bus import Message
 from gateway.calls import Parts
-from gateway.errors import BadRequest, Unprocessable, WrongKey
-from gateway.sessions import Origin, bearer_of, checked, origin_of
+from gateway.door import TRAJECTORY_HEADER, Caller
+from gateway.errors import Unprocessable
+from gateway.sessions import Origin
 from schemas.errors import InvalidId
-from schemas.events import Channel, Reward, RewardSource, SessionEvent
-from schemas.ids import check_trajectory_key, key_of_step, stable_id
+from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
+from schemas.ids import check_trajectory_key, is_bucket, key_of_step, new_event_id, stable_id
 
 STEP_ID = re.compile(r".+~[0-9A-HJKMNP-TV-Z]{26}\.\d{1,9}")
-MAX_REWARD = 1e6
-Value = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False, strict=True)]
+Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
 Reason = Annotated[str, Field(max_length=2000)]
+MAX_TAGS = 32
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 
@@ -59,8 +63,9 @@ class Register(_Body):
 
 
 class Complete(_Body):
-    """The trajectory is over. reward: its reward from the environment, if there is one."""
+    """The trajectory is over. reward: its reward from the environment, if there is one. step_id: of a bucket, a step of the one meant."""
 
+    step_id: str | None = None
     reward: Value | None = None
     outcome: Literal["completed", "failed", "abandoned"] = "completed"
     reason: Reason | None = None
@@ -81,6 +86,19 @@ class GiveReward(_Body):
     reward_revision: Annotated[int, Field(ge=0, le=2**53, strict=True)] = 0
     by: Text | None = None
     detail: Any = None
+
+
+class Curate(_Body):
+    """A mark on a trajectory or, with step_id, on a step. What is left out stays as it was. by: default the API key's name."""
+
+    trajectory_id: str | None = None
+    step_id: str | None = None
+    run_id: str | None = None
+    quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)] | None = None
+    trainable: Annotated[bool, Field(strict=True)] | None = None
+    tags: Annotated[tuple[Text, ...], Field(max_length=MAX_TAGS)] | None = None
+    note: Reason | None = None
+    by: Text | None = None
 
 
 def _json(value: Any) -> bytes | None:
@@ -112,24 +130,40 @@ class Recorder:
         )
 
     def ended(self, origin: Origin, said: Complete) -> list[Message]:
-        """Its reward, if it has one, and its end."""
+        """Its reward, if it has one, and its end. Raises Unprocessable."""
+        if said.step_id is None:
+            _not_a_bucket(origin.trajectory_key, "step_id")
         event = SessionEvent(
-            event_id=stable_id(origin.run_id, origin.trajectory_key, said.outcome),
+            event_id=stable_id(origin.run_id, origin.trajectory_key, said.outcome, *filter(None, [said.step_id])),
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
             kind=said.outcome,
             group_id=origin.group_id,
             channel=origin.channel,
+            step_id=said.step_id,
             reason=said.reason,
             created_at=self._parts.clock.micros(),
         )
         if said.reward is None:
             return [self._session(event)]
-        reward = GiveReward(source="env", name="complete_trajectory", function_version="1", value=said.reward)
-        return [self.reward(origin, reward), self._session(event)]
+        reward = GiveReward(
+            source="env",
+            name="complete_trajectory",
+            function_version="1",
+            value=said.reward,
+            step_id=said.step_id if is_bucket(origin.trajectory_key) else None,
+        )
+        return [self.reward(origin, reward, "reward"), self._session(event)]
 
-    def reward(self, origin: Origin, said: GiveReward) -> Message:
-        """A reward; the same one said twice is one event."""
+    def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Message:
+        """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable."""
+        limits = self._parts.settings.gateway
+        if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
+            raise Unprocessable(
+                f"{field}: {said.value:g} is not in [{limits.reward_min:g}, {limits.reward_max:g}], see gateway.reward_min and "
+                "gateway.reward_max",
+                field,
+            )
         target, parts = said.step_id or "", (said.source, said.name, said.function_version)
         event = Reward(
             event_id=stable_id(
@@ -145,10 +179,26 @@ class Recorder:
             value=said.value,
             reason=said.reason,
             reward_revision=said.reward_revision,
-            by=said.by,
+            by=said.by or by,
             detail_json=_json(said.detail),
             created_at=self._parts.clock.micros(),
         )  # fmt: skip
+        return Message(self._topics.rewards, origin.kafka_key, self._parts.codec.encode(event))
+
+    def curation(self, origin: Origin, said: Curate, by: str, event_id: str) -> Message:
+        """A mark. Unlike other events a repeated one counts again: the last mark holds, whatever was said between."""
+        event = Curation(
+            event_id=event_id,
+            run_id=origin.run_id,
+            trajectory_key=origin.trajectory_key,
+            step_id=said.step_id,
+            quality=said.quality,
+            trainable=said.trainable,
+            tags=said.tags,
+            note=said.note,
+            by=by,
+            created_at=self._parts.clock.micros(),
+        )
         return Message(self._topics.rewards, origin.kafka_key, self._parts.codec.encode(event))
 
     def _session(self, event: SessionEvent) -> Message:
@@ -159,95 +209,128 @@ class Recorder:
         await self._parts.journal.record(messages)
 
 
-def reward_target(said: GiveReward) -> str:
-    """Trajectory key of what a reward is about. Raises Unprocessable that names the field."""
-    if said.value is None and not said.reason:
-        raise Unprocessable("reason: says why there is no value, or give a value", "reason")
+def target_of(trajectory_id: str | None, step_id: str | None) -> str:
+    """Trajectory key of what a reward or mark is about. Raises Unprocessable that names the field."""
     try:
-        if said.step_id is not None:
-            if not STEP_ID.fullmatch(said.step_id):
-                raise Unprocessable(f"step_id: {said.step_id[:80]!r} is not <trajectory>~<ulid>.<choice>", "step_id")
-            key = key_of_step(said.step_id)
-            if said.trajectory_id not in (None, key):
+        if step_id is not None:
+            if not STEP_ID.fullmatch(step_id):
+                raise Unprocessable(f"step_id: {step_id[:80]!r} is not <trajectory>~<ulid>.<choice>", "step_id")
+            key = key_of_step(step_id)
+            if trajectory_id is not None and trajectory_id != key and not trajectory_id.startswith(f"{key}~"):
                 raise Unprocessable(f"step_id: a step of {key}, not of trajectory_id", "step_id")
             return key
-        if said.trajectory_id is None:
-            raise Unprocessable("trajectory_id: or step_id must say what the reward is about", "trajectory_id")
-        return check_trajectory_key(said.trajectory_id)
+        if trajectory_id is None:
+            raise Unprocessable("trajectory_id: or step_id must say what it is about", "trajectory_id")
+        _not_a_bucket(trajectory_id.partition("~")[0], "trajectory_id")
+        return check_trajectory_key(trajectory_id)
     except InvalidId as error:
-        raise Unprocessable(str(error), "step_id" if said.step_id is not None else "trajectory_id") from error
+        raise Unprocessable(str(error), "step_id" if step_id is not None else "trajectory_id") from error
+
+
+def _not_a_bucket(key: str, field: str) -> None:
+    if is_bucket(key):
+        raise Unprocessable(
+            f"{field}: {key} is a bucket, it holds all trajectories that began with the same words. Say which one by step_id, a step "
+            "of it",
+            field,
+        )
 
 
 def control_routes(parts: Parts) -> APIRouter:
-    """Routes of sessions, trajectories and rewards."""
-    router, recorder = APIRouter(), Recorder(parts)
-    default_run = parts.settings.run_id
+    """Routes of sessions, trajectories, rewards and curations."""
+    router, recorder, door = APIRouter(), Recorder(parts), parts.door
 
-    def origin(
-        request: Request, key: str | None = None, group: str | None = None, channel: Channel | None = None
-    ) -> Origin:
-        found = origin_of(dict(request.headers), parts.keys, default_run, key, group)
-        return Origin(found.run_id, found.trajectory_key, found.group_id, channel or found.channel)
+    def caller_with(scope: Scope) -> Any:
+        """Before the body is looked at: who asks, if that one has the scope."""
+
+        async def authenticate(request: Request) -> Caller:
+            return door.authenticate(request.headers, scope)
+
+        return Depends(authenticate)
+
+    agent, rewarder, curator = caller_with("agent"), caller_with("reward"), caller_with("curate")
 
     @router.post("/sessions", status_code=201)
-    async def open_session(request: Request, said: OpenSession | None = None) -> dict[str, str]:
+    async def open_session(request: Request, said: OpenSession | None = None, caller: Caller = agent) -> dict[str, str]:
         said = said or OpenSession()
-        key = said.trajectory_key or str(ULID())
-        run = said.run_id or request.headers.get("x-clawstream-run") or default_run
-        new = checked(run, key, said.group_id, said.channel)
+        key = said.trajectory_key or request.headers.get(TRAJECTORY_HEADER) or str(ULID())
+        _not_a_bucket(key, "trajectory_key")
+        found = door.origin(caller, request.headers, key, said.group_id, run=said.run_id)
+        new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
         public = (parts.settings.gateway.public_url or str(request.base_url)).rstrip("/")
         return {
-            "session_key": parts.keys.mint(new),
+            "session_key": door.mint(caller, new),
             "trajectory_key": key,
             "base_url": f"{public}/v1",
-            "path_base_url": f"{public}/{_quoted(key)}/{_quoted(said.group_id or key)}/v1",
+            "path_base_url": f"{public}/{_quoted(key)}/{_quoted(new.group_id or key)}/v1",
         }
 
-    async def complete(who: Origin, said: Complete | None) -> dict[str, str]:
-        await recorder.record(recorder.ended(who, said or Complete()))
-        return {"status": "ok", "trajectory_key": who.trajectory_key}
+    async def complete(
+        request: Request, caller: Caller, said: Complete | None, key: str | None = None, group: str | None = None
+    ) -> dict[str, str]:
+        said = said or Complete()
+        if said.reward is not None:
+            door.require_completion_reward(caller)
+        if said.step_id is not None:
+            key = target_of(key, said.step_id)
+        found = door.origin(caller, request.headers, key, group)
+        await recorder.record(recorder.ended(replace(found, channel=said.channel or found.channel), said))
+        return {"status": "ok", "trajectory_key": found.trajectory_key}
 
     @router.post("/sessions/complete")
-    async def complete_session(request: Request, said: Complete | None = None) -> dict[str, str]:
-        if bearer_of(dict(request.headers)) is None:
-            raise WrongKey("this path needs a session key as bearer token: POST /sessions gives one", "authorization")
-        return await complete(origin(request, channel=said.channel if said else None), said)
+    async def complete_session(
+        request: Request, said: Complete | None = None, caller: Caller = agent
+    ) -> dict[str, str]:
+        return await complete(request, caller, said)
 
     @router.post("/complete_trajectory/{trajectory}")
-    async def complete_by_key(request: Request, trajectory: str, said: Complete | None = None) -> dict[str, str]:
-        return await complete(origin(request, trajectory, channel=said.channel if said else None), said)
+    async def complete_by_key(
+        request: Request, trajectory: str, said: Complete | None = None, caller: Caller = agent
+    ) -> dict[str, str]:
+        return await complete(request, caller, said, trajectory)
 
     @router.post("/{trajectory}/{prompt}/complete_trajectory")
     @router.post("/{trajectory}/{prompt}/v1/complete_trajectory")
     async def complete_by_path(
-        request: Request, trajectory: str, prompt: str, said: Complete | None = None
+        request: Request, trajectory: str, prompt: str, said: Complete | None = None, caller: Caller = agent
     ) -> dict[str, str]:
-        return await complete(origin(request, trajectory, prompt, said.channel if said else None), said)
+        return await complete(request, caller, said, trajectory, prompt)
 
     @router.post("/{trajectory}/{prompt}/register_trajectory")
     @router.post("/{trajectory}/{prompt}/v1/register_trajectory")
-    async def register(request: Request, trajectory: str, prompt: str, said: Register | None = None) -> dict[str, str]:
+    async def register(
+        request: Request, trajectory: str, prompt: str, said: Register | None = None, caller: Caller = agent
+    ) -> dict[str, str]:
         said = said or Register()
-        who = origin(request, trajectory, prompt, said.channel)
-        await recorder.record([recorder.opened(who, said)])
-        return {"status": "ok", "trajectory_key": who.trajectory_key}
+        _not_a_bucket(trajectory, "trajectory_key")
+        found = door.origin(caller, request.headers, trajectory, prompt)
+        await recorder.record([recorder.opened(replace(found, channel=said.channel or found.channel), said)])
+        return {"status": "ok", "trajectory_key": found.trajectory_key}
 
-    _add_rewards(router, parts, recorder)
-    return router
-
-
-def _add_rewards(router: APIRouter, parts: Parts, recorder: Recorder) -> None:
     @router.post("/rewards", status_code=201)
-    async def give_reward(request: Request, said: GiveReward) -> dict[str, str]:
-        key = reward_target(said)
-        found = origin_of(dict(request.headers), parts.keys, parts.settings.run_id, key)
-        if said.run_id is not None:
-            if bearer_of(dict(request.headers)) is not None and said.run_id != found.run_id:
-                raise BadRequest("run_id: not the run of the session key", "run_id")
-            found = checked(said.run_id, key, found.group_id, found.channel)
-        await recorder.record([recorder.reward(found, said)])
+    async def give_reward(request: Request, said: GiveReward, caller: Caller = rewarder) -> dict[str, str]:
+        if said.value is None and not said.reason:
+            raise Unprocessable("reason: says why there is no value, or give a value", "reason")
+        key = target_of(said.trajectory_id, said.step_id)
+        found = door.origin(caller, request.headers, key, run=said.run_id)
+        await recorder.record([recorder.reward(found, said, by=caller.name)])
         return {"status": "ok", "trajectory_key": key}
+
+    @router.post("/curations", status_code=201)
+    async def curate(request: Request, said: Curate, caller: Caller = curator) -> dict[str, str]:
+        if all(v is None for v in (said.quality, said.trainable, said.tags, said.note)):
+            raise Unprocessable("quality: or trainable, tags or note must say something", "quality")
+        by = said.by or caller.name
+        if by is None:
+            raise Unprocessable("by: says who marks it, where no API key does", "by")
+        key = target_of(said.trajectory_id, said.step_id)
+        found = door.origin(caller, request.headers, key, run=said.run_id)
+        event_id = new_event_id()
+        await recorder.record([recorder.curation(found, said, by, event_id)])
+        return {"status": "ok", "trajectory_key": key, "event_id": event_id}
+
+    return router
 
 
 def _quoted(segment: str) -> str:

@@ -28,6 +28,18 @@ class Forbidden(GatewayError):
     """The key is known, but may not do this. Names what it lacks."""
 
 
+class KeysUnreadable(GatewayError):
+    """The file of API keys cannot be read, or a key cannot be written to it."""
+
+
+class KeyTaken(GatewayError):
+    """An API key has this name already."""
+
+
+class NoSuchKey(GatewayError):
+    """No API key has this name or id."""
+
+
 class NotFound(GatewayError):
     """No such path."""
 

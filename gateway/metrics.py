@@ -33,6 +33,12 @@ class Metrics:
             name + "not_recorded", "Attempts to record that neither Kafka nor the spool took", registry=registry
         )
         self.spool_full = Counter(name + "spool_full", "Refused because the spool is full", registry=registry)
+        self.keys_refused = Counter(
+            name + "keys_refused",
+            "Requests refused at the door: unknown (no key, or none of ours), scope (the key may not do this)",
+            ["reason"],
+            registry=registry,
+        )
         self.spool_bytes = Gauge(name + "spool_bytes", "Bytes waiting in the spool", registry=registry)
         self.in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
         self.ack_wait = Histogram(

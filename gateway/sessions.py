@@ -1,7 +1,8 @@
-"""Which trajectory a request belongs to: a stateless function of its path, headers and session key, so any gateway can serve it.
+"""Sessions: where a record belongs, and the keys that say so. Stateless, so any gateway can serve any session.
 
-A session key is `sk-claw-<base64url of JSON {r,k,g,c}>.<base64url of HMAC-SHA256>`: run, trajectory key, group, channel. The signature
-covers the part before the dot; the secret is gateway.session_secret, else a file of mode 0600 in data_dir, made once.
+A session key is `sk-claw-<base64url of JSON {r,k,g,c,a}>.<base64url of HMAC-SHA256>`: run, trajectory key, group, channel, and the id of the
+API key that opened it, which it does not outlive. The signature covers the part before the dot; the secret is gateway.session_secret,
+else a file of mode 0600 in data_dir, made once.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -25,8 +27,9 @@ from schemas.ids import check_group_id, check_run_id, check_trajectory_key
 from schemas.settings import Settings
 
 PREFIX = "sk-claw-"
-RUN_HEADER = "x-clawstream-run"
 CHANNEL_HEADER = "x-clawstream-channel"
+KEPT = 4096
+"""Session keys whose signature need not be checked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +50,47 @@ def _b64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
+class Session(NamedTuple):
+    """What a session key says. key_id: of the API key that opened it; None: the gateway was open."""
+
+    origin: Origin
+    key_id: str | None
+
+
 class SessionKeys:
     """Mints and reads session keys. secret: any bytes, the same for all gateways of an installation."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._known: OrderedDict[bytes, Session] = OrderedDict()
 
-    def mint(self, origin: Origin) -> str:
-        """The key of a session."""
-        fields = {"r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id, "c": origin.channel}
+    def mint(self, origin: Origin, key_id: str | None = None) -> str:
+        """The key of a session. key_id: of the API key that opens it."""
+        fields = {
+            "r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id, "c": origin.channel, "a": key_id,
+        }  # fmt: skip
         payload = _b64(orjson.dumps({k: v for k, v in fields.items() if v is not None}))
         return f"{PREFIX}{payload}.{self._sign(payload)}"
 
-    def read(self, key: str) -> Origin:
+    def find(self, key: str, digest: bytes) -> Session:
+        """What the key says; digest: its SHA-256. The last ones are remembered by it, not by themselves. Raises WrongKey."""
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            return known
+        known = self._known[digest] = self.read(key)
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return known
+
+    def read(self, key: str) -> Session:
         """What the key says. Raises WrongKey."""
         payload, _, signature = key.removeprefix(PREFIX).partition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
             raise WrongKey("this session key was not minted here: POST /sessions gives one", "authorization")
         try:
             said = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-            return Origin(said["r"], said["k"], said.get("g"), said.get("c"))
+            return Session(Origin(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a"))
         except (binascii.Error, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise WrongKey("the session key is signed by us but unreadable: mint a new one", "authorization") from error
 
@@ -100,13 +124,6 @@ def _make_secret(path: Path) -> None:
         draft.unlink()
 
 
-def bearer_of(headers: Mapping[str, str]) -> str | None:
-    """The session key of a request: a bearer token with our prefix. None for any other token or none."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    token = token.strip()
-    return token if scheme.lower() == "bearer" and token.startswith(PREFIX) else None
-
-
 def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None:
     """A channel as a header says it. Raises BadRequest."""
     match value:
@@ -114,30 +131,6 @@ def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None
             return value
         case _:
             raise BadRequest(f"{param}: {value[:40]!r} is no channel, use train or val", param)
-
-
-def origin_of(
-    headers: Mapping[str, str], keys: SessionKeys, default_run: str, key: str | None = None, group: str | None = None
-) -> Origin:
-    """Where a request belongs.
-
-    headers: names in lower case. key, group: trajectory and prompt uid of the path, if it has them. The run is the session key's,
-    else the header's, else the setting's; the trajectory is the path's, else the session key's. Raises WrongKey or BadRequest.
-    """
-    token = bearer_of(headers)
-    session = keys.read(token) if token is not None else None
-    if key is None and session is None:
-        raise WrongKey(
-            "no trajectory: use /<trajectory>/<prompt>/v1 as base URL, or a key from POST /sessions as API key",
-            "authorization",
-        )
-    run = session.run_id if session else headers.get(RUN_HEADER) or default_run
-    channel = channel_of(headers.get(CHANNEL_HEADER)) or (session.channel if session else None)
-    if key is None and session is not None:
-        return Origin(session.run_id, session.trajectory_key, session.group_id, channel)
-    if group is None and session is not None and session.trajectory_key == key:
-        group = session.group_id
-    return checked(run, key or "", group, channel)
 
 
 def checked(run: str, key: str, group: str | None, channel: Channel | None) -> Origin:
