@@ -1,0 +1,203 @@
+"""OpenAI completions: text after a text. Pure: bytes in, bytes and choices out.
+
+A call has a choice for each prompt and each of its n. An engine with our middleware gets the client's own bytes. A vLLM without it
+is asked for token ids and log-probabilities, and they are taken out again of what the client sees, unless it asked for them itself.
+With `echo` it is not asked: a vLLM that returns token ids leaves the prompt out of the echoed text, and the client would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.error_reply import OPENAI
+from gateway.errors import BadRequest, GatewayError, UpstreamFailed
+from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request, Tokens
+from gateway.reply_body import array, array_or_none, mapping, number, text, text_or_none
+from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.tokens import packed_tokens
+
+DONE = b"[DONE]"
+ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
+NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
+
+
+class OpenAICompletions:
+    """The dialect."""
+
+    name = "openai.completions"
+    path = "/v1/completions"
+    errors: Errors = OPENAI
+
+    def request(self, body: bytes) -> Request:
+        said = object_of(body)
+        return Request(model_of(said), stream_of(said), prompts_of(said) * n_of(said), body, said)
+
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
+
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        try:
+            said = mapping(orjson.loads(body))
+            choices = []
+            for choice in array(said["choices"]):
+                building = _Building()
+                piece = _piece(choice, request.said, kind)
+                building.add(piece)
+                choices.append(building.choice(piece.which, request.said, kind))
+            model = text_or_none(said.get("model"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UpstreamFailed(f"the engine's reply is no completion: {error!r}") from error
+        if kind == "vllm" and _strip(said["choices"], request.said):
+            body = orjson.dumps(said)
+        return Answer(tuple(choices), model, body)
+
+    def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:
+        return OpenAICompletionsFold(request, kind)
+
+
+def prompts_of(said: Mapping[str, Any]) -> int:
+    """How many prompts a request has: a text, a list of texts, token ids, or lists of them. Raises BadRequest.
+
+    Only the first entry of a list is looked at: a prompt may be 100,000 ids, and an engine refuses a mixed list.
+    """
+    prompt, embeddings = said.get("prompt"), said.get("prompt_embeds")
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else None
+        if prompt and not isinstance(first, str | list | int):
+            raise BadRequest("prompt: a list must hold strings, token ids or lists of token ids", "prompt")
+        prompts = 1 if isinstance(first, int) else len(prompt)
+    elif prompt is None or isinstance(prompt, str):
+        prompts = int(prompt is not None or embeddings is None)
+    else:
+        raise BadRequest("prompt: must be a string, a list of strings, or token ids", "prompt")
+    # An empty list is the engine's to refuse.
+    return max(1, prompts + (len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)))
+
+
+def _added(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that make a vLLM tell tokens and log-probabilities."""
+    if said.get("echo"):
+        return {}
+    added: dict[str, Any] = {}
+    if not said.get("return_token_ids"):
+        added["return_token_ids"] = True
+    # Without logprobs these are an error, and the client must see the engine's error, not be saved from it.
+    if said.get("logprobs") is None and not said.get("logprob_token_ids"):
+        added["logprobs"] = 0  # the sampled token alone
+    return added
+
+
+def _strip(choices: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> bool:
+    """Take out what we added: null where the engine would have said null. False: it all stays."""
+    added = _added(asked)
+    ids, logprobs = "return_token_ids" in added, "logprobs" in added
+    stripped = False
+    for choice in choices:
+        for name in ("token_ids", "prompt_token_ids") if ids else ():
+            if choice.get(name) is not None:
+                choice[name], stripped = None, True
+        if logprobs and choice.get("logprobs") is not None:
+            choice["logprobs"], stripped = None, True
+    return stripped
+
+
+class _Piece(NamedTuple):
+    """What a reply or a chunk says of one choice."""
+
+    which: int
+    text: str
+    finish_reason: str | None
+    prompt_ids: list[Any] | None = None
+    ids: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _piece(choice: Any, asked: Mapping[str, Any], kind: Kind) -> _Piece:
+    index, said, finish = number(choice["index"]), text(choice["text"]), text_or_none(choice.get("finish_reason"))
+    if kind != "vllm":
+        return _Piece(index, said, finish)
+    ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
+    logprobs = array_or_none(mapping(told).get("token_logprobs")) if told is not None else None
+    if logprobs is not None and ids is not None and asked.get("echo"):
+        logprobs = logprobs[max(0, len(logprobs) - len(ids)) :]  # the prompt's come before those of what was sampled
+    return _Piece(index, said, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs)
+
+
+class _Building:
+    """One choice, growing."""
+
+    __slots__ = ("finish_reason", "ids", "logprobs", "prompt_ids", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.prompt_ids: list[Any] | None = None
+        self.ids: list[Any] | None = None
+        self.logprobs: list[Any] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, piece: _Piece) -> None:
+        self.texts.append(piece.text)
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        if piece.prompt_ids is not None:
+            self.prompt_ids = piece.prompt_ids
+        if piece.ids is not None:
+            self.ids = self.ids or []
+            self.ids += piece.ids
+        if piece.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += piece.logprobs
+
+    def choice(self, index: int, asked: Mapping[str, Any], kind: Kind) -> Choice:
+        message = orjson.dumps({"text": "".join(self.texts)})
+        return Choice(index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None)
+
+    def _tokens(self, asked: Mapping[str, Any]) -> Tokens:
+        if asked.get("echo") and asked.get("max_tokens") == 0:
+            return Tokens(absent=NOTHING_SAMPLED)
+        if asked.get("echo") and not asked.get("return_token_ids"):
+            return Tokens(absent=ECHOED)
+        return packed_tokens(self.prompt_ids, self.ids, self.logprobs)
+
+
+class OpenAICompletionsFold:
+    """A streamed reply: see `protocol.Fold`."""
+
+    def __init__(self, request: Request, kind: Kind) -> None:
+        self._n, self._asked, self._kind = request.n, request.said, kind
+        self._choices: dict[int, _Building] = {}
+        self._model: str | None = None
+
+    def read(self, event: bytes, data: bytes) -> Part:
+        if data == DONE:
+            return Part(None, event, last=True)
+        chunk = mapping(orjson.loads(data))
+        if "error" in chunk:
+            return Part(None, event, failure=error_text(chunk["error"]))
+        choices = array(chunk.get("choices"))
+        pieces = [_piece(c, self._asked, self._kind) for c in choices]
+        payload = (text_or_none(chunk.get("model")), pieces)
+        if self._kind == "vllm" and _strip(choices, self._asked):  # the pieces have what is taken out
+            event = b"data: " + orjson.dumps(chunk) + b"\n\n"
+        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
+
+    def add(self, payload: Any) -> None:
+        model, pieces = payload
+        self._model = model or self._model
+        for piece in pieces:
+            building = self._choices.get(piece.which)
+            if building is None:
+                building = self._choices[piece.which] = _Building()
+            building.add(piece)
+
+    def answer(self) -> Answer:
+        choices = (b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items()))
+        return Answer(tuple(choices), self._model, b"")
+
+    def unfinished(self) -> int:
+        return self._n - sum(1 for b in self._choices.values() if b.finish_reason)
+
+    def error(self, error: GatewayError) -> bytes:
+        return b"data: " + OPENAI.body(error) + b"\n\n"
