@@ -76,19 +76,11 @@ class Growing:
 
 
 def sampled(ids: Sequence[int], logprobs: Any) -> list[float] | None:
-    """Log-probabilities of the sampled ids out of vLLM's: {id: Logprob} for each position, or a FlatLogprobs, sampled id first.
-
-    None when there are none for these ids.
-    """
+    """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None when it has none for these ids."""
     if not ids:
         return []
     if logprobs is None or len(logprobs) != len(ids):
         return None
-    if (starts := getattr(logprobs, "start_indices", None)) is not None:
-        told, values = logprobs.token_ids, logprobs.logprobs
-        if starts[-1] >= len(told) or [told[at] for at in starts] != list(ids):
-            return None
-        return [values[at] for at in starts]
     try:
         return [position[token].logprob for token, position in zip(ids, logprobs, strict=True)]
     except KeyError:
@@ -202,8 +194,6 @@ def with_logprobs(sampling_params: Any) -> Any:
         return sampling_params
     asking = copy.copy(sampling_params)
     asking.logprobs = 0
-    if asking.prompt_logprobs is None:
-        asking.flat_logprobs = True  # plain lists instead of a dict and an object for each token
     return asking
 
 

@@ -1,16 +1,7 @@
-"""The only file that imports vLLM; it runs inside vLLM's own processes. It adds three things to a stock server:
+"""The only file that imports vLLM; it runs inside vLLM's own processes. What `rollout.capture` adds to the API server needs no import.
 
-1. `register`, the `vllm.general_plugins` entry point, loaded in every vLLM process: a weight-transfer backend `disk` that
-   checks everything before the live model is touched, and a bond to the parent process.
-2. `WeightVersions`, a `--middleware`: every endpoint tells which weight version sampled which token, from the engine's own
-   spans. vLLM itself reports them on one endpoint only, which no agent speaks.
-
-    a plain reply     header `x-clawstream-versions: [[{"version": "v1", "start": 0, "end": 12}], ...]`
-    an event stream   comment `: clawstream-versions [[...]]` before `data: [DONE]`, or at the end where there is none
-    every reply       header `x-clawstream-version-start: v1`, the engine's label when the request arrived
-
-   One list per choice, over output-token indexes, without holes; null for a choice that did not end. Beam search has no such
-   spans: its lists do not fit the choices. A reader checks the count and that the last `end` is the number of tokens.
+`register` is the `vllm.general_plugins` entry point, loaded in every vLLM process. It adds a weight-transfer backend `disk` that checks
+everything before the live model is touched, and a bond to the parent process.
 """
 
 from __future__ import annotations
@@ -20,9 +11,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import aclosing
-from contextvars import ContextVar
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "disk"
-VERSIONS = "x-clawstream-versions"
-VERSION_START = "x-clawstream-version-start"
-COMMENT = "clawstream-versions"
 INVALID = "invalid weights: "
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
 WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Spans = list[dict[str, Any]]
-
-
-# ---------------------------------------------------------------- plugin, in every vLLM process
 
 
 def register() -> None:
@@ -205,123 +184,3 @@ def _repack_cpu_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-# ---------------------------------------------------------------- middleware, in the API server
-
-
-class Generation:
-    """The version spans of one `generate` call: a list per choice, None until that choice has ended."""
-
-    def __init__(self, choices: int) -> None:
-        self.choices: list[Spans | None] = [None] * choices
-
-    def note(self, output: Any) -> None:
-        """Take the spans of what has ended in a RequestOutput of vLLM."""
-        for choice in output.outputs:
-            if choice.finish_reason is not None and choice.weight_versions is not None:
-                spans = [{"version": s.version, "start": s.start, "end": s.end} for s in choice.weight_versions]
-                self.choices[choice.index] = spans
-
-
-_generations: ContextVar[list[Generation] | None] = ContextVar("generations", default=None)
-
-
-class EngineTap:
-    """Listens at vLLM's engine client: what `generate` yields within a request, and each new version label."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._label: str | None = None
-        self._generate = client.generate
-        self._update_weight_version = client.update_weight_version
-        client.generate = self.generate
-        client.update_weight_version = self.update_weight_version
-
-    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **more: Any) -> AsyncIterator[Any]:
-        outputs = self._generate(prompt, sampling_params, *args, **more)
-        generations = _generations.get()
-        if generations is None:
-            return outputs  # type: ignore[no-any-return]
-        generations.append(Generation(sampling_params.n or 1))
-        return _noting(generations[-1], outputs)
-
-    async def update_weight_version(self, new_version: str) -> None:
-        await self._update_weight_version(new_version)
-        self._label = new_version
-
-    async def label(self) -> str:
-        """The engine's version label; asked once, then followed, for it costs a step of the engine to ask."""
-        if self._label is None:
-            label = await self._client.get_weight_version()
-            if self._label is None:
-                self._label = label
-        return self._label
-
-
-async def _noting(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
-    # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request at once.
-    async with aclosing(outputs):
-        async for output in outputs:
-            generation.note(output)
-            yield output
-
-
-class WeightVersions:
-    """ASGI middleware of vLLM's API server; the module's docstring says what it adds."""
-
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
-        self._tap: EngineTap | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            await self._app(scope, receive, send)
-            return
-        if self._tap is None:
-            self._tap = EngineTap(scope["app"].state.engine_client)
-        reply = Reply(await self._tap.label(), send)
-        token = _generations.set(reply.generations)
-        try:
-            await self._app(scope, receive, reply.send)
-        finally:
-            _generations.reset(token)
-
-
-class Reply:
-    """One reply on its way out, with the spans put in."""
-
-    def __init__(self, label: str, send: Send) -> None:
-        self.generations: list[Generation] = []
-        self._label = label
-        self._send = send
-        self._stream = False
-        self._told = False
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Stands in for ASGI's send."""
-        if message["type"] == "http.response.start":
-            headers = list(message.get("headers", []))
-            self._stream = any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
-            headers.append((VERSION_START.encode(), self._label.encode()))
-            if not self._stream and self.generations:
-                headers.append((VERSIONS.encode(), self._spans().encode()))
-            message = {**message, "headers": headers}
-        elif message["type"] == "http.response.body" and self._stream:
-            message = {**message, "body": self._tell(message.get("body", b""), message.get("more_body", False))}
-        await self._send(message)
-
-    def _tell(self, body: bytes, more: bool) -> bytes:
-        """The comment goes in once: before the end marker, else behind the last byte. vLLM sends whole events."""
-        if self._told or not self.generations:
-            return body
-        at = 0 if body.startswith(b"data: [DONE]") else body.find(b"\ndata: [DONE]") + 1
-        if at == 0 and not body.startswith(b"data: [DONE]"):
-            if more:
-                return body
-            at = len(body)
-        self._told = True
-        return body[:at] + f": {COMMENT} {self._spans()}\n\n".encode() + body[at:]
-
-    def _spans(self) -> str:
-        return json.dumps([choice for generation in self.generations for choice in generation.choices])

@@ -51,7 +51,7 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         # The log-probability of the token under the distribution it was sampled from, temperature and truncation included.
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
-        *("--middleware", "rollout.engine.WeightVersions", "--middleware", "rollout.capture.Capture"),
+        *("--middleware", "rollout.capture.Capture"),
         "--disable-uvicorn-access-log",
     ]
     if is_cpu_build():

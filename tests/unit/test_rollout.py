@@ -1,22 +1,19 @@
-"""Rollout without an engine: which version is wanted, what a manifest must hold, what a reply tells, how a server is started."""
+"""Rollout without an engine: which version is wanted, what a manifest must hold, how a server is started."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import itertools
-import json
 import time
-from collections.abc import MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine import EngineTap, Reply, WeightVersions, read_layout, stage
+from rollout.engine import read_layout, stage
 from rollout.errors import InvalidWeights
 from rollout.server import server_arguments, server_environment
 from rollout.versions import REMEMBERED, Versions, WeightsFeed
@@ -182,157 +179,6 @@ def test_weights_are_checked_against_the_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidWeights, match="local model directory"):
         read_layout(tmp_path / "empty")
-
-
-# ---------------------------------------------------------------- replies
-
-
-@dataclass
-class Span:
-    version: str
-    start: int
-    end: int
-
-
-@dataclass
-class Choice:
-    index: int
-    finish_reason: str | None
-    weight_versions: list[Span] | None
-
-
-@dataclass
-class Output:
-    outputs: list[Choice]
-
-
-@dataclass
-class Params:
-    n: int
-
-
-class Client:
-    """What the middleware needs of vLLM's engine client."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.closed = False
-
-    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> Any:
-        try:
-            for i in range(sampling_params.n):
-                yield Output([Choice(i, None, None)])
-                yield Output([Choice(i, "stop", [Span("v1", 0, 2), Span("v2", 2, 2 + i)])])
-        finally:
-            self.closed = True
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """Stores nothing: the label that is told must be the one that was set."""
-
-    async def get_weight_version(self) -> str:
-        self.asked += 1
-        return "default"
-
-
-class State:
-    def __init__(self, client: Client) -> None:
-        self.engine_client = client
-
-
-class App:
-    """An ASGI app that generates: as JSON, or as the given pieces of an event stream."""
-
-    def __init__(self, client: Client, pieces: list[bytes] | None, n: int = 2) -> None:
-        self.state = State(client)
-        self.pieces, self.n = pieces, n
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        kind = b"application/json" if self.pieces is None else b"text/event-stream; charset=utf-8"
-        outputs = self.state.engine_client.generate("prompt", Params(self.n), request_id="r")
-        if self.pieces is None:
-            async for _ in outputs:
-                pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-        for piece in self.pieces or []:
-            async for _ in outputs:
-                pass
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def call(app: App, middleware: WeightVersions, path: str = "/v1/chat/completions") -> tuple[dict[bytes, bytes], bytes]:
-    sent: list[MutableMapping[str, Any]] = []
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
-
-    async def receive() -> MutableMapping[str, Any]:
-        raise AssertionError("nothing to receive")
-
-    asyncio.run(middleware({"type": "http", "path": path, "app": app}, receive, send))
-    return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
-
-
-SPANS = [
-    [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 2}],
-    [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}],
-]
-
-
-def test_a_plain_reply_names_its_versions_in_a_header() -> None:
-    client = Client()
-    app = App(client, None)
-    middleware = WeightVersions(app)
-    headers, _ = call(app, middleware)
-    assert json.loads(headers[b"x-clawstream-versions"]) == SPANS
-    assert headers[b"x-clawstream-version-start"] == b"default"
-    asyncio.run(client.update_weight_version("run/1.0"))
-    headers, _ = call(app, middleware)
-    assert headers[b"x-clawstream-version-start"] == b"run/1.0"
-    assert client.asked == 1, "the label is followed, not asked for"
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [b"data: 1\n\n", b"data: [DONE]\n\n"],
-        [b"data: 1\n\ndata: [DONE]\n\n"],
-        [b"data: 1\n\n", b"event: message_stop\ndata: {}\n\n"],
-        [],
-    ],
-)
-def test_a_stream_names_its_versions_once_before_its_end(pieces: list[bytes]) -> None:
-    app = App(Client(), pieces)
-    _, body = call(app, WeightVersions(app))
-    expected = SPANS if pieces else [None, None]
-    comment = f": clawstream-versions {json.dumps(expected)}\n\n".encode()
-    assert body.count(b"clawstream-versions") == 1
-    assert body.replace(comment, b"") == b"".join(pieces)
-    before, _, after = body.partition(comment)
-    assert after in (b"", b"data: [DONE]\n\n")
-    assert b"[DONE]" not in before
-
-
-def test_the_health_of_a_dead_engine_can_be_asked() -> None:
-    app = App(Client(), None)
-    headers, _ = call(app, WeightVersions(app), "/health")
-    assert b"x-clawstream-version-start" not in headers
-
-
-def test_a_client_that_leaves_closes_the_generation_at_once() -> None:
-    async def leave() -> bool:
-        client = Client()
-        tap = EngineTap(client)
-        middle = Reply("v", None)  # type: ignore[arg-type]
-        from rollout.engine import _generations
-
-        _generations.set(middle.generations)
-        outputs = tap.generate("prompt", Params(1), request_id="r")
-        await anext(outputs)
-        await outputs.aclose()  # type: ignore[attr-defined]
-        return client.closed
-
-    assert asyncio.run(leave())
 
 
 # ---------------------------------------------------------------- server
