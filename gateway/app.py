@@ -11,6 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from gateway import errors
+from gateway.anthropic_messages import ANTHROPIC, AnthropicMessages
+from gateway.blobs import Blobs
 from gateway.bus import Bus, Message
 from gateway.calls import CallEndpoint, Parts, Scope, Send
 from gateway.clock import Clock
@@ -22,20 +24,26 @@ from gateway.journal import Journal
 from gateway.metrics import Metrics
 from gateway.model_calls import App, ModelCalls
 from gateway.openai_chat import OpenAIChat
+from gateway.openai_completions import OpenAICompletions
+from gateway.openai_responses import OpenAIResponses
 from gateway.passing import PassEndpoint
-from gateway.protocol import Dialect
+from gateway.protocol import Dialect, Errors
 from gateway.spool import Spool
 from gateway.upstream import Upstream
 from gateway.workers import WorkerTable
+from runtime.blob_store import BlobStore
 from runtime.telemetry import logger
 from schemas.codec import Codec
 from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20
 """Bytes of a request that is no model call: metadata and details of rewards."""
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages())
 """Every protocol that samples; its path is that of the engine."""
-PASSED = (("GET", "/v1/models", OPENAI),)
+PASSED: tuple[tuple[str, str, Errors], ...] = (
+    ("GET", "/v1/models", OPENAI),
+    ("POST", "/v1/messages/count_tokens", ANTHROPIC),
+)
 """What samples nothing."""
 
 
@@ -48,10 +56,19 @@ def create_app(
     """
     clock, metrics = clock or Clock(), Metrics()
     directory = settings.spool_dir / settings.gateway.gateway_id
-    journal = Journal(bus, Spool(directory, settings.gateway.spool_max_bytes), metrics, settings.gateway.acks)
+    codec = codec or Codec()
+    journal = Journal(
+        bus,
+        Spool(directory, settings.gateway.spool_max_bytes),
+        metrics,
+        settings.gateway.acks,
+        Blobs(BlobStore(settings.blob_uri, settings.gateway.blob_options), codec, settings.gateway.produce_timeout_s),
+        max_behind=settings.lake.dedupe_window // 2,
+        max_age_s=settings.spool_max_age_s,
+    )
     upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock)
     door = Door(settings, metrics)
-    parts = Parts(settings, door, journal, upstream, codec or Codec(), clock, metrics)
+    parts = Parts(settings, door, journal, upstream, codec, clock, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

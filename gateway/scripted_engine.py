@@ -21,10 +21,13 @@ from aiohttp import web
 from gateway.protocol import Kind
 from gateway.scripted import Event, Json, Script, Voice
 from gateway.scripted_chat import ChatVoice
+from gateway.scripted_completions import CompletionsVoice
+from gateway.scripted_messages import MessagesVoice
+from gateway.scripted_responses import ResponsesVoice
 from schemas import capture
 from schemas.tokens import pack_ids, pack_logprobs
 
-VOICES: tuple[Voice, ...] = (ChatVoice(),)
+VOICES: tuple[Voice, ...] = (ChatVoice(), CompletionsVoice(), ResponsesVoice(), MessagesVoice())
 
 
 @dataclass
@@ -44,6 +47,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=64 << 20)
         for voice in VOICES:
             app.router.add_post(voice.path, partial(self._call, voice))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
@@ -58,6 +62,13 @@ class ScriptedEngine:
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _count_tokens(self, http: web.Request) -> web.Response:
+        if not orjson.loads(await http.read()).get("messages"):
+            # vLLM checks a body before it knows whose endpoint this is.
+            error = {"message": "messages: missing", "type": "Bad Request", "param": "body.messages", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        return web.json_response({"input_tokens": 3, "context_management": {"original_input_tokens": 3}})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
