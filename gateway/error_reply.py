@@ -30,6 +30,7 @@ _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
     e.UpstreamFailed: ErrorKind(502, "server_error", "upstream_failed"),
     e.Overloaded: ErrorKind(503, "server_error", "overloaded", 1),
+    e.NotConfigured: ErrorKind(503, "server_error", "not_configured"),
     e.NoWorker: ErrorKind(503, "server_error", "no_worker", 2),
     e.NoRoom: ErrorKind(503, "server_error", "spool_full", 5),
     e.NotRecorded: ErrorKind(503, "server_error", "not_recorded", 2),

@@ -56,6 +56,10 @@ class Overloaded(GatewayError):
     """More calls are in flight than gateway.max_in_flight. Nothing was sampled; try again."""
 
 
+class NotConfigured(GatewayError):
+    """The installation has no setting for what is asked. Names the setting."""
+
+
 class NoWorker(GatewayError):
     """No engine became ready within gateway.worker_wait_s. Nothing was sampled; try again."""
 
