@@ -1,0 +1,396 @@
+"""Token capture without an engine: the bytes on the wire, and the middleware around an app that generates as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, MutableMapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.capture import BEAM_SEARCH, EMBEDDINGS, Call, Capture, EngineTap, _call
+from schemas import capture
+from schemas.capture import Choice, Frame
+from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+
+# ---------------------------------------------------------------- wire
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+SPANS = st.lists(st.tuples(TEXT, st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    ids = draw(st.lists(INT32, max_size=9))
+    logprobs = draw(st.none() | st.lists(st.floats(width=32), min_size=len(ids), max_size=len(ids)))
+    return Choice(
+        draw(st.integers(0, 9)),
+        pack_ids(ids),
+        None if logprobs is None else pack_logprobs(logprobs),
+        draw(st.none() | TEXT),
+        draw(st.none() | SPANS),
+    )
+
+
+FRAME = st.builds(
+    Frame,
+    st.integers(0, 9),
+    st.none() | st.lists(INT32, max_size=30).map(pack_ids),
+    st.lists(choices(), max_size=3).map(tuple),
+    st.none() | TEXT,
+)
+FRAMES = st.lists(FRAME, max_size=4)
+EVENTS = st.sampled_from([b"data: {}\n\n", b"event: ping\ndata: {}\n\n", b": keep alive\n\n", b"data: [DONE]\n\n"])
+
+
+@given(FRAMES)
+def test_what_is_encoded_is_decoded(frames: list[Frame]) -> None:
+    assert capture.decode(b"".join(map(capture.encode, frames))) == frames
+
+
+@given(FRAMES, st.binary(max_size=60))
+def test_a_plain_reply_is_split_again(frames: list[Frame], body: bytes) -> None:
+    whole = capture.trail(body, map(capture.encode, frames))
+    assert capture.split(whole, str(len(body))) == (body, frames)
+
+
+@given(st.lists(st.tuples(FRAMES, EVENTS), max_size=5))
+def test_comments_are_events_of_their_own(sent: list[tuple[list[Frame], bytes]]) -> None:
+    stream = b"".join(capture.comment(b"".join(map(capture.encode, frames))) + event for frames, event in sent)
+    events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
+    told = [capture.read_comment(event) for event in events if capture.is_comment(event)]
+    assert told == [frames for frames, _ in sent]
+    assert [event for event in events if not capture.is_comment(event)] == [event for _, event in sent]
+
+
+@given(FRAME, st.data())
+def test_a_frame_cut_short_is_an_error(frame: Frame, data: st.DataObject) -> None:
+    encoded = capture.encode(frame)
+    with pytest.raises(ValueError, match=r"."):
+        capture.decode(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
+
+
+@pytest.mark.parametrize("bad", [b"{}\n", b'{"g":0,"c":[{}]}\n', b'{"g":0,"c":0}\n', b"[]\n", b"x\n", b"no newline"])
+def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        capture.decode(bad)
+
+
+@pytest.mark.parametrize("own", ["", "x", "-1", "4"])
+def test_a_length_that_cannot_be_is_an_error(own: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        capture.split(b"abc", own)
+
+
+def test_ids_and_logprobs_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match="log-probabilities"):
+        capture.encode(Frame(0, None, (Choice(0, pack_ids([1, 2]), pack_logprobs([-0.5])),)))
+
+
+# ---------------------------------------------------------------- an app that generates as vLLM does
+
+
+class Kind(Enum):
+    DELTA = 1
+    CUMULATIVE = 2
+    FINAL_ONLY = 3
+
+
+@dataclass
+class Params:
+    n: int = 1
+    output_kind: Kind = Kind.DELTA
+    logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    max_tokens: int = 3
+    detokenize: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        asked = len(self.logprob_token_ids) if self.logprob_token_ids else None
+        return asked if self.logprobs is None else self.logprobs
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Output:
+    index: int
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+@dataclass
+class RequestOutput:
+    prompt_token_ids: list[int]
+    outputs: list[Output]
+
+
+PROMPT = [7, 8, 9]
+
+
+@dataclass
+class Client:
+    """What the middleware needs of vLLM's engine client. A choice's ids are 10 * (choice + 1) and the next two, log-probability -id."""
+
+    asked: int = 0
+    closed: bool = False
+    seen: list[Params] = field(default_factory=list)
+
+    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> AsyncIterator[RequestOutput]:
+        self.seen.append(sampling_params)
+        told = sampling_params.num_logprobs is not None
+
+        def output(which: int, start: int, end: int) -> Output:
+            ids = [10 * (which + 1) + i for i in range(start, end)]
+            ended = end == 3
+            spans = [Span("v1", 0, 2), Span("v2", 2, 3)] if ended else None
+            logprobs = [{-1: Logprob(0.0), i: Logprob(-float(i))} for i in ids] if told else None
+            return Output(which, ids, logprobs, "stop" if ended else None, spans)
+
+        choices = range(sampling_params.n)
+        try:
+            if sampling_params.output_kind is Kind.FINAL_ONLY:
+                yield RequestOutput(PROMPT, [output(i, 0, 3) for i in choices])
+                return
+            for step in range(3):
+                for i in choices:
+                    start = step if sampling_params.output_kind is Kind.DELTA else 0
+                    yield RequestOutput(PROMPT, [output(i, start, step + 1)])
+        finally:
+            self.closed = True
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Stores nothing: the label that is told must be the one that was set."""
+
+    async def get_weight_version(self) -> str:
+        self.asked += 1
+        return "default"
+
+
+@dataclass
+class State:
+    engine_client: Client
+
+
+class App:
+    """An ASGI app: a plain reply in two messages, or an event for each output. It generates once for each of `params`."""
+
+    def __init__(self, *params: Params, stream: bool = False, prompt: Any = None, status: int = 200) -> None:
+        self.client = Client()
+        self.state = State(self.client)
+        self.params, self.stream, self.status, self.prompt = params, stream, status, prompt
+        self.request_id = "r"
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        outputs = [
+            self.state.engine_client.generate(self.prompt, copy.copy(params), request_id=self.request_id)
+            for params in self.params
+        ]
+        if not self.stream:
+            for generation in outputs:
+                async for _ in generation:
+                    pass
+        kind = b"text/event-stream; charset=utf-8" if self.stream else b"application/json"
+        headers = [(b"content-type", kind)] + ([] if self.stream else [(b"Content-Length", b"4")])
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        if not self.stream:
+            await send({"type": "http.response.body", "body": b"{ ", "more_body": True})
+            await send({"type": "http.response.body", "body": b" }"})
+            return
+        for generation in outputs:
+            async for output in generation:
+                ids = ",".join(str(i) for o in output.outputs for i in o.token_ids)
+                await send({"type": "http.response.body", "body": f"data: {ids}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def call(
+    app: App, middleware: Capture | None = None, *, asking: bool = True, path: str = "/v1/completions"
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of one request's reply."""
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        raise AssertionError("nothing to receive")
+
+    headers = [(capture.ASK.encode(), b"1")] if asking else []
+    scope = {"type": "http", "path": path, "app": app, "headers": headers}
+    asyncio.run((middleware or Capture(app))(scope, receive, send))
+    names = [name.lower() for name, _ in sent[0]["headers"]]
+    assert len(names) == len(set(names))
+    found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+    body = b"".join(message["body"] for message in sent[1:])
+    assert int(found.get("content-length", len(body))) == len(body)
+    return found, body
+
+
+def whole(which: int, spans: bool = True) -> Choice:
+    """All of a choice of the fake client."""
+    ids = [10 * (which + 1) + i for i in range(3)]
+    told = (("v1", 0, 2), ("v2", 2, 3))
+    return Choice(which, pack_ids(ids), pack_logprobs([-float(i) for i in ids]), "stop", told if spans else None)
+
+
+def test_a_plain_reply_is_followed_by_one_frame_a_generation() -> None:
+    final = Params(n=2, output_kind=Kind.FINAL_ONLY)
+    headers, body = call(App(final, final))
+    assert headers[capture.ASK] == "1"
+    own, frames = capture.split(body, headers[capture.OWN_BODY])
+    assert own == b"{  }"
+    assert frames == [Frame(g, pack_ids(PROMPT), (whole(0), whole(1))) for g in range(2)]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_plain_reply_does_not_depend_on_how_the_outputs_came(kind: Kind) -> None:
+    headers, body = call(App(Params(n=2, output_kind=kind)))
+    _, frames = capture.split(body, headers[capture.OWN_BODY])
+    assert frames == [Frame(0, pack_ids(PROMPT), (whole(0), whole(1)))]
+
+
+@pytest.mark.parametrize("kind", [Kind.DELTA, Kind.CUMULATIVE])
+def test_in_a_stream_tokens_come_right_before_the_event_that_shows_them(kind: Kind) -> None:
+    _, body = call(App(Params(n=2, output_kind=kind), stream=True))
+    events = [event + b"\n\n" for event in body.split(b"\n\n")[:-1]]
+    comments, own = events[:-1:2], [*events[1:-1:2], events[-1]]
+    assert b"".join(own) == call(App(Params(n=2, output_kind=kind), stream=True), asking=False)[1]
+    assert own[-1] == b"data: [DONE]\n\n"
+    frames = [capture.read_comment(comment)[0] for comment in comments]
+    assert [frame.prompt_ids for frame in frames] == [pack_ids(PROMPT)] + [None] * 5
+    shown = [own_event.decode().strip().split(",")[-1].removeprefix("data: ") for own_event in own[:-1]]
+    assert [str(unpack_ids(frame.choices[0].ids)[-1]) for frame in frames] == shown
+    for which in range(2):
+        (first, second, last) = (choice for frame in frames for choice in frame.choices if choice.which == which)
+        assert first.finish is None
+        assert second.spans is None
+        assert whole(which) == Choice(
+            which,
+            first.ids + second.ids + last.ids,
+            (first.logprobs or b"") + (second.logprobs or b"") + (last.logprobs or b""),
+            last.finish,
+            last.spans,
+        )
+
+
+def test_who_does_not_ask_gets_the_label_and_nothing_else() -> None:
+    app = App(Params(output_kind=Kind.FINAL_ONLY))
+    headers, body = call(app, asking=False)
+    assert body == b"{  }"
+    assert headers == {"content-type": "application/json", "content-length": "4", capture.VERSION_START: "default"}
+    assert app.client.seen == [Params(output_kind=Kind.FINAL_ONLY)], "the engine computes nothing for us"
+
+
+def test_the_label_is_followed_not_asked_for() -> None:
+    app = App()
+    middleware = Capture(app)
+    assert call(app, middleware)[0][capture.VERSION_START] == "default"
+    asyncio.run(app.client.update_weight_version("run/1.0"))
+    for asking in (True, False):
+        assert call(app, middleware, asking=asking)[0][capture.VERSION_START] == "run/1.0"
+    assert app.client.asked == 1
+
+
+def test_a_reply_that_sampled_nothing_or_failed_has_no_frames() -> None:
+    for app in (App(), App(Params(), status=500)):
+        headers, body = call(app)
+        assert headers[capture.ASK] == "1"
+        assert capture.OWN_BODY not in headers
+        assert body == b"{  }"
+
+
+def test_the_health_of_a_dead_engine_can_be_asked() -> None:
+    app = App()
+    headers, _ = call(app, path="/health")
+    assert app.client.asked == 0
+    assert capture.VERSION_START not in headers
+
+
+@pytest.mark.parametrize(
+    ("params", "logprobs"),
+    [(Params(), 0), (Params(logprobs=5), 5), (Params(logprob_token_ids=[1, 2]), None)],
+)
+def test_the_engine_is_asked_for_logprobs_unless_the_client_did(params: Params, logprobs: int | None) -> None:
+    app = App(params)
+    before = copy.copy(params)
+    headers, body = call(app)
+    assert [seen.logprobs for seen in app.client.seen] == [logprobs]
+    assert params == before
+    _, frames = capture.split(body, headers[capture.OWN_BODY])
+    assert frames[0].choices[0].logprobs == whole(0).logprobs
+
+
+def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
+    call_ = Call()
+    generation = call_.begin(None, Params(), "r")
+    assert generation is not None
+    generation.note(RequestOutput(PROMPT, [Output(0, [1], [{1: Logprob(-0.25)}])]))
+    generation.note(RequestOutput(PROMPT, [Output(0, [2], None)]))
+    ((first,), *_) = (frame.choices for frame in capture.decode(call_.take()))
+    assert (first.ids, first.logprobs) == (pack_ids([1, 2]), None)
+    generation.note(RequestOutput(PROMPT, [Output(0, [3], [{9: Logprob(-0.5)}])]))  # not the sampled one's
+    assert capture.decode(call_.take())[0].choices[0].logprobs is None
+    generation.note(RequestOutput(PROMPT, [Output(0, [4], [{4: Logprob(-1 / 3)}])]))
+    logprobs = capture.decode(call_.take())[0].choices[0].logprobs
+    assert logprobs is not None
+    assert unpack_logprobs(logprobs) == pytest.approx([-1 / 3], rel=2**-24)
+    generation.note(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
+    assert capture.decode(call_.take()) == [Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))]
+    assert call_.take() == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", [BEAM_SEARCH, EMBEDDINGS])
+def test_beam_search_and_embeddings_say_why_they_have_no_tokens(reason: str, stream: bool) -> None:
+    if reason == BEAM_SEARCH:
+        app = App(*[Params(max_tokens=1, detokenize=False, logprobs=4)] * 4, stream=stream)
+        app.request_id = "cmpl-1-0a-beam-3"
+    else:
+        app = App(Params(), prompt={"type": "embeds"}, stream=stream)
+    headers, body = call(app)
+    if stream:
+        (frames,) = (capture.read_comment(event) for event in body.split(b"\n\n") if capture.is_comment(event))
+    else:
+        _, frames = capture.split(body, headers[capture.OWN_BODY])
+    assert frames == [Frame(0, None, (), reason)]
+
+
+def test_a_request_that_is_only_called_like_a_beam_is_captured() -> None:
+    app = App(Params())
+    app.request_id = "chatcmpl-my-beam-3"
+    headers, body = call(app)
+    assert capture.split(body, headers[capture.OWN_BODY])[1][0].choices == (whole(0),)
+
+
+def test_a_client_that_leaves_closes_the_generation_at_once() -> None:
+    async def leave() -> bool:
+        client = Client()
+        tap = EngineTap(client)
+        _call.set(Call())
+        outputs = tap.generate("prompt", Params(), "r")
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        return client.closed
+
+    assert asyncio.run(leave())
