@@ -1,0 +1,1 @@
+"""Benchmarks: each prints one JSON line and measures all its sides in one run. None is a test."""
