@@ -1,0 +1,318 @@
+"""Claw-R1's own HTTP API for white-box agents: /submit_steps, /generate, /compute_reward, /init_trajectory.
+
+What its black-box agents use beside model calls (register_trajectory, complete_trajectory) is in `control`. docs/claw-r1.md has each
+route with what differs and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gateway.bus import Message
+from gateway.calls import FORWARDED, IDEMPOTENCY, NO_TOKENS, RETURNED, Parts, read_body
+from gateway.control import Complete, GiveReward, Recorder, Register
+from gateway.disconnect import Client
+from gateway.door import Caller
+from gateway.errors import BadRequest, ClientGone, GatewayError, Overloaded, Unprocessable, UpstreamFailed
+from gateway.openai_completions import OpenAICompletions
+from gateway.protocol import Tokens
+from gateway.seed_reward import ComputeReward, Judge, TextOf
+from gateway.seed_steps import Placed, StepPayload, Submission, TokenId, in_order, misplaced, step_of
+from gateway.seed_steps import Request as SubmitRequest
+from gateway.steps import BROKEN_OFF
+from gateway.token_limits import refuse_longer
+from gateway.tokens import Captured
+from rewards.rule import rule_of
+from schemas import capture
+from schemas.events import Channel, Step
+from schemas.ids import parse_version
+from schemas.settings import GatewaySettings
+from schemas.tokens import unpack_ids, unpack_logprobs
+
+LARGE_BODIES = frozenset({"/submit_steps", "/generate", "/compute_reward"})
+"""Paths whose bodies carry token ids: gateway.max_body_bytes holds for them, as for model calls."""
+THREAD_BYTES = 1 << 16
+"""Larger submissions are read on a thread: 1 MB of ids takes 20 ms."""
+PREFIX_IDS = 128
+"""Calls whose prompts begin with the same ids go to the same engine, which has them in its cache."""
+OURS = frozenset({"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"})
+"""Not a sampling parameter of POST /generate, which gives one whole reply."""
+DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+"""Claw-R1's. Said to the engine, for a model may bring defaults of its own."""
+COMPLETIONS = OpenAICompletions()
+M = TypeVar("M", bound=BaseModel)
+
+
+class Generate(BaseModel):
+    """Body of POST /generate. sampling_params: as vLLM's completions have them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: dict[str, Any] = {}
+    image_data: list[Any] | None = None
+    video_data: list[Any] | None = None
+
+
+def read_as(model: type[M], body: bytes) -> M:
+    """A request's body. Raises BadRequest or Unprocessable that names the field."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "body"
+        if first["type"] == "json_invalid":
+            raise BadRequest("body: not JSON", "body") from error
+        raise Unprocessable(f"{field}: {first['msg']}", field) from error
+
+
+def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI page says of a body that the route reads itself."""
+    schema = model.model_json_schema()
+    named = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, dict):
+            ref = value.get("$ref")
+            return inline(named[ref.rpartition("/")[2]]) if ref else {k: inline(v) for k, v in value.items()}
+        return [inline(v) for v in value] if isinstance(value, list) else value
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
+
+
+def seed_routes(parts: Parts) -> APIRouter:
+    """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
+    gateway = parts.settings.gateway
+    text_of = _text_of(gateway)
+    rule = rule_of(gateway.compute_reward, "gateway.compute_reward") if gateway.compute_reward is not None else None
+    judge, submitter, generator = Judge(rule, text_of), Submitter(parts, text_of), Generator(parts)
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        yield
+        judge.close()
+        submitter.close()
+
+    router = APIRouter(lifespan=lifespan)
+
+    async def opened(request: Request) -> tuple[Caller, bytes]:
+        """Who asks, and only then its body."""
+        caller = parts.door.authenticate(request.headers, "agent")
+        return caller, await read_body(request.receive, gateway.max_body_bytes)
+
+    @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
+    async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
+        caller, body = await opened(request)
+        return {"accepted": await submitter.submit(caller, request.headers, body, channel)}
+
+    @router.post("/generate", openapi_extra=in_openapi(Generate))
+    async def generate(request: Request) -> Response:
+        caller, body = await opened(request)
+        client = Client(request.receive)
+        try:
+            async with client:
+                return await generator.generate(caller, request.headers, read_as(Generate, body))
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
+        finally:
+            client.done()
+
+    @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
+    async def compute_reward(request: Request) -> dict[str, Any]:
+        caller, body = await opened(request)
+        return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, request.headers))
+
+    @router.post("/init_trajectory")
+    async def init_trajectory(request: Request) -> dict[str, str]:
+        parts.door.authenticate(request.headers, "agent")
+        uid = uuid.uuid4().hex
+        base = (gateway.public_url or str(request.base_url)).rstrip("/")
+        return {"trajectory_uid": uid, "base_url": f"{base}/{uid}/{uid}/v1"}
+
+    return router
+
+
+def _text_of(gateway: GatewaySettings) -> TextOf | None:
+    if gateway.tokenizer_path is None:
+        return None
+    from gateway import tokenizer  # the one thing that needs this library
+
+    return tokenizer.TextOf(gateway.tokenizer_path)
+
+
+class Submitter:
+    """POST /submit_steps: steps, their rewards, their trajectories' openings and ends, durable before the reply."""
+
+    def __init__(self, parts: Parts, text_of: TextOf | None) -> None:
+        self._parts, self._text_of, self._recorder = parts, text_of, Recorder(parts)
+        self._thread = ThreadPoolExecutor(1, "submit-steps")
+
+    async def submit(self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None) -> int:
+        """How many steps were taken. Raises GatewayError; then none counts, and submitting again is harmless."""
+        if len(body) < THREAD_BYTES:
+            steps, messages = self._read(caller, headers, body, channel)
+        else:
+            work: Callable[..., tuple[int, list[Message]]] = self._read
+            loop = asyncio.get_running_loop()
+            steps, messages = await loop.run_in_executor(self._thread, work, caller, headers, body, channel)
+        if messages:
+            await self._recorder.record(messages)
+        self._parts.metrics.steps_recorded.labels("ok").inc(steps)
+        return steps
+
+    def close(self) -> None:
+        """Let its thread end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(
+        self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
+    ) -> tuple[int, list[Message]]:
+        parts = self._parts
+        request = SubmitRequest(
+            parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"),
+            next((headers[name] for name in IDEMPOTENCY if name in headers), None),
+        )  # fmt: skip
+        placed = in_order(
+            self._place(caller, headers, at, said, channel) for at, said in enumerate(read_as(Submission, body).steps)
+        )
+        steps = [(p, step_of(p, request, self._text(p.said))) for p in placed]
+        return len(steps), self._messages(caller, steps)
+
+    def _place(
+        self, caller: Caller, headers: Mapping[str, str], at: int, said: StepPayload, channel: Channel | None
+    ) -> Placed:
+        try:
+            found = self._parts.door.origin(caller, headers, said.trajectory_uid or None, said.prompt_uid or None)
+        except GatewayError as error:
+            raise misplaced(at, error) from error
+        return Placed(at, said, replace(found, channel=channel or found.channel))
+
+    def _text(self, said: StepPayload) -> str | None:
+        return self._text_of(said.response_ids) if self._text_of is not None else None
+
+    def _messages(self, caller: Caller, steps: Sequence[tuple[Placed, Step]]) -> list[Message]:
+        """In the order of the log: openings, steps, ends; rewards are a log of their own.
+
+        The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
+        """
+        recorder, topic, door = self._recorder, self._parts.settings.kafka.topics.steps, self._parts.door
+        opened: dict[bytes, Message] = {}
+        ended: dict[bytes, Message] = {}
+        rewards: list[Message] = []
+        for placed, step in steps:
+            said, origin = placed.said, placed.origin
+            if said.metadata and origin.kafka_key not in opened:
+                opened[origin.kafka_key] = recorder.opened(origin, Register(metadata=said.metadata))
+            if said.is_last:
+                (ended[origin.kafka_key],) = recorder.ended(origin, Complete())
+            if said.reward is None:
+                continue
+            if said.is_last:
+                door.require_completion_reward(caller)
+                name, step_id = "complete_trajectory", None
+            else:
+                door.require(caller, "reward")
+                name, step_id = "submit_steps", step.step_id
+            reward = GiveReward(source="env", name=name, function_version="1", step_id=step_id, value=said.reward)
+            rewards.append(recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name))
+        encoded = [Message(topic, p.origin.kafka_key, self._parts.codec.encode(step)) for p, step in steps]
+        return [*opened.values(), *encoded, *rewards, *ended.values()]
+
+
+class Generator:
+    """POST /generate: tokens in, tokens out, by one completions call. It records nothing: the agent submits its steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._in_flight = parts, 0
+
+    async def generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> Response:
+        """The reply, an engine's own error included. Raises GatewayError."""
+        limit = self._parts.settings.gateway.max_in_flight
+        if self._in_flight >= limit:
+            raise Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")
+        asked = COMPLETIONS.request(self._completion(said))
+        self._in_flight += 1
+        try:
+            async with self._parts.upstream.ask(
+                "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
+                {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
+                key=_prefix_key(said.prompt_ids), run_id=(run := self._parts.door.run_of(caller, headers)), model=asked.model,
+            ) as response:  # fmt: skip
+                body = await response.read()
+                if response.status >= 400:
+                    told = {name: v for name in RETURNED if (v := response.header(name)) is not None}
+                    return Response(body, response.status, told)
+                captured = Captured(NO_TOKENS[response.worker.kind])
+                body = captured.trail(body, response.header(capture.OWN_BODY))
+                answer = COMPLETIONS.answer(asked, response.worker.kind, body)
+        finally:
+            self._in_flight -= 1
+        if not answer.choices:
+            raise UpstreamFailed("the engine's completion has no choice")
+        choice = answer.choices[0]
+        finish = captured.finish(0, 1)
+        tokens = choice.tokens or captured.tokens(0, 1)
+        reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
+        return Response(orjson.dumps(reply), media_type="application/json")
+
+    def _completion(self, said: Generate) -> bytes:
+        """The body of the completions call. Raises BadRequest or Unprocessable."""
+        gateway = self._parts.settings.gateway
+        for name, value in (("image_data", said.image_data), ("video_data", said.video_data)):
+            if value:
+                raise Unprocessable(
+                    f"{name}: token ids cannot carry it; send images as parts of chat messages to .../v1/chat/completions",
+                    name,
+                )
+        if gateway.max_prompt_tokens is not None:
+            refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
+        asked = {k: v for k, v in said.sampling_params.items() if k != "logprobs"}  # they are given in any case
+        if wrong := next((name for name in asked if name in OURS and asked[name] not in (None, 1, False)), None):
+            raise Unprocessable(f"sampling_params.{wrong}: not for this route", f"sampling_params.{wrong}")
+        if asked.get("model") == "default":
+            del asked["model"]
+        if asked.get("max_tokens") is None:
+            if gateway.default_max_tokens is None:
+                raise Unprocessable(
+                    "sampling_params.max_tokens: say it, or set gateway.default_max_tokens (--response-length)",
+                    "sampling_params.max_tokens",
+                )
+            asked["max_tokens"] = gateway.default_max_tokens
+        kept = {k: v for k, v in asked.items() if k not in OURS}
+        try:
+            return orjson.dumps({**DEFAULTS, **kept, "prompt": said.prompt_ids})
+        except TypeError as error:
+            raise Unprocessable(f"sampling_params: cannot be written as JSON: {error}", "sampling_params") from error
+
+
+def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str, Any]:
+    """The reply's body: Claw-R1's three fields, and which weights sampled. Raises UpstreamFailed without tokens.
+
+    policy_version: the sync index, when one version of this run sampled them all.
+    """
+    if tokens.ids is None or tokens.logprobs is None:
+        raise UpstreamFailed(f"/generate needs an engine that tells tokens: {tokens.absent}")
+    versions = {s.version for s in tokens.spans}
+    version = parse_version(versions.pop()) if len(versions) == 1 else None
+    return {
+        "token_ids": unpack_ids(tokens.ids),
+        "log_probs": unpack_logprobs(tokens.logprobs),
+        "stop_reason": finish_reason,
+        "policy_version": version.sync_index if version is not None and version.run_id == run_id else None,
+        "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in tokens.spans],
+    }
+
+
+def _prefix_key(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(ids[:PREFIX_IDS]).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,144 @@
+"""Bounds in tokens that the gateway's settings give to model calls: of prompts, and of replies whose client named none.
+
+An over-long prompt is refused with its length, never cut. Only the engine knows how long a prompt is once its template has rendered it,
+so it is asked: one more request, and only for a body that may exceed the bound. A prompt of token ids is counted here. Responses, and
+providers that cannot count, have the engine's own bound alone, whose 400 passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.errors import BadRequest
+from gateway.protocol import Request
+from gateway.request_body import with_fields
+from gateway.upstream import Upstream
+from schemas.settings import GatewaySettings
+
+REPLY_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "openai.chat": ("max_tokens", "max_completion_tokens"),
+    "openai.completions": ("max_tokens",),
+    "openai.responses": ("max_output_tokens",),
+}
+"""By dialect: the field for the bound of a reply, then its other names. Messages always name one."""
+TEMPLATE_TOKENS = 512
+"""So much a template may add to a prompt that is shorter than its body."""
+MEDIA = (b"image", b"video", b"audio")
+"""A body with one of these may have more tokens than bytes."""
+
+
+class Counting(NamedTuple):
+    """How an engine counts a prompt: where, of which fields of the call, and where it says the count."""
+
+    path: str
+    fields: tuple[str, ...]
+    told: str
+
+
+CHAT = Counting(
+    "/tokenize",
+    (
+        "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        "mm_processor_kwargs", "media_io_kwargs",
+    ),
+    "count",
+)  # fmt: skip
+TEXT = Counting("/tokenize", ("model", "prompt", "add_special_tokens"), "count")
+MESSAGES = Counting(
+    "/v1/messages/count_tokens",
+    ("model", "messages", "system", "tools", "tool_choice", "thinking", "chat_template_kwargs"),
+    "input_tokens",
+)
+
+
+def bounded(request: Request, dialect: str, default_max_tokens: int | None) -> Request:
+    """The call, with the default bound of replies where the client named none. Its own bytes stay otherwise."""
+    names = REPLY_FIELDS.get(dialect)
+    if default_max_tokens is None or names is None or any(request.said.get(name) is not None for name in names):
+        return request
+    added = {names[0]: default_max_tokens}
+    return replace(request, body=with_fields(request, added), said={**request.said, **added})
+
+
+def may_exceed(body: bytes, limit: int) -> bool:
+    """Whether a call's prompt may have more tokens than the limit: a byte of text is at most about one token."""
+    return len(body) > limit - TEMPLATE_TOKENS or any(kind in body for kind in MEDIA)
+
+
+def refuse_longer(tokens: int, limit: int, field: str) -> None:
+    """Raises BadRequest that says how long the prompt is."""
+    if tokens > limit:
+        raise BadRequest(
+            f"{field}: the prompt has {tokens} tokens, the limit of this gateway is {limit} (gateway.max_prompt_tokens)",
+            field,
+        )
+
+
+class PromptLimit:
+    """gateway.max_prompt_tokens, enforced before anything is sampled."""
+
+    def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
+        self._limit, self._upstream = settings.max_prompt_tokens, upstream
+
+    async def check(self, request: Request, dialect: str, *, key: str, run_id: str) -> None:
+        """Raises BadRequest for an over-long prompt; NoWorker, UpstreamFailed or UpstreamTimeout when no engine could be asked.
+
+        dialect: name. key, run_id: of the call, so that the engine which counts is the one that will serve it.
+        """
+        if self._limit is None or not may_exceed(request.body, self._limit):
+            return
+        field, found = "messages", None
+        match dialect, request.said.get("prompt"):
+            case "openai.chat", _:
+                found = await self._count(CHAT, request.said, request, key, run_id)
+            case "anthropic.messages", _:
+                found = await self._count(MESSAGES, request.said, request, key, run_id)
+            case "openai.completions", prompt:
+                field = "prompt"
+                for one in prompts_of(prompt):
+                    if isinstance(one, list):
+                        many: int | None = len(one)
+                    elif may_exceed(one.encode("utf-8", "surrogatepass"), self._limit):
+                        many = await self._count(TEXT, {**request.said, "prompt": one}, request, key, run_id)
+                    else:
+                        continue
+                    found = max(found or 0, many or 0)
+        if found is not None:
+            refuse_longer(found, self._limit, field)
+
+    async def _count(
+        self, counting: Counting, said: Mapping[str, Any], request: Request, key: str, run_id: str
+    ) -> int | None:
+        """What the engine counts; None when it cannot: then its own bound is left."""
+        body = orjson.dumps({name: said[name] for name in counting.fields if name in said})
+        async with self._upstream.ask(
+            "POST",
+            counting.path,
+            body,
+            {"content-type": "application/json"},
+            key=key,
+            run_id=run_id,
+            model=request.model,
+        ) as response:
+            if response.status != 200:
+                return None  # the call itself will say what is wrong with it
+            try:
+                found = orjson.loads(await response.read())[counting.told]
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                return None
+        return found if isinstance(found, int) else None
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completions call: texts, or lists of token ids. What is neither is the engine's to refuse."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        return []
+    if all(isinstance(one, int) for one in prompt):
+        return [prompt]
+    return [one for one in prompt if isinstance(one, str | list)]
