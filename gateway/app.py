@@ -66,7 +66,7 @@ def create_app(
         max_behind=settings.lake.dedupe_window // 2,
         max_age_s=settings.spool_max_age_s,
     )
-    upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock)
+    upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock, metrics)
     door = Door(settings, metrics)
     parts = Parts(settings, door, journal, upstream, codec, clock, metrics)
 

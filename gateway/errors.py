@@ -72,6 +72,10 @@ class UpstreamFailed(GatewayError):
     """The engine went away or answered something that is no reply."""
 
 
+class Unreachable(UpstreamFailed):
+    """No connection to an engine could be made: nothing was sent."""
+
+
 class UpstreamTimeout(GatewayError):
     """The engine took longer than gateway.upstream_timeout_s."""
 
@@ -80,12 +84,16 @@ class BusUnavailable(GatewayError):
     """Kafka did not acknowledge in time. Nothing is known of what was sent; retry with the same ids."""
 
 
+class BlobsUnavailable(GatewayError):
+    """The blob store took no large field, see gateway.blob_uri. The record waits whole in the spool."""
+
+
 class NotRecorded(GatewayError):
     """The record is neither on Kafka nor in the spool, so it may not be answered."""
 
 
 class SpoolFull(NotRecorded):
-    """Kafka is away and the spool has no room: see gateway.spool_max_bytes."""
+    """Kafka is away and the spool has no room: see gateway.spool_max_bytes, and the free space of its disk."""
 
 
 class SpoolFailed(NotRecorded):

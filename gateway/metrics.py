@@ -40,7 +40,28 @@ class Metrics:
             registry=registry,
         )
         self.spool_bytes = Gauge(name + "spool_bytes", "Bytes waiting in the spool", registry=registry)
+        self.spool_held_bytes = Gauge(
+            name + "spool_held_bytes", "Bytes too old to be sent: run `clawstream spool drain`", registry=registry
+        )
         self.in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
+        self.engines = Gauge(
+            name + "engines",
+            "1 for the state each engine is in: ready, out (its calls or probes failed), trying (one call tests it), resting "
+            "(it said 429), unknown (not probed yet); or what it says of itself: starting, loading, draining, failed, absent",
+            ["engine", "state"],
+            registry=registry,
+        )
+        self.engine_outages = Counter(
+            name + "engine_outages", "Times an engine was taken out", ["engine"], registry=registry
+        )
+        self.upstream_retries = Counter(
+            name + "upstream_retries",
+            "Calls asked again because an engine was unreachable, busy (502, 503), limited (429), or broken (its connection broke "
+            "before the first byte of a body: it may have sampled what nobody saw)",
+            ["reason"],
+            registry=registry,
+        )
+        self.waiting = Gauge(name + "waiting", "Model calls that wait for an engine", registry=registry)
         self.ack_wait = Histogram(
             name + "ack_wait_seconds",
             "From the last token to a durable record",

@@ -1,75 +1,85 @@
-"""Calls to the engines: picking one, waiting for one, retrying where nothing was sampled. The one owner of retries.
+"""Calls to the engines: picking one, waiting for one, asking another where nothing was told. The one owner of retries.
 
-A call is tried again only when it surely sampled nothing: the connection was refused, or the engine said 502 or 503 before anything
-else. Whatever breaks later is an error of the call.
+A call is asked again, of another engine first and at once, when nothing of a reply was seen:
+
+1. no connection could be made, or the engine said 502 or 503: it sampled nothing. As often as there are engines, then with pauses
+   until gateway.worker_wait_s are over. A provider's own 502 or 503 passes when no other engine is free;
+2. the engine said 429 or 529 and another one is free. Else its reply passes, with its `retry-after`;
+3. the connection broke before the first byte of the reply's body. It may have sampled, but nobody was told and nothing recorded, so
+   asking again makes no second step. Once a call, for the request itself may be what kills engines.
+
+Whatever breaks later is an error of the call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-from collections import Counter
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-
-import aiohttp
+from types import TracebackType
 
 from gateway.clock import Clock
-from gateway.errors import NoWorker, UpstreamFailed, UpstreamTimeout
-from gateway.workers import Worker, WorkerTable, choose, suited
+from gateway.connections import Connection
+from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
+from gateway.health import By
+from gateway.lane import Lane
+from gateway.lanes import Lanes
+from gateway.metrics import Metrics
+from gateway.workers import Worker, WorkerTable
 from schemas.settings import GatewaySettings
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-SHUNNED_S = 1.0
-"""So long a worker that refused is passed over when there are others."""
-MAX_HEADER = 1 << 20
-"""Version spans ride in a header."""
-# Below the 5 s after which the engine closes an idle connection: a call must not race with that.
-KEEPALIVE_S = 3.0
-LONG_BODY = 1 << 20
 SETTLE_S = 0.05
-NOT_SAMPLED = (502, 503)
-ENCODING = {"Accept-Encoding": "identity"}
+BUSY = (502, 503)
+LIMITED = (429, 529)
+Body = Callable[[Worker], bytes] | bytes | None
 
 
-@dataclass(slots=True)
 class Response:
     """An engine's reply, headers read. Bodies are read with `read` or `pieces`, which raise UpstreamFailed or UpstreamTimeout."""
 
-    worker: Worker
-    raw: aiohttp.ClientResponse
+    __slots__ = ("_connection", "_lane", "worker")
+
+    def __init__(self, worker: Worker, lane: Lane, connection: Connection) -> None:
+        self.worker, self._lane, self._connection = worker, lane, connection
 
     @property
     def status(self) -> int:
-        return self.raw.status
+        return self._connection.status
 
     def header(self, name: str) -> str | None:
-        """A header of the reply."""
-        return self.raw.headers.get(name)
+        """A header of the reply. name: in lower case."""
+        value = self._connection.headers.get(name.encode())
+        return value.decode("latin-1") if value is not None else None
 
     async def read(self) -> bytes:
         """The whole body."""
         try:
-            return await self.raw.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise broken(error, self.worker) from error
+            return await self._connection.read()
+        except (ConnectionError, TimeoutError) as error:
+            raise self._broken(error) from error
 
     async def settle(self) -> None:
         """All that matters was read: let the body end, so that the connection can serve the next call."""
+        if self._connection.complete:
+            return
         try:
             async with asyncio.timeout(SETTLE_S):
-                await self.raw.read()
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            self.raw.close()
+                await self._connection.read()
+        except (ConnectionError, TimeoutError):
+            return  # closed when the block is left
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
         try:
-            async for piece in self.raw.content.iter_any():
+            while piece := await self._connection.piece():
                 yield piece
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise broken(error, self.worker) from error
+        except (ConnectionError, TimeoutError) as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> UpstreamFailed | UpstreamTimeout:
+        self._lane.failed("call")
+        return broken(error, self.worker)
 
 
 def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout:
@@ -83,108 +93,191 @@ class Upstream:
     """All engines. now_s: the clock of the worker table."""
 
     def __init__(
-        self, settings: GatewaySettings, table: WorkerTable, now_s: Callable[[], float], clock: Clock | None = None
+        self,
+        settings: GatewaySettings,
+        table: WorkerTable,
+        now_s: Callable[[], float],
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        self._settings, self._table, self._now_s = settings, table, now_s
-        self._clock = clock or Clock()
-        self._in_flight: Counter[str] = Counter()
-        self._shunned: dict[str, float] = {}
-        self._session: aiohttp.ClientSession | None = None
+        clock, metrics = clock or Clock(), metrics or Metrics()
+        self.settings, self.retries, self.now_s = settings, metrics.upstream_retries, clock.monotonic
+        self.lanes = Lanes(settings, table, now_s, clock, metrics)
 
     async def open(self) -> None:
         """Before the first call; on the event loop that serves."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=self._settings.upstream_timeout_s, sock_connect=5.0),
-            auto_decompress=False,
-            max_line_size=MAX_HEADER,
-            max_field_size=MAX_HEADER,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        await self.lanes.open()
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self.lanes.close()
 
     @property
     def ready(self) -> list[Worker]:
         """Engines that can be called now."""
-        return self._table.ready(self._now_s())
+        return self.lanes.ready
 
-    @asynccontextmanager
-    async def ask(
+    def ask(
         self,
         method: str,
         path: str,
-        body: bytes | None,
+        body: Body,
         headers: Mapping[str, str],
         *,
         key: str,
         run_id: str,
         model: str | None,
         on_asking: Callable[[Worker | None], None] = lambda worker: None,
-    ) -> AsyncIterator[Response]:
-        """Ask an engine; leaving the block before the reply is read aborts it there.
+        credentials: Mapping[str, str] | None = None,
+    ) -> Ask:
+        """Ask an engine: `async with upstream.ask(...) as response`. Leaving the block before the reply is read aborts it there.
 
-        on_asking: told which engine is being asked, and None when that one surely sampled nothing. Raises NoWorker,
-        UpstreamFailed or UpstreamTimeout; an engine's own error status is a reply.
+        body: also a function of the engine that is asked. headers: the client's that mean something to an engine; names in lower
+        case. credentials: its keys, sent only to an upstream with `forward_credentials`. on_asking: told which engine is being
+        asked, and None when that one surely sampled nothing. Raises NoWorker, UpstreamFailed or UpstreamTimeout; an engine's own
+        error status is a reply.
         """
-        deadline = self._clock.monotonic() + self._settings.worker_wait_s
+        return Ask(self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {})
+
+
+class Ask:
+    """One call on its way. A plain class: a generator-based context manager would cost more than the picking."""
+
+    __slots__ = (
+        "_avoid", "_body", "_broke", "_by", "_connection", "_credentials", "_headers", "_key", "_lane", "_method",
+        "_on_asking", "_path", "_refusal", "_upstream", "_who",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        method: str,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        key: str,
+        who: tuple[str, str | None],
+        on_asking: Callable[[Worker | None], None],
+        credentials: Mapping[str, str],
+    ) -> None:
+        self._upstream, self._method, self._path, self._body, self._headers = upstream, method, path, body, headers
+        self._key, self._who, self._on_asking, self._credentials = key, who, on_asking, credentials
+        self._lane: Lane | None = None
+        self._connection: Connection | None = None
+        self._by: By = "call"
+        self._avoid: tuple[Lane, ...] = ()
+        self._broke = False
+        self._refusal: UpstreamFailed | UpstreamTimeout | NoWorker | None = None
+
+    async def __aenter__(self) -> Response:
+        upstream = self._upstream
+        deadline = upstream.now_s() + upstream.settings.worker_wait_s
         attempt = 0
         while True:
-            worker = await self._pick(key, run_id, model, deadline)
-            self._in_flight[worker.name] += 1
-            raw: aiohttp.ClientResponse | None = None
-            try:
-                on_asking(worker)
-                raw = await self._send(method, worker, path, body, headers)
-                again = raw is None or raw.status in NOT_SAMPLED
-                if raw is not None and (not again or self._clock.monotonic() >= deadline):
-                    yield Response(worker, raw)
-                    return
-                if self._clock.monotonic() >= deadline:
-                    raise NoWorker(
-                        f"the engine at {worker.base_url} refused connections: nothing was sampled, try again"
-                    )
-            finally:
-                self._in_flight[worker.name] -= 1
-                if raw is not None:
-                    raw.close()  # a reply read to its end has given its connection back; else this makes the engine abort
-            on_asking(None)
-            self._shunned[worker.name] = self._clock.monotonic() + SHUNNED_S
-            pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
-            attempt += 1
-            await asyncio.sleep(max(0.0, min(pause, deadline - self._clock.monotonic())))
+            lane = upstream.lanes.pick(self._key, self._who, self._avoid)
+            if lane is not None:
+                response = await self._try(lane)
+                if response is not None:
+                    return response
+                self._avoid = (*self._avoid, lane)
+                continue
+            left = deadline - upstream.now_s()
+            if left <= 0:
+                raise self._refusal or upstream.lanes.nobody()
+            if self._avoid:  # all were asked: give them a moment
+                await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
+                attempt, self._avoid = attempt + 1, ()
+            else:
+                await upstream.lanes.wait(deadline)
 
-    async def _send(
-        self, method: str, worker: Worker, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse | None:
-        """The reply's head; None when the connection was refused."""
-        assert self._session is not None, "open() comes first"
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go()
+
+    async def _try(self, lane: Lane) -> Response | None:
+        """Ask this engine. None: it is to be asked of another one."""
+        worker = lane.worker
+        self._lane, self._by = lane, lane.begin()
         try:
-            # aiohttp writes bytes in one go; a long body must not hold up everyone else.
-            data = io.BytesIO(body) if body is not None and len(body) >= LONG_BODY else body
-            return await self._session.request(
-                method, worker.base_url + path, data=data, headers={**ENCODING, **headers}, allow_redirects=False
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            self._on_asking(worker)
+            await self._send(lane, worker)
+        except Unreachable as error:
+            lane.failed(self._by, surely=True)
+            self._again("unreachable", NoWorker(f"{error.message}: nothing was sampled, try again"))
             return None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise broken(error, worker) from error
+        except (ConnectionError, TimeoutError) as error:
+            connection, failure = self._connection, broken(error, worker)
+            lane.failed(self._by)
+            if self._broke or isinstance(error, TimeoutError) or connection is None or connection.touched:
+                self._let_go()
+                raise failure from error
+            self._broke = True
+            self._again("broken", failure)
+            return None
+        except BaseException:
+            lane.left(self._by)
+            self._let_go()
+            raise
+        return self._judge(lane, worker)
 
-    async def _pick(self, key: str, run_id: str, model: str | None, deadline: float) -> Worker:
-        attempt = 0
-        while True:
-            now = self._clock.monotonic()
-            candidates = suited(self.ready, run_id, model)
-            fresh = [w for w in candidates if self._shunned.get(w.name, 0.0) <= now]
-            worker = choose(fresh or candidates, key, self._in_flight)
-            if worker is not None:
-                return worker
-            if now >= deadline:
-                raise NoWorker(
-                    f"no engine was ready within {self._settings.worker_wait_s:g} s: nothing was sampled, try again"
-                )
-            await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], max(0.001, deadline - now)))
-            attempt += 1
+    async def _send(self, lane: Lane, worker: Worker) -> None:
+        body = self._body
+        data = body(worker) if callable(body) else body
+        if data is not None and (model := worker.model_map.get(self._who[1] or "")) is not None:
+            data = renamed(data, model)
+        length = len(data) if data is not None else 0 if self._method == "POST" else None
+        head = lane.head(self._method, self._path, self._headers, self._credentials, length)
+        connection = self._connection = await lane.connection()
+        connection.send(head, data, self._upstream.settings.upstream_timeout_s)
+        await connection.begin()
+
+    def _judge(self, lane: Lane, worker: Worker) -> Response | None:
+        """The reply, unless it is one that another engine may better."""
+        connection = self._connection
+        assert connection is not None
+        response = Response(worker, lane, connection)
+        status = connection.status
+        if status not in BUSY and status not in LIMITED:
+            lane.answered(self._by)
+            return response
+        if status in LIMITED:
+            lane.answered(self._by)
+            lane.rest(response.header("retry-after"))
+        else:
+            lane.failed(self._by)
+        passes = status in LIMITED or worker.kind == "text"
+        if passes and self._upstream.lanes.pick(self._key, self._who, (*self._avoid, lane)) is None:
+            return response
+        reason = "limited" if status in LIMITED else "busy"
+        self._again(reason, NoWorker(f"the engine at {worker.base_url} says {status}, try again"))
+        return None
+
+    def _again(self, reason: str, refusal: NoWorker | UpstreamFailed | UpstreamTimeout) -> None:
+        self._let_go()
+        self._upstream.retries.labels(reason).inc()
+        if not self._broke:
+            self._refusal = refusal
+            self._on_asking(None)
+        elif reason == "broken":
+            self._refusal = refusal
+
+    def _let_go(self) -> None:
+        """A reply read to its end gives its connection back; else this makes the engine abort."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.in_flight -= 1
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release()
+
+
+def renamed(body: bytes, model: str) -> bytes:
+    """The request with another model name. Numbers of any length stay what they are."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return body  # the engine says what is wrong with it
+    if not isinstance(said, dict):
+        return body
+    return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()

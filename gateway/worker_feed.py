@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from gateway.bus import Message
+from gateway.connections import address_of
 from gateway.workers import WorkerTable
 from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
 from runtime.lifecycle import die
@@ -99,6 +100,11 @@ class WorkerFeed:
             self._dead_letter(
                 record, topic_id, "invalid", f"a {type(status).__name__} does not belong on {record.topic}"
             )
+            return
+        try:
+            address_of(status.base_url)
+        except ValueError as error:
+            self._dead_letter(record, topic_id, "invalid", f"base_url: {error}")
             return
         self._on_loop(lambda: self._table.hear(status.worker_id, status, self._uptime_s()))
 

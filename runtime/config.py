@@ -15,7 +15,7 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
-_SECRET = re.compile(r"secret|password|credential|client_options|storage_options", re.IGNORECASE)
+_SECRET = re.compile(r"secret|password|credential|client_options|storage_options|upstreams", re.IGNORECASE)
 """Paths whose values are not repeated in an error: it ends on a terminal or in a log."""
 
 

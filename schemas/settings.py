@@ -112,6 +112,13 @@ class GatewaySettings(_Section):
     produce_timeout_s: Positive = Field(5.0, description="wait for Kafka's acknowledgement before the step is spooled")
     spool_dir: Path | None = Field(None, description="persistent volume for the spool; default <data_dir>/spool")
     spool_max_bytes: Count = Field(1 << 30, description="longer Kafka outages")
+    spool_max_age_s: Positive | None = Field(
+        None, description="older segments wait for `clawstream spool drain`; default half of jobs.closed_horizon_s"
+    )
+    blob_uri: str | None = Field(
+        None, description="object store or shared disk for large fields, any fsspec URL; default <data_dir>/blobs"
+    )
+    blob_options: Mapping[str, str] = Field({}, description="fsspec options of blob_uri, e.g. credentials")
     max_body_bytes: Count = Field(8 << 20, description="very long prompts or images")
     max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
@@ -166,6 +173,9 @@ class JobsSettings(_Section):
     closed_max: Count = Field(50_000, description="memory of closed trajectories a partition")
     orphan_after_s: Positive = Field(600.0, description="rewards that come long before their steps")
     cache_mb: Count = Field(1024, description="memory for payload of open trajectories")
+    bucket_inactivity_s: Positive = Field(
+        300.0, description="agents that name no trajectory and pause longer between two calls, or rewards sooner"
+    )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to `name@version` or `package.module:function@version`"
     )
@@ -192,6 +202,9 @@ class PolicySettings(_Section):
     val_deadline_s: Positive = Field(60.0, description="close a validation batch that stays short")
     algorithm: str = Field("grpo", description="what the trainer does")
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="drop low-quality trajectories")
+    untrained_tags: tuple[str, ...] = Field(
+        ("title", "summary"), description="train the calls an agent makes beside its work, or not its sub-agents"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> PolicySettings:
@@ -325,7 +338,9 @@ class Settings(_Section):
             )
         for name, value in (
             ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
+            ("jobs.bucket_inactivity_s", self.jobs.bucket_inactivity_s),
             ("jobs.orphan_after_s", self.jobs.orphan_after_s),
+            ("gateway.spool_max_age_s", self.spool_max_age_s),
             ("admit.policy.reward_deadline_s", self.admit.policy.reward_deadline_s),
             ("admit.policy.group_deadline_s", self.admit.policy.group_deadline_s),
         ):
@@ -368,6 +383,15 @@ class Settings(_Section):
     @property
     def api_keys_file(self) -> Path:
         return self.gateway.api_keys_file or self.data_dir / "api-keys.json"
+
+    @property
+    def spool_max_age_s(self) -> float:
+        """A trajectory whose records wait longer may be forgotten before they come."""
+        return self.gateway.spool_max_age_s or self.jobs.closed_horizon_s / 2
+
+    @property
+    def blob_uri(self) -> str:
+        return self.gateway.blob_uri or str((self.data_dir / "blobs").absolute())
 
     @property
     def weights_dir(self) -> Path:

@@ -1,0 +1,288 @@
+"""HTTP/1.1 to one engine: kept-alive connections, one request at a time on each. The only file that knows HTTP's bytes upstream.
+
+A general client costs eight times as much CPU a call as this one (docs/routing.md), more than all the rest of the gateway. What the
+gateway does not need is not here: redirects, cookies, compression, proxies, pipelining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+CONNECT_S = 5.0
+# Below the 5 s after which uvicorn closes an idle connection: a call must not race with that.
+KEEPALIVE_S = 3.0
+MAX_HEAD = 1 << 20
+"""Bytes of a reply's headers."""
+READ_AHEAD = 1 << 18
+"""Bytes that wait for a slow reader of a stream before the engine is made to wait."""
+JOINED = 1 << 16
+"""Up to here head and body of a request are written in one go."""
+COMPLETE = "complete"
+
+
+class Address(NamedTuple):
+    """Where an engine listens, and the path that its URL begins with."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+
+    @property
+    def header(self) -> str:
+        """As it stands in the header `host`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+
+
+def address_of(url: str) -> Address:
+    """Read an http or https URL. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(f"{parts.scheme}://{parts.hostname}: not http(s)://HOST[:PORT][/PATH]")
+    tls = parts.scheme == "https"
+    return Address(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `send`, then `begin`, then `read` or `piece`s, then `release`; all by one task.
+
+    Raises ConnectionError, also for what is no HTTP, or TimeoutError. touched: something of the reply's body has come.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
+        self._loop, self._pool = loop, pool
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._parts: list[bytes] = []
+        self._size = self._head = 0
+        self._whole = self._paused = self._in_head = False
+        self._keep = False
+        self._error: ConnectionError | TimeoutError | None = None
+        self.busy = self.complete = self.touched = False
+        self.idle_since = 0.0
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+
+    # -- by the caller
+
+    def send(self, head: bytes, body: bytes | None, timeout_s: float) -> None:
+        """Write a request. head: everything up to and with the blank line. timeout_s: for the whole reply."""
+        assert self._transport is not None and not self.busy
+        self.busy, self.complete, self.touched = True, False, False
+        self.status, self.headers, self._head, self._in_head = 0, {}, 0, True
+        self._timer = self._loop.call_later(timeout_s, self._time_out)
+        if body is None or len(body) <= JOINED:
+            self._transport.write(head + body if body else head)
+        else:
+            self._transport.writelines((head, body))
+
+    async def begin(self) -> None:
+        """Wait for the reply's head and the first of its body, or its end."""
+        while not self._parts and not self.complete:
+            await self._more()
+
+    async def read(self) -> bytes:
+        """The rest of the body."""
+        self._whole = True
+        self._flow()
+        while not self.complete:
+            await self._more()
+        return self._taken()
+
+    async def piece(self) -> bytes:
+        """What has come since the last one; empty at the end."""
+        while not self._parts:
+            if self.complete:
+                return b""
+            await self._more()
+        return self._taken()
+
+    def release(self) -> None:
+        """Done with this exchange: the connection serves the next one if the reply was complete, else it is closed at once."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        transport, self.busy = self._transport, False
+        self._parts, self._size, self._whole = [], 0, False
+        if transport is None:
+            return
+        if self.complete and self._keep and not self._paused and transport.get_write_buffer_size() == 0:
+            self._pool.put(self)
+        else:
+            transport.abort()
+
+    async def _more(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _taken(self) -> bytes:
+        parts, self._parts, self._size = self._parts, [], 0
+        self._flow()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _flow(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    # -- by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.busy or self.complete:
+            self.close()  # nobody asked
+            return
+        if self._in_head:
+            self._head += len(data)
+            if self._head > MAX_HEAD + len(data):
+                self._fail(ConnectionError(f"the reply's headers are larger than {MAX_HEAD} bytes"))
+                return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(ConnectionError("the reply switches protocols"))
+        except httptools.HttpParserError as error:
+            if not self.complete:  # what follows a reply does not make it wrong
+                self._fail(ConnectionError(f"the reply is no HTTP/1.1: {error}"))
+            self._keep = False
+        if self.complete or (self._parts and not self._whole):
+            self._wake()
+        if self._size > READ_AHEAD and not self._whole and not self.complete and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._ended()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        self._transport = self._parser = None
+        self._pool.lost(self)
+        if self.busy and not self.complete and self._error is None:
+            self._error = ConnectionResetError(str(exc) if exc is not None else "it closed the connection")
+        self._wake()
+
+    def _ended(self) -> None:
+        """The engine sends no more: the end of a reply that does not tell its length."""
+        told = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        if self.busy and not self._in_head and not told and self._error is None:
+            self.complete, self._keep = True, False
+            self._wake()
+
+    def _time_out(self) -> None:
+        self._fail(TimeoutError())
+
+    def _fail(self, error: ConnectionError | TimeoutError) -> None:
+        if not self.complete:
+            self._error = error
+        self._wake()
+        self.close()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Close it, whatever it does."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- by the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # an interim reply: the real one follows
+            self.headers = {}
+        else:
+            self._in_head = False
+
+    def on_body(self, data: bytes) -> None:
+        self.touched = True
+        self._parts.append(data)
+        self._size += len(data)
+
+    def on_message_complete(self) -> None:
+        if self.status >= 200:
+            self.complete, self._keep = True, self._parser.should_keep_alive()
+
+
+class Pool:
+    """The connections to one address."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._tls = ssl.create_default_context() if address.tls else None
+        self._loop = asyncio.get_running_loop()
+        self._draining = False
+
+    def take(self) -> Connection | None:
+        """An idle connection that is young enough."""
+        while self._idle:
+            connection = self._idle.pop()
+            if self._loop.time() - connection.idle_since < KEEPALIVE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises OSError, TimeoutError among them: nothing was sent."""
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await self._loop.create_connection(
+                lambda: Connection(self._loop, self), self._address.host, self._address.port, ssl=self._tls
+            )
+        return connection
+
+    def put(self, connection: Connection) -> None:
+        """It is idle again."""
+        if self._draining:
+            connection.close()
+            return
+        now = connection.idle_since = self._loop.time()
+        idle = self._idle
+        idle.append(connection)
+        while now - idle[0].idle_since >= KEEPALIVE_S:
+            idle.popleft().close()
+
+    def opened(self, connection: Connection) -> None:
+        """It is there."""
+        self._open.add(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """It is gone."""
+        self._open.discard(connection)
+        if not connection.busy and connection in self._idle:
+            self._idle.remove(connection)
+
+    def drain(self) -> None:
+        """Close each connection as soon as it is idle."""
+        self._draining = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Close all connections at once."""
+        self.drain()
+        for connection in tuple(self._open):
+            connection.close()
