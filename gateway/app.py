@@ -28,6 +28,7 @@ from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
 from gateway.passing import PassEndpoint
 from gateway.protocol import Dialect, Errors
+from gateway.seed_api import LARGE_BODIES, seed_routes
 from gateway.spool import Spool
 from gateway.upstream import Upstream
 from gateway.workers import WorkerTable
@@ -88,6 +89,7 @@ def create_app(
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan)
     app.state.bury = bury
     app.include_router(control_routes(parts))
+    app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app)
     app.add_middleware(ControlBodyLimit)
@@ -152,13 +154,13 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 class ControlBodyLimit:
-    """ASGI middleware: requests that are no model calls have small bodies."""
+    """ASGI middleware: requests that are no model calls have small bodies. Those that carry token ids bound themselves."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in LARGE_BODIES:
             await self._app(scope, receive, send)
             return
         size = 0
