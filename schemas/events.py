@@ -123,6 +123,7 @@ class CandidateStep:
     trainable: bool
     reason: str | None = None
     quality: float | None = None
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +388,7 @@ class AdmissionPolicy:
     val_deadline_ms: int
     algorithm: str
     min_quality: float | None = None
+    untrained_tags: tuple[str, ...] = ()
     created_at: int
 
 

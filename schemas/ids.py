@@ -105,6 +105,11 @@ def bucket_trajectory_id(key: str, ulid: str) -> str:
     return f"{key}~{ulid}"
 
 
+def key_of_trajectory(trajectory_id: str) -> str:
+    """The trajectory key of a trajectory id, which routes its records."""
+    return trajectory_id.partition("~")[0]
+
+
 def version_id(run_id: str, sync_index: int, attempt: int) -> str:
     """Version id `<run>/<sync_index>.<attempt>`."""
     return str(Version(check_run_id(run_id), sync_index, attempt))

@@ -32,6 +32,7 @@ def policy_of(settings: Settings, version: int, created_at: int) -> AdmissionPol
         val_deadline_ms=round(p.val_deadline_s * 1000),
         algorithm=p.algorithm,
         min_quality=p.min_quality,
+        untrained_tags=p.untrained_tags,
         created_at=created_at,
     )
 
