@@ -37,9 +37,11 @@ Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same 
 broker_app = typer.Typer(help="The embedded Apache Kafka.", no_args_is_help=True, rich_markup_mode=None)
 topics_app = typer.Typer(help="Kafka topics.", no_args_is_help=True, rich_markup_mode=None)
 jobs_app = typer.Typer(help="Stream jobs.", no_args_is_help=True, rich_markup_mode=None)
+keys_app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(broker_app, name="broker")
 app.add_typer(topics_app, name="topics")
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(keys_app, name="keys")
 
 
 def _settings(config: Path | None, words: list[str] | None) -> Settings:
@@ -281,6 +283,45 @@ def broker_status(words: Words = None, config: Config = None) -> None:
         )
     if not any(node.ready for node in nodes):
         _fail(f"no broker is ready on {settings.broker_dir}")
+
+
+def _keys_command(function: str, config: Path | None, words: list[str] | None, **given: object) -> None:
+    """Print what a function of the gateway's key commands says; what a user can mend is one line without a traceback."""
+    settings = _settings(config, words)
+    keys = _load("gateway.key_commands")
+    try:
+        typer.echo(getattr(keys, function)(settings, **given))
+    except keys.GatewayError as e:
+        _fail(str(e))
+
+
+@keys_app.command("create")
+def keys_create(
+    name: Annotated[str, typer.Option("--name", help="Who or what will use it.")],
+    scope: Annotated[list[str], typer.Option("--scope", help="agent, reward, curate or admin; may be repeated.")],
+    run: Annotated[str | None, typer.Option("--run", help="The run of everything written with it.")] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", help="How long it is good for; default: until revoked.")
+    ] = None,
+    words: Words = None,
+    config: Config = None,
+) -> None:
+    """Make an API key and print it, this once: only its hash is kept."""
+    _keys_command("create", config, words, name=name, scopes=scope, run_id=run, days=days)
+
+
+@keys_app.command("list")
+def keys_list(words: Words = None, config: Config = None) -> None:
+    """Names, scopes and runs of all API keys."""
+    _keys_command("listing", config, words)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    name: Annotated[str, typer.Argument(help="Its name or id.")], words: Words = None, config: Config = None
+) -> None:
+    """Forget an API key; gateways refuse it a second later."""
+    _keys_command("revoke", config, words, name=name)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.scripted_engine import Say, Script
+from gateway.scripted import Say, Script
 from gateway.trial import Trial
 from gateway.trial import play as play_in
 from schemas.codec import Codec
@@ -78,12 +78,12 @@ ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
     ("POST", "/t/g/v1/chat/completions", {"x-clawstream-run": "No"}, 400, "run_id"),
     ("POST", "/t/g/v1/chat/completions", {"x-clawstream-channel": "test"}, 400, "x-clawstream-channel"),
     ("POST", "/t/" + "g" * 201 + "/chat/completions", {}, 400, "group_id"),
-    ("POST", "/v1/chat/completions", {}, 401, "authorization"),
-    ("POST", "/v1/chat/completions", {"authorization": "Bearer other"}, 401, "authorization"),
+    ("POST", "/v1/chat/completions", {"x-clawstream-trajectory": "a b"}, 400, "trajectory_key"),
     ("POST", "/v1/chat/completions", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
-    ("POST", "/v1/messages", {}, 404, None),
+    ("POST", "/v1/chat/completions", {"x-api-key": "claw-not-one-of-ours"}, 401, "authorization"),
+    ("POST", "/v1/embeddings", {}, 404, None),
     ("GET", "/t/g/v1/chat/completions", {}, 405, None),
-    ("GET", "/v1/models", {}, 401, "authorization"),
+    ("GET", "/v1/models", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
     ("GET", "/nowhere", {}, 404, None),
 ]
 
@@ -224,7 +224,7 @@ REQUESTS: list[tuple[str, Any, int, str]] = [
     ("/sessions", {"channel": "test"}, 422, "channel"),
     ("/sessions", {"trajectory_key": "a b"}, 400, "trajectory_key"),
     ("/sessions", {"metadata": [1]}, 422, "metadata"),
-    ("/sessions/complete", {}, 401, "authorization"),
+    ("/sessions/complete", {}, 400, "x-clawstream-trajectory"),
     ("/complete_trajectory/a~b", {}, 400, "trajectory_key"),
     ("/t/g/complete_trajectory", {"outcome": "timed_out"}, 422, "outcome"),
     ("/t/g/complete_trajectory", {"reward": 1e300}, 422, "reward"),

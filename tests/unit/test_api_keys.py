@@ -1,0 +1,347 @@
+"""API keys: their file, the command line, and gateways that read it while it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
+from gateway.door import Door
+from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
+from gateway.metrics import Metrics
+from gateway.scripted import Say, Script
+from gateway.trial import Trial
+from gateway.trial import play as play_in
+from schemas.codec import Codec
+from schemas.events import Curation
+from schemas.settings import Settings
+
+CODEC = Codec()
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+REWARD = {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0}
+STEP = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
+BUCKET = "bucket-" + "0" * 32
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return partial(play_in, tmp_path, CODEC)
+
+
+def script() -> Script:
+    return Script([Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])])
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():  # noqa: ASYNC110 - the condition is of the outside
+            await asyncio.sleep(0.05)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_only_hashes_are_kept_and_only_the_owner_may_read_them(tmp_path: Path) -> None:
+    path = tmp_path / "deep/keys.json"
+    key = create_key(path, "a", ["agent", "agent", "reward"], "run-1", 123)
+    assert key.startswith("claw-") and len(key) == 48
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key not in path.read_text() and key[5:] not in path.read_text()
+    (kept,) = read_keys(path)
+    assert (kept.name, kept.scopes, kept.run_id, kept.expires_at) == ("a", ("agent", "reward"), "run-1", 123)
+    assert bytes.fromhex(kept.sha256) == digest_of(key) and kept.sha256.startswith(kept.key_id)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
+
+
+def test_names_are_unique_and_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    create_key(path, "a", ["agent"])
+    create_key(path, "b", ["agent"])
+    with pytest.raises(KeyTaken):
+        create_key(path, "a", ["reward"])
+    assert revoke_key(path, "a").name == "a"
+    assert revoke_key(path, read_keys(path)[0].key_id).name == "b"
+    with pytest.raises(NoSuchKey):
+        revoke_key(path, "a")
+    assert read_keys(path) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "scopes", "run", "field"),
+    [("a b", ["agent"], None, "name"), ("a", [], None, "scopes"), ("a", ["root"], None, "scopes"), ("a", ["agent"], "R", "run_id")],
+)  # fmt: skip
+def test_a_key_that_cannot_be_is_refused_by_field(
+    tmp_path: Path, name: str, scopes: list[Any], run: str | None, field: str
+) -> None:
+    with pytest.raises(Unprocessable) as raised:
+        create_key(tmp_path / "keys.json", name, scopes, run)
+    assert raised.value.param == field and not (tmp_path / "keys.json").exists()
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(lambda n: create_key(path, f"k{n}", ["agent"]), range(40)))
+    ring = KeyRing(path)
+    assert len(ring) == 40 and all(ring.by_digest(digest_of(k)) for k in keys)
+
+
+def test_a_ring_takes_in_changes_and_forgets_what_expired(tmp_path: Path) -> None:
+    path, now = tmp_path / "keys.json", 100.0
+    ring = KeyRing(path, lambda: now)
+    assert len(ring) == 0 and not ring.reload()
+    a, b = (create_key(path, n, ["agent"], expires_at=e) for n, e in (("a", None), ("b", 101)))
+    assert ring.by_digest(digest_of(a)) is None
+    assert ring.reload() and not ring.reload()
+    (of_a, of_b) = (ring.by_digest(digest_of(k)) for k in (a, b))
+    assert of_a is not None and of_b is not None and ring.by_id(of_b.key_id) == of_b
+    now = 101.0
+    assert ring.by_digest(digest_of(b)) is None and ring.by_id(of_b.key_id) is None and ring.by_digest(digest_of(a))
+    path.unlink()
+    assert ring.reload() and len(ring) == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"keys":[{"name":"a"}]}', '{"version":2}', '{"keys":[],"x":1}'])
+def test_a_broken_file_changes_nothing_for_a_running_gateway_and_stops_a_new_one(tmp_path: Path, text: str) -> None:
+    settings = Settings(data_dir=tmp_path)
+    path = settings.api_keys_file
+    key = create_key(path, "a", ["agent"])
+    ring = KeyRing(path)
+    path.write_text(text)
+    for _ in range(2):
+        with pytest.raises(KeysUnreadable, match=r"api-keys\.json"):
+            ring.reload()
+    assert ring.by_digest(digest_of(key)) is not None
+    with pytest.raises(KeysUnreadable):
+        Door(settings, Metrics())
+
+
+def test_an_error_of_the_file_shows_nothing_that_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "a", "sha256": "claw-in-plain-by-mistake"}]}))
+    with pytest.raises(KeysUnreadable) as raised:
+        read_keys(path)
+    assert "by-mistake" not in str(raised.value)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def clawstream(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime.cli", *words, f"data_dir={directory}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
+    made = clawstream(
+        tmp_path, "keys", "create", "--name", "ci", "--scope", "agent", "--scope", "reward", "--run", "r-1"
+    )
+    assert made.returncode == 0, made.stderr
+    key = made.stdout.strip()
+    settings = Settings.model_validate({"data_dir": tmp_path, "gateway": {"auth": "required"}})
+    door = Door(settings, Metrics())
+    assert door.admit({"x-api-key": key}, "reward", "t").run_id == "r-1"
+    listed = clawstream(tmp_path, "keys", "list").stdout
+    assert "ci" in listed and "agent,reward" in listed and "r-1" in listed and key not in listed
+    assert clawstream(tmp_path, "keys", "revoke", "ci").stdout.startswith("revoked ci")
+    again = clawstream(tmp_path, "keys", "revoke", "ci")
+    assert again.returncode == 1 and again.stderr.startswith("clawstream: no key is named 'ci'")
+    wrong = clawstream(tmp_path, "keys", "create", "--name", "x", "--scope", "root")
+    assert wrong.returncode == 1 and "agent, reward, curate, admin" in wrong.stderr
+
+
+# ---------------------------------------------------------------- a gateway
+
+
+def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(play: Play, tmp_path: Path) -> None:
+    agent = create_key(tmp_path / "api-keys.json", "agent", ["agent"])
+
+    async def scenario(w: Trial) -> None:
+        for path, method in (("/t/g/v1/chat/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"),
+                             ("/rewards", "POST"), ("/sessions", "POST"), ("/curations", "POST"), ("/complete_trajectory/t", "POST"),
+                             ("/t/g/register_trajectory", "POST")):  # fmt: skip
+            for headers in ({}, {"authorization": "Bearer claw-wrong"}, {"x-api-key": "sk-claw-x.y"}):
+                async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
+                    error = (await r.json())["error"]
+                    assert (r.status, error["type"]) == (401, "authentication_error"), path
+        for path, body in (("/rewards", REWARD), ("/curations", {"trajectory_id": "t", "trainable": False}),
+                           ("/complete_trajectory/t", {"reward": 1e3})):  # fmt: skip
+            async with w.http.post(w.url + path, json=body, headers={"x-api-key": agent}) as r:
+                error = (await r.json())["error"]
+                assert (r.status, error["type"], error["code"]) == (403, "permission_error", "insufficient_scope"), path
+        assert w.bus.messages == [] and w.engine.requests == []
+        for name in ("authorization", "x-api-key", "api-key"):
+            value = f"Bearer {agent}" if name == "authorization" else agent
+            async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK, headers={name: value}) as r:
+                assert r.status == 200, await r.text()
+        assert agent not in str(w.engine.headers)
+        for path in ("/health", "/metrics"):
+            assert (await w.http.get(w.url + path)).status == 200
+        assert await w.metric('clawstream_gateway_keys_refused_total{reason="scope"}') == 3
+        assert await w.metric('clawstream_gateway_keys_refused_total{reason="unknown"}') == 24
+
+    play(scenario, script(), auth="required")
+
+
+def test_a_key_made_or_revoked_counts_without_a_restart(play: Play, tmp_path: Path) -> None:
+    path = tmp_path / "api-keys.json"
+
+    async def scenario(w: Trial) -> None:
+        key = create_key(path, "agent", ["agent"])
+
+        async def status_is(status: int) -> bool:
+            async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK, headers={"x-api-key": key}) as r:
+                return r.status == status
+
+        await eventually(lambda: status_is(200))
+        async with w.http.post(w.url + "/sessions", headers={"x-api-key": key}) as r:
+            session = {"authorization": f"Bearer {(await r.json())['session_key']}"}
+        async with w.http.post(w.url + "/sessions/complete", headers=session) as r:
+            assert r.status == 200
+        revoke_key(path, "agent")
+        await eventually(lambda: status_is(401))
+        async with w.http.post(w.url + "/sessions/complete", headers=session) as r:
+            assert r.status == 401
+
+    play(scenario, script(), auth="required")
+
+
+def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(play: Play, tmp_path: Path) -> None:
+    headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent", "reward"], "r-1")}
+
+    async def scenario(w: Trial) -> None:
+        async with w.http.post(w.url + "/sessions", json={"run_id": "r-2"}, headers=headers) as r:
+            assert r.status == 403 and (await r.json())["error"]["param"] == "run_id"
+        async with w.http.post(
+            w.url + "/sessions", json={"trajectory_key": "t", "group_id": "g"}, headers=headers
+        ) as r:
+            session = {"authorization": f"Bearer {(await r.json())['session_key']}"}
+        async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=session) as r:
+            assert r.status == 200
+        for path, body in (("/sessions/complete", {"reward": 1e6}), ("/rewards", REWARD), ("/complete_trajectory/other", {}),
+                           ("/sessions", {"trajectory_key": "other"})):  # fmt: skip
+            async with w.http.post(w.url + path, json=body, headers=session) as r:
+                assert r.status == 403, path
+        async with w.http.post(w.url + "/complete_trajectory/t", json={"reward": 0.5}, headers=headers) as r:
+            assert r.status == 200
+        opened, step, reward, completed = w.records()
+        assert {r.run_id for r in (opened, step, reward, completed)} == {"r-1"}
+        assert (reward.value, completed.kind, step.group_id) == (0.5, "completed", "g")
+
+    play(scenario, script(), auth="required")
+
+
+def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(play: Play, tmp_path: Path) -> None:
+    headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent"])}
+
+    async def scenario(w: Trial) -> None:
+        async with w.http.post(w.url + "/sessions", headers=headers) as r:
+            session = {"authorization": f"Bearer {(await r.json())['session_key']}"}
+        async with w.http.post(w.url + "/rewards", json=REWARD, headers=session) as r:
+            assert r.status == 403
+        for value, status in ((11, 422), (1, 200)):
+            async with w.http.post(w.url + "/sessions/complete", json={"reward": value}, headers=session) as r:
+                assert r.status == status
+                assert status == 200 or (await r.json())["error"]["param"] == "reward"
+        assert [type(r).__name__ for r in w.records()] == ["SessionEvent", "Reward", "SessionEvent"]
+
+    play(scenario, script(), auth="required", session_rewards=True, reward_max=10)
+
+
+# ---------------------------------------------------------------- curations and buckets
+
+
+def test_curations_say_who_and_a_repeated_mark_counts_again(play: Play, tmp_path: Path) -> None:
+    headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "ann", ["curate"])}
+
+    async def scenario(w: Trial) -> None:
+        bodies = (
+            {"trajectory_id": "t", "quality": 0.5, "tags": ["good", "short"], "note": "fine"},
+            {"step_id": STEP, "trainable": False, "by": "bob"},
+            {"trajectory_id": "t", "tags": []},
+            {"trajectory_id": "t", "tags": []},
+        )
+        for body in bodies:
+            async with w.http.post(w.url + "/curations", json=body, headers=headers) as r:
+                assert r.status == 201, await r.text()
+        first, second, third, again = w.records()
+        assert all(isinstance(r, Curation) and r.trajectory_key == "t" for r in w.records())
+        assert (first.quality, first.trainable, first.tags, first.note, first.by) == (
+            0.5,
+            None,
+            ("good", "short"),
+            "fine",
+            "ann",
+        )
+        assert (second.step_id, second.trainable, second.tags, second.by) == (STEP, False, None, "bob")
+        assert third.tags == () and third.event_id != again.event_id
+        assert all(m.topic == "claw.rewards" for m in w.bus.messages)
+
+    play(scenario, script())
+
+
+WRONG: list[tuple[str, dict[str, Any], int, str]] = [
+    ("/curations", {"trajectory_id": "t"}, 422, "quality"),
+    ("/curations", {"trajectory_id": "t", "trainable": True}, 422, "by"),
+    ("/curations", {"trajectory_id": "t", "quality": 1.5, "by": "me"}, 422, "quality"),
+    ("/curations", {"trajectory_id": "t", "trainable": 1, "by": "me"}, 422, "trainable"),
+    ("/curations", {"trajectory_id": "t", "tags": ["x"] * 33, "by": "me"}, 422, "tags"),
+    ("/curations", {"trainable": True, "by": "me"}, 422, "trajectory_id"),
+    ("/curations", {"trajectory_id": BUCKET, "trainable": True, "by": "me"}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"value": 11}, 422, "value"),
+    ("/rewards", REWARD | {"value": -11}, 422, "value"),
+    ("/rewards", REWARD | {"trajectory_id": BUCKET}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": f"{BUCKET}~01ARZ3NDEKTSV4RRFFQ69G5FAV"}, 422, "trajectory_id"),
+    ("/complete_trajectory/t", {"reward": 11}, 422, "reward"),
+    (f"/complete_trajectory/{BUCKET}", {}, 422, "step_id"),
+    (f"/{BUCKET}/g/v1/complete_trajectory", {"reward": 1}, 422, "step_id"),
+    ("/complete_trajectory/u", {"step_id": STEP}, 422, "step_id"),
+    ("/sessions/complete", {"step_id": "x"}, 422, "step_id"),
+    ("/sessions", {"trajectory_key": BUCKET}, 422, "trajectory_key"),
+    (f"/{BUCKET}/g/register_trajectory", {}, 422, "trajectory_key"),
+]
+
+
+def test_what_cannot_be_said_of_a_bucket_or_by_nobody_names_the_field(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path, body, status, param in WRONG:
+            async with w.http.post(w.url + path, json=body) as r:
+                error = (await r.json())["error"]
+                assert (r.status, error["param"]) == (status, param), (path, body, error)
+        assert w.bus.messages == []
+
+    play(scenario, script(), reward_min=-10, reward_max=10)
+
+
+def test_a_step_says_which_trajectory_of_a_bucket_is_meant(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with w.http.post(w.url + "/v1/chat/completions", json=ASK) as r:
+            assert r.status == 200
+            key, step = r.headers["x-clawstream-trajectory"], r.headers["x-clawstream-step"]
+        assert key.startswith("bucket-")
+        of_trajectory = REWARD | {"trajectory_id": step.partition(".")[0], "step_id": step}
+        for path, body, status in (
+            ("/rewards", REWARD | {"trajectory_id": key, "step_id": step}, 201),
+            ("/rewards", of_trajectory, 201),
+            ("/sessions/complete", {"step_id": step, "reward": 0.5}, 200),
+            (f"/complete_trajectory/{key}", {"step_id": step}, 200),
+        ):
+            async with w.http.post(w.url + path, json=body) as r:
+                assert r.status == status, (path, await r.text())
+        recorded, reward, _, of_end, end, again = w.records()
+        assert {r.trajectory_key for r in w.records()} == {key}
+        assert (recorded.step_id, reward.step_id, of_end.step_id, end.step_id) == (step, step, step, step)
+        assert end.event_id == again.event_id and all(m.key == key.encode() for m in w.bus.messages)
+
+    play(scenario, script())
