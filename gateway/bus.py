@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from gateway.errors import BusUnavailable, RecordTooLarge
 from runtime import kafka
+from runtime.telemetry import logger
 
 PROBE_INTERVAL_S = 1.0
 SILENT_AFTER_S = 3.0
@@ -26,6 +28,10 @@ class Message(NamedTuple):
     value: bytes
 
 
+Sent = Callable[[BusUnavailable | RecordTooLarge | None], None]
+"""Told what became of records: None when all are acknowledged."""
+
+
 class Bus(Protocol):
     """A log that acknowledges."""
 
@@ -39,22 +45,28 @@ class Bus(Protocol):
         """Seconds during which the log was seen reachable. Stands still in an outage: what is judged by it does not age then."""
         ...
 
-    async def publish(self, messages: Sequence[Message]) -> None:
-        """Returns once all are acknowledged by all in-sync replicas; one key keeps its order.
+    def send(self, messages: Sequence[Message], sent: Sent) -> None:
+        """Calls `sent` once, on the loop, soon or before it returns: all in-sync replicas have all of them, or why not.
 
-        Raises BusUnavailable (some may have arrived: send all again, ids make that harmless) or RecordTooLarge.
+        One key keeps its order. After BusUnavailable some may have arrived: send all again, ids make that harmless.
         """
+        ...
+
+    async def written_since(self, unix_s: float) -> int:
+        """Records that came to the log of steps since then, at least. Raises BusUnavailable."""
         ...
 
 
 class KafkaBus:
-    """Kafka, with a cheap state of health: a metadata probe every second and what became of the last acknowledgements."""
+    """Kafka, with a cheap state of health: a metadata probe every second and what became of the last acknowledgements.
+
+    The probe also sees when the topic is another one than before: its broker was wiped under us, see `runtime.kafka.Outbox`.
+    """
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:
-        self._cluster, self._topic, self._timeout_s = cluster, probe_topic, produce_timeout_s
-        self._producer = cluster.producer(
-            message_timeout_ms=max(1, int(produce_timeout_s * 1000)), queue_buffering_max_kbytes=QUEUE_KB
-        )
+        self._cluster, self._topic = cluster, probe_topic
+        self._outbox = cluster.outbox(produce_timeout_s, queue_buffering_max_kbytes=QUEUE_KB)
+        self._topic_id: str | None = None
         self._ok_at = self._failed_at = float("-inf")
         self._uptime_s = 0.0
         self._closed = threading.Event()
@@ -69,10 +81,16 @@ class KafkaBus:
         seen_at = time.monotonic()
         while not self._closed.wait(PROBE_INTERVAL_S if self.reachable else PROBE_INTERVAL_S / 4):
             try:
+                # Both: only the metadata says that every partition has a leader, only the description has the id.
                 there = self._topic in self._cluster.topics(self._topic)
+                topic_id = self._cluster.topic_ids([self._topic]).get(self._topic) if there else None
             except kafka.KafkaError:
                 continue
-            if there:
+            if topic_id is not None:
+                if self._topic_id not in (None, topic_id):
+                    self._outbox.renew_soon(f"topic {self._topic} was made anew")
+                    logger().warning("topic_made_anew", topic=self._topic, topic_id=topic_id, former=self._topic_id)
+                self._topic_id = topic_id
                 now = time.monotonic()
                 self._uptime_s += min(now - seen_at, SILENT_AFTER_S / 2)
                 self._ok_at = seen_at = now
@@ -85,39 +103,36 @@ class KafkaBus:
     def uptime_s(self) -> float:
         return self._uptime_s
 
-    async def publish(self, messages: Sequence[Message]) -> None:
-        acks: list[asyncio.Future[kafka.Ack]] = []
+    def send(self, messages: Sequence[Message], sent: Sent) -> None:
+        self._outbox.post(messages, partial(self._told, sent))
+
+    def _told(self, sent: Sent, error: kafka.KafkaError | None) -> None:
+        if error is None:
+            self._ok_at = time.monotonic()
+            sent(None)
+        elif isinstance(error, kafka.TooLarge):
+            sent(RecordTooLarge(f"a record is larger than Kafka takes: {error}"))
+        else:
+            self._failed_at = time.monotonic()
+            sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}"))
+
+    async def written_since(self, unix_s: float) -> int:
         try:
-            for m in messages:
-                acks.append(self._producer.send_soon(m.topic, m.key, m.value))
-            async with asyncio.timeout(self._timeout_s):
-                for ack in acks:
-                    await ack
-        except kafka.TooLarge as error:
-            raise RecordTooLarge(f"a record is larger than Kafka takes: {error}") from error
-        except TimeoutError as error:
-            self._failed_at = time.monotonic()
-            waited = f"not acknowledged within {self._timeout_s:g} s"
-            raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {waited}") from error
+            return await asyncio.to_thread(self._cluster.written_since, self._topic, int(unix_s * 1000))
         except kafka.KafkaError as error:
-            self._failed_at = time.monotonic()
             raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}") from error
-        finally:
-            for ack in acks:  # no one waits any more: what still comes, or came, must not end up as an unread exception
-                if not ack.cancel() and not ack.cancelled():
-                    ack.exception()
-        self._ok_at = time.monotonic()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Wait for what is in flight, then end."""
         self._closed.set()
-        self._producer.close(timeout_s)
+        self._outbox.close(timeout_s)
 
 
 class MemoryBus:
     """A log in memory. `messages` is everything acknowledged, in order.
 
-    reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time.
+    reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time. others: how
+    many records other writers have put on it since whenever.
     """
 
     def __init__(self) -> None:
@@ -126,13 +141,30 @@ class MemoryBus:
         self.acknowledges = True
         self.uptime_s = 0.0
         self.max_bytes = 10 * 1024 * 1024
+        self.others = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self._waiting: set[asyncio.Task[None]] = set()
 
-    async def publish(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message], sent: Sent) -> None:
+        if self.gate.is_set():
+            sent(self._take(messages))
+            return
+        task = asyncio.create_task(self._send_later(messages, sent))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _send_later(self, messages: Sequence[Message], sent: Sent) -> None:
         await self.gate.wait()
+        sent(self._take(messages))
+
+    def _take(self, messages: Sequence[Message]) -> BusUnavailable | RecordTooLarge | None:
         if not (self.reachable and self.acknowledges):
-            raise BusUnavailable("the memory bus was told not to acknowledge")
+            return BusUnavailable("the memory bus was told not to acknowledge")
         if any(len(m.value) > self.max_bytes for m in messages):
-            raise RecordTooLarge(f"a record is larger than {self.max_bytes} bytes")
+            return RecordTooLarge(f"a record is larger than {self.max_bytes} bytes")
         self.messages.extend(messages)
+        return None
+
+    async def written_since(self, unix_s: float) -> int:
+        return self.others

@@ -1,12 +1,16 @@
 """The owner of durability: a record counts once Kafka's in-sync replicas have it, or once it lies fsynced in the spool.
 
-1. Kafka is well and nothing of the record's key waits in the spool: publish, wait for the acknowledgement.
-2. Otherwise, or without an acknowledgement in time: append to the spool. What comes in while an fsync runs shares the next one.
-3. A key with records in the spool is only appended there, so the order of one key holds: what was answered first is on the log first.
-4. The drain sends the oldest segment, waits for all acknowledgements, removes it, and goes on to the next. A crash in between
-   sends it again: the ids are the same, and readers drop what they have.
+1. A field that makes a record too large goes to the blob store first (`blobs`); when that is away, the record waits whole in the spool.
+2. Kafka is well and nothing of the record's key waits in the spool: send it, wait for the acknowledgement.
+3. Otherwise, or without an acknowledgement in time: append to the spool. What comes in while an fsync runs shares the next one.
+4. A key with records in the spool is only appended there, so the order of one key holds: what was answered first is on the log first.
+5. The drain sends the oldest segment, waits for all acknowledgements, removes it, and goes on to the next. A
+   crash in between sends it again: the ids are the same, and readers drop what they have.
 
-A record that was published but not acknowledged in time may end up both on the log and in the spool: harmless for the same reason.
+A record that was sent but not acknowledged in time may end up both on the log and in the spool: harmless for the same reason, as
+long as the lake remembers its id. What is older is held back (`_too_old`) for `clawstream spool drain`, which asks the lake first.
+
+There is no task and no thread a record. What `record` began goes on when its caller is cancelled.
 """
 
 from __future__ import annotations
@@ -16,38 +20,91 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from gateway.blobs import Blobs
 from gateway.bus import Bus, Message
-from gateway.errors import BusUnavailable, NoRoom, NotRecorded, RecordTooLarge, SpoolFailed, SpoolFull
+from gateway.errors import BlobsUnavailable, BusUnavailable, NoRoom, NotRecorded, RecordTooLarge, SpoolFailed, SpoolFull
 from gateway.metrics import Metrics
 from gateway.spool import Segment, Spool, frame
 from runtime.lifecycle import die
 from runtime.telemetry import logger
+from schemas.topics import MAX_RECORD_BYTES
 
 Receipt = Literal["acknowledged", "spooled", "unconfirmed"]
 RETRY_S = 0.25
 """How often the drain looks whether Kafka is back."""
+YOUNG_S = 60.0
+"""A segment younger than this is sent without asking how far the log has gone meanwhile."""
 
 
-class _Waiting(NamedTuple):
-    data: bytes
-    keys: list[bytes]
-    done: asyncio.Future[None]
+class _Recording:
+    """One call of `record`. waiter: the caller, None when it does not wait."""
+
+    __slots__ = ("began", "journal", "maybe_sent", "messages", "waiter")
+
+    def __init__(
+        self, journal: Journal, messages: Sequence[Message], waiter: asyncio.Future[Receipt] | None, began: float
+    ) -> None:
+        self.journal, self.messages, self.waiter, self.began = journal, messages, waiter, began
+        self.maybe_sent = False
+
+    def sent(self, error: BusUnavailable | RecordTooLarge | None) -> None:
+        """What the bus says."""
+        if error is None:
+            self.journal.ended(self)
+            if self.waiter is not None and not self.waiter.done():
+                self.waiter.set_result("acknowledged")
+        elif isinstance(error, RecordTooLarge):
+            self.failed(error)
+        else:
+            logger().warning("spooling", error=str(error))
+            self.maybe_sent = True
+            self.journal.spool(self)
+
+    def spooled(self) -> None:
+        """It lies fsynced."""
+        self.journal.ended(self)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result("spooled")
+
+    def failed(self, error: NotRecorded) -> None:
+        """Nobody took it."""
+        self.journal.ended(self)
+        self.journal.lost(error)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_exception(error)
 
 
 class Journal:
-    """Records, durably. acks=none answers before: see gateway.acks."""
+    """Records, durably. acks=none answers before: see gateway.acks.
 
-    def __init__(self, bus: Bus, spool: Spool, metrics: Metrics, acks: Literal["all", "none"] = "all") -> None:
-        self._bus, self._spool, self._metrics, self._acks = bus, spool, metrics, acks
+    blobs: None leaves large records as they are. max_behind, max_age_s: what makes a segment too old to be sent by itself, in records
+    written to the log since, and in seconds.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        spool: Spool,
+        metrics: Metrics,
+        acks: Literal["all", "none"] = "all",
+        blobs: Blobs | None = None,
+        max_behind: int = 100_000,
+        max_age_s: float = 12 * 3600.0,
+    ) -> None:
+        self._bus, self._spool, self._metrics, self._acks, self._blobs = bus, spool, metrics, acks, blobs
+        self._max_behind, self._max_age_s = max_behind, max_age_s
         self._in_spool: Counter[bytes] = (
             Counter()
         )  # per key, from the moment it is decided to spool until it is drained
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Recording] = []
         self._reserved = 0
+        self._open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
         self._files = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Receipt]] = set()
+        self._large: set[asyncio.Task[None]] = set()
         self._writer: asyncio.Task[None] | None = None
         self._drainer: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
@@ -58,14 +115,15 @@ class Journal:
         for segment in self._spool.segments:
             self._in_spool.update(segment.keys)
         self._show()
+        if self._spool.held_bytes:
+            _say_held(self._spool.held_bytes)
         self._work.set()
         self._drainer = asyncio.create_task(self._drain(), name="spool-drain")
         self._drainer.add_done_callback(_die_of_a_bug)
 
     async def close(self, drain_timeout_s: float = 10.0) -> None:
         """Finish what is being recorded, drain the spool if Kafka is there, end."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._none_open.wait()
         deadline = time.monotonic() + drain_timeout_s
         while self._spool.segments and self._bus.reachable and time.monotonic() < deadline:
             self._work.set()
@@ -75,6 +133,8 @@ class Journal:
             await asyncio.wait([self._drainer])
         async with self._files:
             self._spool.close()
+        if self._blobs is not None:
+            self._blobs.close()
 
     @property
     def spooled_bytes(self) -> int:
@@ -97,7 +157,7 @@ class Journal:
             return
         if self._reserved + size > self._spool.free_bytes:
             self._metrics.spool_full.inc()
-            raise NoRoom("Kafka is away and the spool is full: nothing was sampled, try again later")
+            raise NoRoom("Kafka is away and the spool has no room: nothing was sampled, try again later")
         self._reserved += size
         try:
             yield
@@ -106,75 +166,99 @@ class Journal:
 
     async def record(self, messages: Sequence[Message]) -> Receipt:
         """Make them durable. Raises NotRecorded when neither Kafka nor the spool took them. Runs on when the caller is cancelled."""
-        task = asyncio.create_task(self._commit(messages))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        if self._acks == "none":
+        waiter: asyncio.Future[Receipt] | None = None
+        if self._acks == "all":
+            waiter = asyncio.get_running_loop().create_future()
+        recording = _Recording(self, messages, waiter, time.perf_counter())
+        if not self._open:
+            self._none_open.clear()
+        self._open += 1
+        if self._blobs is not None and any(len(m.value) > MAX_RECORD_BYTES for m in messages):
+            task = asyncio.create_task(self._fit(recording, self._blobs))
+            self._large.add(task)
+            task.add_done_callback(self._large.discard)
+        else:
+            self._send(recording)
+        if waiter is None:
             return "unconfirmed"
-        return await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[Receipt]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._metrics.not_recorded.inc()
-            logger().error("not_recorded", error=str(error))
-
-    async def _commit(self, messages: Sequence[Message]) -> Receipt:
-        began = time.perf_counter()
         try:
-            if self._bus.reachable and not any(m.key in self._in_spool for m in messages):
-                try:
-                    await self._bus.publish(messages)
-                    return "acknowledged"
-                except BusUnavailable as error:
-                    logger().warning("spooling", error=str(error))
-            await self._append(messages)
-            return "spooled"
-        finally:
-            self._metrics.ack_wait.observe(time.perf_counter() - began)
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # nobody reads it any more; it is counted and logged
+            raise
+
+    async def _fit(self, recording: _Recording, blobs: Blobs) -> None:
+        try:
+            recording.messages = await blobs.fit(recording.messages)
+        except RecordTooLarge as error:
+            recording.failed(error)
+        except BlobsUnavailable as error:
+            logger().warning("spooling", error=str(error))
+            self.spool(recording)
+        else:
+            self._send(recording)
+
+    def _send(self, recording: _Recording) -> None:
+        if self._bus.reachable and not (self._in_spool and any(m.key in self._in_spool for m in recording.messages)):
+            self._bus.send(recording.messages, recording.sent)
+        else:
+            self.spool(recording)
+
+    def ended(self, recording: _Recording) -> None:
+        """It is decided what became of it."""
+        self._metrics.ack_wait.observe(time.perf_counter() - recording.began)
+        self._open -= 1
+        if not self._open:
+            self._none_open.set()
+
+    def lost(self, error: NotRecorded) -> None:
+        """Count and say what nobody took."""
+        self._metrics.not_recorded.inc()
+        logger().error("not_recorded", error=str(error))
 
     # -- spool
 
-    async def _append(self, messages: Sequence[Message]) -> None:
-        keys = [m.key for m in messages]
-        self._in_spool.update(keys)
-        try:
-            done = asyncio.get_running_loop().create_future()
-            self._waiting.append(_Waiting(b"".join(map(frame, messages)), keys, done))
-            if self._writer is None or self._writer.done():
-                self._writer = asyncio.create_task(self._write())
-            await done
-        except NotRecorded:
-            self._forget(keys)
-            raise
+    def spool(self, recording: _Recording) -> None:
+        """Append it. From now on its keys only go to the spool."""
+        self._in_spool.update(m.key for m in recording.messages)
+        self._waiting.append(recording)
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write(), name="spool-write")
+            self._writer.add_done_callback(_die_of_a_bug)
 
     async def _write(self) -> None:
         while self._waiting:
             async with self._files:
                 taken, room = [], self._spool.free_bytes
-                for entry in self._waiting:
-                    if len(entry.data) <= room:
-                        room -= len(entry.data)
-                        taken.append(entry)
+                waiting, self._waiting = self._waiting, []
+                for recording in waiting:
+                    data = b"".join(map(frame, recording.messages))
+                    if len(data) <= room:
+                        room -= len(data)
+                        taken.append((recording, data))
                     else:
                         self._metrics.spool_full.inc()
-                        entry.done.set_exception(SpoolFull("Kafka is away and the spool is full"))
-                self._waiting = []
+                        self._give_up(recording, SpoolFull("Kafka is away and the spool is full"))
                 if taken:
                     await self._write_together(taken)
             self._show()
         self._work.set()
 
-    async def _write_together(self, taken: list[_Waiting]) -> None:
+    async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
         try:
-            await asyncio.to_thread(self._spool.append, [entry.data for entry in taken])
+            await asyncio.to_thread(self._spool.append, [data for _, data in taken])
         except (NotRecorded, OSError) as error:
-            for entry in taken:
-                entry.done.set_exception(SpoolFailed(f"spool: {error}"))
+            for recording, _ in taken:
+                self._give_up(recording, SpoolFailed(f"spool: {error}"))
             return
-        for entry in taken:
-            self._spool.count(entry.keys)
-            entry.done.set_result(None)
+        for recording, _ in taken:
+            self._spool.count((m.key for m in recording.messages), recording.maybe_sent)
+            recording.spooled()
+
+    def _give_up(self, recording: _Recording, error: NotRecorded) -> None:
+        self._forget([m.key for m in recording.messages])
+        recording.failed(error)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._in_spool.subtract(keys)
@@ -184,6 +268,7 @@ class Journal:
 
     def _show(self) -> None:
         self._metrics.spool_bytes.set(self._spool.size_bytes)
+        self._metrics.spool_held_bytes.set(self._spool.held_bytes)
 
     # -- drain
 
@@ -201,14 +286,18 @@ class Journal:
                     await asyncio.sleep(RETRY_S)
 
     async def _drain_first(self) -> bool:
+        if await self._too_old(self._spool.segments[0]):
+            await self._hold(self._spool.segments[0])
+            return True
         async with self._files:
             found = await asyncio.to_thread(self._spool.first)
         if found is None:
             return True
         segment, messages = found
+        self._spool.mark_sent(segment)
         try:
-            await self._bus.publish(messages)
-        except BusUnavailable as error:
+            await self._publish(messages)
+        except (BusUnavailable, BlobsUnavailable) as error:
             logger().warning("spool_drain_waits", error=str(error))
             return False
         except RecordTooLarge:
@@ -218,11 +307,28 @@ class Journal:
         logger().info("spool_drained", records=len(messages), left_bytes=self._spool.size_bytes)
         return True
 
+    async def _publish(self, messages: Sequence[Message]) -> None:
+        """Send, acknowledged when it returns. Raises BusUnavailable, BlobsUnavailable or RecordTooLarge."""
+        if self._blobs is not None:
+            messages = await self._blobs.fit(messages)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def sent(error: BusUnavailable | RecordTooLarge | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        self._bus.send(messages, sent)
+        await done
+
     async def _drain_singly(self, messages: Sequence[Message]) -> bool:
         for message in messages:
             try:
-                await self._bus.publish([message])
-            except BusUnavailable:
+                await self._publish([message])
+            except (BusUnavailable, BlobsUnavailable):
                 return False
             except RecordTooLarge as error:
                 path = await asyncio.to_thread(self._spool.set_aside, message)
@@ -235,8 +341,35 @@ class Journal:
         self._forget(list(segment.keys.elements()))
         self._show()
 
+    async def _too_old(self, segment: Segment) -> bool:
+        """Whether the lake may have forgotten the ids of what a segment holds, so that a second copy on the log would count twice."""
+        age_s = self._spool.age_s(segment)
+        if age_s > self._max_age_s:
+            return True
+        if age_s <= YOUNG_S or not segment.maybe_sent:
+            return False
+        try:
+            return await self._bus.written_since(segment.since - YOUNG_S) > self._max_behind
+        except BusUnavailable:
+            return False  # then sending fails as well
 
-def _die_of_a_bug(drainer: asyncio.Task[None]) -> None:
-    """A drain that ends unseen would leave answered records in the spool for ever: better a crash and a restart."""
-    if not drainer.cancelled() and (error := drainer.exception()) is not None:
+    async def _hold(self, segment: Segment) -> None:
+        async with self._files:
+            path = await asyncio.to_thread(self._spool.hold, segment)
+        # It waits for a person. New records of its keys do not.
+        self._forget(list(segment.keys.elements()))
+        self._show()
+        _say_held(segment.size, str(path))
+
+
+def _say_held(size: int, path: str | None = None) -> None:
+    logger().error(
+        "spool_held", bytes=size, path=path,
+        action="too old to be sent by itself: run `clawstream spool drain`, which asks the lake for each record first",
+    )  # fmt: skip
+
+
+def _die_of_a_bug(task: asyncio.Task[None]) -> None:
+    """A drain or a writer that ends unseen would leave records, answered or waited for, for ever: better a crash and a restart."""
+    if not task.cancelled() and (error := task.exception()) is not None:
         die(error)

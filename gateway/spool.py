@@ -1,10 +1,14 @@
 """The spool: records that Kafka did not acknowledge, on disk, in order, until it is back.
 
-A directory of append-only segments `<number>.spool`. A frame is: length of the payload (uint32 LE), crc32 of the payload (uint32
+A directory of append-only segments `<number>-<unix seconds of its first record>.spool`, with `-sent` behind the seconds once any of
+its records may have reached Kafka, by whatever way. A frame is: length of the payload (uint32 LE), crc32 of the payload (uint32
 LE), payload = length of topic and of key (2 x uint16 LE), topic, key, value. A frame counts once it is fsynced, and only then may
 its reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it again: ids make that
 harmless, and there is no stored position that could be wrong. What follows the last whole frame of a segment was never replied
-to; it is cut off at the next start and kept beside it as `<number>.torn`.
+to; it is cut off at the next start and kept beside it as `<name>.torn`.
+
+What is too old to be sent by itself (`journal` says why) is moved into the directory `held`, where `clawstream spool drain` finds it
+while the gateway runs. It counts within the bound until it is gone.
 
 Not thread-safe and blocking: its owner (`journal`) calls it from one thread at a time.
 """
@@ -14,9 +18,10 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +31,9 @@ from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
 from runtime.telemetry import logger
 
 SEGMENT_BYTES = 1 << 20
+DISK_RESERVE_BYTES = 1 << 20
+"""Left free on the disk: what is written there takes a little more than its length."""
+HELD = "held"
 _FRAME = struct.Struct("<II")
 _NAMES = struct.Struct("<HH")
 
@@ -52,13 +60,43 @@ def frames(data: bytes) -> Iterator[tuple[Message, int]]:
         yield Message(payload[_NAMES.size : topic_end].decode(), payload[topic_end:key_end], payload[key_end:]), at
 
 
-def _cut_off(path: Path, data: bytes, end: int) -> None:
-    """Move what follows the last whole frame of a segment beside it."""
-    torn = path.with_suffix(".torn")
-    with torn.open("ab") as file:
-        file.write(data[end:])
-    os.truncate(path, end)
-    logger().error("spool_torn", kept_in=str(torn), bytes=len(data) - end)
+def read_segment(path: Path) -> tuple[list[Message], int]:
+    """The records of a segment and the bytes they take; what follows the last whole one is moved beside it."""
+    data = path.read_bytes()
+    found = list(frames(data))
+    end = found[-1][1] if found else 0
+    if end < len(data):
+        torn = path.with_suffix(".torn")
+        with torn.open("ab") as file:
+            file.write(data[end:])
+        os.truncate(path, end)
+        logger().error("spool_torn", kept_in=str(torn), bytes=len(data) - end)
+    return [message for message, _ in found], end
+
+
+def lock(directory: Path) -> int:
+    """Take a spool directory, made if need be: a file descriptor that holds it. Raises SpoolTaken or SpoolFailed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(held)
+            raise
+    except BlockingIOError as error:
+        raise SpoolTaken(f"spool {directory} is in use: give every gateway its own gateway.gateway_id") from error
+    except OSError as error:
+        raise SpoolFailed(f"spool {directory}: {error}") from error
+    return held
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @dataclass(slots=True)
@@ -69,44 +107,88 @@ class Segment:
     size: int = 0
     keys: Counter[bytes] = field(default_factory=Counter)
 
+    @property
+    def since(self) -> float:
+        """When its first record came, unix seconds."""
+        return float(self.path.stem.split("-")[1])
+
+    @property
+    def maybe_sent(self) -> bool:
+        """Whether any of its records may be on Kafka already."""
+        return self.path.stem.endswith("-sent")
+
 
 class Spool:
-    """Bounded by max_bytes on disk. `open` before anything else."""
+    """Bounded by max_bytes and by the free space of the disk. `open` before anything else. now: unix seconds."""
 
-    def __init__(self, directory: Path, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._directory, self._max_bytes, self._segment_bytes = directory, max_bytes, segment_bytes
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._max_bytes, self._segment_bytes, self._now = directory, max_bytes, segment_bytes, now
         self.segments: list[Segment] = []
         self._active: int | None = None  # file descriptor of the last segment while it takes records
         self._lock: int | None = None
+        self._held_bytes = 0
+        self._next = 1  # number of the next segment: never one that a segment has, held ones too
 
     def open(self) -> None:
         """Take the directory and read what an earlier process left. Raises SpoolTaken or SpoolFailed."""
+        self._lock = lock(self._directory)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SpoolTaken(
-                f"spool {self._directory} is in use: give every gateway its own gateway.gateway_id"
-            ) from error
+            (self._directory / HELD).mkdir(exist_ok=True)
+            numbers = [int(path.stem.partition("-")[0]) for path in self._directory.rglob("*.spool")]
+            found = [self._recover(path) for path in sorted(self._directory.glob("*.spool"))]
         except OSError as error:
             raise SpoolFailed(f"spool {self._directory}: {error}") from error
-        self.segments = [
-            s for path in sorted(self._directory.glob("*.spool")) if (s := self._recover(path)) is not None
-        ]
+        self.segments = [segment for segment in found if segment is not None]
+        self._next = max(numbers, default=0) + 1
+        self._held_bytes = self._count_held()
 
     def _recover(self, path: Path) -> Segment | None:
-        data, end = path.read_bytes(), 0
-        segment = Segment(path)
-        for message, end in frames(data):  # noqa: B007 - the last end is used below
-            segment.keys[message.key] += 1
-        if end < len(data):
-            _cut_off(path, data, end)
-        if end == 0:
+        messages, end = read_segment(path)
+        if not messages:
             path.unlink()
             return None
-        segment.size = end
-        return segment
+        return Segment(path, end, Counter(m.key for m in messages))
+
+    def age_s(self, segment: Segment) -> float:
+        """Seconds since its first record."""
+        return self._now() - segment.since
+
+    def mark_sent(self, segment: Segment) -> None:
+        """From now on some of its records may be on Kafka."""
+        if not segment.maybe_sent:
+            segment.path = segment.path.rename(segment.path.with_name(segment.path.stem + "-sent.spool"))
+
+    def hold(self, segment: Segment) -> Path:
+        """Put a segment aside for `clawstream spool drain`; gives where it lies now."""
+        if segment is self.segments[-1]:
+            self.seal()
+        target = self._directory / HELD / segment.path.name
+        segment.path.rename(target)
+        _sync(target.parent)
+        _sync(self._directory)
+        self.segments.remove(segment)
+        self._held_bytes += segment.size
+        return target
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes put aside that are still there."""
+        if self._held_bytes:  # another process takes them away
+            self._held_bytes = self._count_held()
+        return self._held_bytes
+
+    def _count_held(self) -> int:
+        total = 0
+        for path in (self._directory / HELD).glob("*.spool"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     @property
     def size_bytes(self) -> int:
@@ -115,8 +197,14 @@ class Spool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be appended."""
-        return self._max_bytes - self.size_bytes
+        """Bytes that may still be appended: by the bound, and by the disk."""
+        try:
+            disk = os.statvfs(self._directory)
+        except OSError as error:
+            logger().error("spool_unusable", directory=str(self._directory), error=str(error))
+            return 0
+        bound = self._max_bytes - self.size_bytes - self.held_bytes
+        return max(0, min(bound, disk.f_bavail * disk.f_frsize - DISK_RESERVE_BYTES))
 
     def append(self, batch: Sequence[bytes]) -> None:
         """Frames onto disk: durable when this returns. Raises SpoolFull or SpoolFailed; then none of them is in the spool.
@@ -148,20 +236,18 @@ class Spool:
         if self._active is not None and self.segments[-1].size >= self._segment_bytes:
             self.seal()
         if self._active is None:
-            number = int(self.segments[-1].path.stem) + 1 if self.segments else 1
-            path = self._directory / f"{number:012d}.spool"
+            path = self._directory / f"{self._next:012d}-{int(self._now())}.spool"
             self._active = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self.segments.append(Segment(path))
-            directory = os.open(self._directory, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            self._next += 1
+            _sync(self._directory)
         return self._active, self.segments[-1]
 
-    def count(self, keys: Iterable[bytes]) -> None:
-        """Note the keys of what was just appended."""
+    def count(self, keys: Iterable[bytes], maybe_sent: bool = False) -> None:
+        """Note the keys of what was just appended, and whether it may be on Kafka too."""
         self.segments[-1].keys.update(keys)
+        if maybe_sent:
+            self.mark_sent(self.segments[-1])
 
     def seal(self) -> None:
         """The last segment takes no more records: the next go to a new one."""
@@ -176,13 +262,9 @@ class Spool:
         if len(self.segments) == 1:
             self.seal()
         segment = self.segments[0]
-        data = segment.path.read_bytes()
-        found = list(frames(data))
-        end = found[-1][1] if found else 0
-        if end < segment.size:  # fsynced, and yet not readable any more: the disk has lost what was replied to
-            _cut_off(segment.path, data, end)
-            segment.size = end
-        return segment, [message for message, _ in found]
+        # Fsynced, and perhaps not readable any more: then the disk has lost what was replied to, which is said and kept.
+        messages, segment.size = read_segment(segment.path)
+        return segment, messages
 
     def remove(self, segment: Segment) -> None:
         """All of it is acknowledged."""

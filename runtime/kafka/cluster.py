@@ -9,9 +9,10 @@ from typing import Any
 
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka import KafkaError as Code
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
+from runtime.kafka.outbox import Outbox
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import Reader
 from runtime.kafka.record import Record
@@ -47,6 +48,10 @@ class Cluster:
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
         """A producer. With a transactional id it fences the older ones at once. overrides: librdkafka options, `_` for `.`"""
         return Producer(self._options, transactional_id, **{k.replace("_", "."): v for k, v in overrides.items()})
+
+    def outbox(self, timeout_s: float, **overrides: Any) -> Outbox:
+        """A producer for one event loop. timeout_s: how long an acknowledgement may take. overrides: as for `producer`"""
+        return Outbox(self._options, timeout_s, **{k.replace("_", "."): v for k, v in overrides.items()})
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """A reader of given partitions. overrides: librdkafka options, `_` for `.`"""
@@ -165,6 +170,22 @@ class Cluster:
             raise translated(e) from e
         finally:
             consumer.close()
+
+    def written_since(self, topic: str, timestamp_ms: int) -> int:
+        """Records that came to a topic at or after a log timestamp, control records included; all partitions."""
+        asked = {
+            TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
+            for p in range(self.topics(topic).get(topic, 0))
+        }
+        ends = self.watermarks(topic, isolation="read_uncommitted")
+        total = 0
+        for tp, future in self.admin.list_offsets(asked, request_timeout=READ_TIMEOUT_S).items():
+            try:
+                first = future.result().offset
+            except KafkaException as e:
+                raise translated(e) from e
+            total += ends[tp.partition][1] - first if first >= 0 else 0  # -1: nothing since
+        return total
 
     def check_position(self, topic: str, stored_topic_id: str, partition: int, offset: int) -> bool:
         """Whether a stored position is of today's topic of that name: False for another id, which starts a new position.

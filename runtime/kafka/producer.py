@@ -22,6 +22,21 @@ TRANSACTION_TIMEOUT_MS = 60_000
 would stay down although nobody took over."""
 
 
+def producer_options(options: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+    """librdkafka options of every producer of ours, under the cluster's own and the caller's."""
+    return {
+        "acks": "all",
+        "enable.idempotence": True,
+        "partitioner": "murmur2_random",
+        "compression.type": "lz4",
+        "linger.ms": 2,
+        "message.max.bytes": 10 * 1024 * 1024,
+        "retry.backoff.ms": 20,
+        **options,
+        **overrides,
+    }
+
+
 class Producer:
     """Idempotent, acks=all, murmur2. `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
 
@@ -32,17 +47,7 @@ class Producer:
     """
 
     def __init__(self, options: Mapping[str, Any], transactional_id: str | None = None, **overrides: Any) -> None:
-        config: dict[str, Any] = {
-            "acks": "all",
-            "enable.idempotence": True,
-            "partitioner": "murmur2_random",
-            "compression.type": "lz4",
-            "linger.ms": 2,
-            "message.max.bytes": 10 * 1024 * 1024,
-            "retry.backoff.ms": 20,
-            **options,
-            **overrides,
-        }
+        config = producer_options(options, **overrides)
         if transactional_id is not None:
             config |= {
                 "transactional.id": transactional_id,

@@ -14,7 +14,8 @@ import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
 
 from gateway.errors import SpoolTaken
-from gateway.scripted_engine import Say, Script, ScriptedEngine
+from gateway.scripted import Say, Script
+from gateway.scripted_engine import ScriptedEngine
 from gateway.spool import Spool
 from gateway.trial import Trial
 from gateway.trial import play as play_in

@@ -1,0 +1,113 @@
+"""Bytes by their digest, in a directory or an object store: `<uri>/<first two digits>/<sha256>`.
+
+A blob is whole or not there: on a disk it is written beside its place, fsynced, renamed, and the directory is fsynced; object stores
+do the same by themselves. Writing what is there already changes nothing, so several writers and retries are harmless. Nothing is ever
+deleted here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import PlumbingError
+
+
+class BlobStoreAway(PlumbingError):
+    """The store could not be reached or did not write. Try again."""
+
+
+class BlobMissing(PlumbingError):
+    """The store has no such blob, or other bytes under its name. Trying again gives the same."""
+
+
+class BlobStore:
+    """One store. uri: a path, file://, or any URL that fsspec knows. options: fsspec's, e.g. credentials. Blocking, safe to share."""
+
+    def __init__(self, uri: str, options: Mapping[str, str] | None = None) -> None:
+        scheme, sep, rest = uri.partition("://")
+        self._uri, self._options = uri.rstrip("/"), dict(options or {})
+        self._directory = Path(rest if sep else uri).absolute() if not sep or scheme == "file" else None
+        if self._directory is not None:
+            self._uri = self._directory.as_uri()
+
+    def url_of(self, digest: str) -> str:
+        """Where the bytes of a sha256 in hex are kept."""
+        return f"{self._uri}/{digest[:2]}/{digest}"
+
+    def put(self, data: bytes) -> str:
+        """Keep bytes; durable when it returns their sha256. Raises BlobStoreAway."""
+        digest = sha256(data).hexdigest()
+        try:
+            if self._directory is not None:
+                _write(self._directory / digest[:2] / digest, data)
+            else:
+                self._write_remote(digest, data)
+        except Exception as e:  # every file system of fsspec has errors of its own
+            raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The bytes. Raises BlobMissing or BlobStoreAway."""
+        where = self.url_of(digest)
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise BlobMissing(f"{digest[:80]!r} is no sha256")
+        try:
+            if self._directory is not None:
+                data = (self._directory / digest[:2] / digest).read_bytes()
+            else:
+                fs, root = self._remote()
+                data = fs.cat_file(f"{root}/{digest[:2]}/{digest}")
+        except FileNotFoundError as e:
+            raise BlobMissing(f"no blob {where}") from e
+        except Exception as e:  # as above
+            raise BlobStoreAway(f"blob {where}: {type(e).__name__}: {e}") from e
+        if sha256(data).hexdigest() != digest:
+            raise BlobMissing(f"blob {where} has other bytes than its name says")
+        return data
+
+    def _remote(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # only for those who keep blobs elsewhere
+
+        fs, root = url_to_fs(self._uri, **self._options)
+        return fs, root.rstrip("/")
+
+    def _write_remote(self, digest: str, data: bytes) -> None:
+        fs, root = self._remote()
+        path = f"{root}/{digest[:2]}/{digest}"
+        try:
+            if fs.info(path)["size"] == len(data):
+                return
+        except FileNotFoundError:
+            fs.makedirs(f"{root}/{digest[:2]}", exist_ok=True)
+        fs.pipe_file(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    if not path.exists():
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sync(path.parent.parent)
+            _sync(path.parent.parent.parent)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            with draft.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    _sync(path.parent)  # also when another one has just written it
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
