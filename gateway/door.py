@@ -38,6 +38,7 @@ RUN_HEADER = "x-clawstream-run"
 TRAJECTORY_HEADER = "x-clawstream-trajectory"
 GROUP_HEADER = "x-clawstream-group"
 KEY_HEADERS = ("x-api-key", "api-key")
+OURS = (api_keys.PREFIX, PREFIX)
 RELOAD_S = 1.0
 """How often the file of API keys is looked at: so long a revoked key lives on."""
 
@@ -65,11 +66,11 @@ NOBODY = Caller(b"", None, None, unbound=True)
 
 
 def credential_of(headers: Mapping[str, str]) -> str | None:
-    """The key that a request carries. headers: names in lower case."""
+    """The key that a request carries: one of ours if there is one, for clients may send another provider's beside it."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and (token := token.strip()):
-        return token
-    return next((headers[name] for name in KEY_HEADERS if headers.get(name)), None)
+    found = [token.strip()] if scheme.lower() == "bearer" else []
+    found += [headers[name] for name in KEY_HEADERS if name in headers]
+    return next((t for t in found if t.startswith(OURS)), None) or next(filter(None, found), None)
 
 
 class Door:

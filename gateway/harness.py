@@ -17,7 +17,7 @@ from gateway.turns import first_user_text, system_text
 Harness = Literal["claude-code", "codex", "opencode", "openclaw"]
 
 LOOKED_AT = 4096
-"""Characters at the start of a prompt in which an agent names itself."""
+"""Characters at the start of a block of the prompt in which an agent names itself."""
 OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization assistant")
 """Openclaw's own prompt, and the one it compacts with."""
 OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
@@ -49,12 +49,12 @@ def harness_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> Harness |
 
 
 def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> bool:
-    start = system_text(said)[:LOOKED_AT]
+    start = system_text(said, LOOKED_AT)
     if OPENCLAW_SYSTEM[0] in start:
         return True
     # Its compaction prompt and its context blocks are seen with others too; a trace is what openclaw alone sends with them.
     return "traceparent" in headers and (
-        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in first_user_text(said)[:LOOKED_AT]
+        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in first_user_text(said, LOOKED_AT)
     )
 
 

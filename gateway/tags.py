@@ -16,9 +16,9 @@ from gateway.turns import first_user_text, last_user_text, system_text
 from schemas.events import Tag
 
 Name = Literal["sub_agent", "title", "compaction", "summary"]
-Where = Literal["system prompt", "first user turn", "last user turn"]
+Where = Literal["system prompt", "anywhere in the system prompt", "first user turn", "last user turn"]
 LOOKED_AT = 2000
-"""Characters at the start of a turn in which an agent puts its instruction."""
+"""Characters at the start of a block in which an agent puts its instruction. Further in, words may be those of a user's own files."""
 MAX_VALUE = 100
 
 
@@ -80,7 +80,9 @@ PROMPTS = (
     PromptSign("opencode", "system prompt", "anchored context summarization assistant", "compaction"),  # compaction.txt
     PromptSign("opencode", "system prompt", "tasked with summarizing conversations", "compaction"),  # its older wording
     PromptSign("opencode", "system prompt", "Summarize what was done in this conversation", "summary"),  # summary.txt
-    PromptSign("openclaw", "system prompt", "You are a **subagent** spawned by", "sub_agent"),  # subagent announcement
+    PromptSign(
+        "openclaw", "anywhere in the system prompt", "You are a **subagent** spawned by", "sub_agent"
+    ),  # its last part
     PromptSign(
         "openclaw", "system prompt", "You are a context summarization assistant", "compaction"
     ),  # its compaction
@@ -115,9 +117,11 @@ def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, .
 def _text(where: Where, said: Mapping[str, Any]) -> str:
     match where:
         case "system prompt":
+            return system_text(said, LOOKED_AT)
+        case "anywhere in the system prompt":
             return system_text(said)
         case "first user turn":
-            return first_user_text(said)[:LOOKED_AT]
+            return first_user_text(said, LOOKED_AT)
         case "last user turn":
             return last_user_text(said, LOOKED_AT)
 

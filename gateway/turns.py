@@ -37,18 +37,18 @@ def _pieces(content: Any) -> Iterator[str]:
                 yield block["text"]
 
 
-def text_of(content: Any) -> str:
-    """All text of a content, a line break between blocks."""
-    return content if isinstance(content, str) else "\n".join(_pieces(content))
+def text_of(content: Any, most: int | None = None) -> str:
+    """All text of a content, a line break between blocks; of each block the first `most` characters."""
+    return content[:most] if isinstance(content, str) else "\n".join(piece[:most] for piece in _pieces(content))
 
 
-def system_text(said: Mapping[str, Any]) -> str:
-    """The system prompt: what stands before the conversation, and the system messages that begin it."""
-    found = [text_of(said[name]) for name in ("system", "instructions") if said.get(name)]
+def system_text(said: Mapping[str, Any], most: int | None = None) -> str:
+    """The system prompt: what stands before the conversation, and the system messages that begin it. Of each block `most` characters."""
+    found = [text_of(said[name], most) for name in ("system", "instructions") if said.get(name)]
     for turn in turns(said):
         if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES:
             break
-        found.append(text_of(turn.get("content")))
+        found.append(text_of(turn.get("content"), most))
     return "\n".join(found)
 
 
@@ -56,14 +56,14 @@ def _of_user(found: Iterable[Any]) -> Any:
     return next((t for t in found if isinstance(t, dict) and t.get("role") == "user"), {}).get("content")
 
 
-def first_user_text(said: Mapping[str, Any]) -> str:
-    """Text of the user's first message."""
-    return text_of(_of_user(turns(said)))
+def first_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
+    """Text of the user's first message; of each block the first `most` characters."""
+    return text_of(_of_user(turns(said)), most)
 
 
-def last_user_text(said: Mapping[str, Any], most: int) -> str:
-    """Text of the user's last message, of each block the first `most` characters; results of tools are left out."""
-    return "\n".join(piece[:most] for piece in _pieces(_of_user(reversed(turns(said)))))
+def last_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
+    """Text of the user's last message, without results of tools; of each block the first `most` characters."""
+    return text_of(_of_user(reversed(turns(said))), most)
 
 
 def first_user_turn(said: Mapping[str, Any]) -> bytes:

@@ -193,6 +193,7 @@ def test_scopes_hold_where_keys_are_required(make: Make, key: Callable[..., dict
         ({}, "agent", WrongKey), (bearer("sk-proj-1"), "agent", WrongKey), (bearer("claw-wrong"), "agent", WrongKey),
         ({"authorization": agent["authorization"].replace("Bearer", "Basic")}, "agent", WrongKey),
         ({"x-api-key": agent["authorization"][7:]}, "agent", None),
+        ({"x-api-key": agent["authorization"][7:], "authorization": "Bearer sk-ant-other"}, "agent", None),
         ({"api-key": agent["authorization"][7:]}, "agent", None),
         ({"authorization": agent["authorization"].replace("Bearer", "bEARER ")}, "agent", None),
     ]  # fmt: skip

@@ -144,13 +144,15 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
         chat(
             "... running inside OpenClaw ...\n# Subagent Context\nYou are a **subagent** spawned by the main agent", "x"
         ),
-        {"sub_agent": "system prompt: You are a **subagent** spawned by"},
+        {"sub_agent": "anywhere in the system prompt: You are a **subagent** spawned by"},
     ),
     (
         TRACE,
         chat("You are a context summarization assistant. Your task", "x"),
         {"compaction": "system prompt: You are a context summarization assistant"},
     ),
+    # Nor do they mean anything further in, where a user's own files may stand.
+    (OPENCODE, chat("You are opencode" + " " * 2000 + "You are a title generator", "x"), {}),
     # The words of one agent mean nothing from another, nor from a stranger.
     ({}, chat("You are a title generator", COMPACT), {}),
     (CODEX, responses("cc_is_subagent=true", COMPACT), {}),
