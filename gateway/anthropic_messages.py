@@ -152,7 +152,7 @@ class AnthropicMessagesFold:
 
     def __init__(self) -> None:
         self._model: str | None = None
-        self._role: str | None = None
+        self._role = "assistant"
         self._blocks: dict[int, _Block] = {}
         self._finish: str | None = None
 
@@ -197,8 +197,8 @@ class AnthropicMessagesFold:
         return self._blocks.setdefault(index, _Block({}))
 
     def answer(self) -> Answer:
-        if self._role is None:
-            return Answer((), None, b"")
+        if not self._blocks and self._finish is None:
+            return Answer((), self._model, b"")
         message = {"role": self._role, "content": [block.whole() for _, block in sorted(self._blocks.items())]}
         return Answer((Choice(0, orjson.dumps(message), self._finish),), self._model, b"")
 

@@ -1,0 +1,109 @@
+"""What the tests of all wire protocols need: a stream cut into pieces, scripted replies, and JSON that no engine would write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+from hypothesis import strategies as st
+
+from gateway.protocol import Answer, Dialect, Kind
+from gateway.scripted import Json, Say, Script, Voice
+from gateway.sse import Splitter, data_of
+from gateway.streaming import NOT_THE_PROTOCOL, EventStream
+from gateway.tokens import Captured
+
+LOOK: Json = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k1"}'}}
+ADD: Json = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "ü\\n"}'}}
+
+
+class Streamed(NamedTuple):
+    """What went to the client, what was read of it, and what was wrong."""
+
+    client: bytes
+    answer: Answer
+    failure: str | None
+    held: bytes
+
+
+def streamed(dialect: Dialect, body: bytes, kind: Kind, data: bytes, cuts: Iterable[int] = ()) -> Streamed:
+    """A stream through the gateway's reader, in pieces cut at these places."""
+    stream = EventStream(dialect.fold(dialect.request(body), kind), Captured())
+    places = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
+    sent = b"".join(stream.feed(data[a:b]) for a, b in itertools.pairwise(places))
+    stream.close()
+    return Streamed(sent + stream.held(), stream.whole(), stream.failure, stream.held())
+
+
+def written(voice: Voice, request: Json, says: Sequence[Say], **more: Any) -> bytes:
+    """A whole stream as the engine writes it."""
+    return b"".join(e.data for e in voice.events(request, Script(says, **more)))
+
+
+def plain(voice: Voice, request: Json, says: Sequence[Say], **more: Any) -> bytes:
+    """A plain reply as the engine writes it."""
+    return orjson.dumps(voice.plain(request, Script(says, **more)))
+
+
+def says(finish: Sequence[str] = ("stop", "length"), tools: bool = True) -> st.SearchStrategy[Say]:
+    """Choices of some tokens: texts of any characters, some of them empty, some of them reasoning; calls behind them."""
+
+    def make(texts: list[str], reasoning: int, calls: list[Json], reason: str) -> Say:
+        return Say(
+            ids=range(10, 10 + len(texts)),
+            texts=texts,
+            logprobs=[-i / 8 for i in range(len(texts))],
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls else reason,
+            reasoning=min(reasoning, len(texts)),
+        )
+
+    texts = st.lists(st.text(max_size=4), min_size=1, max_size=6)
+    calls = st.sampled_from([[], [], [LOOK], [LOOK, ADD]]) if tools else st.just([])
+    return st.builds(make, texts, st.integers(0, 3), calls, st.sampled_from(finish))
+
+
+def json_values() -> st.SearchStrategy[Any]:
+    """JSON of any shape."""
+    leaves = st.none() | st.booleans() | st.integers(-2, 3) | st.floats(allow_nan=False) | st.text(max_size=3)
+    names = st.sampled_from(["type", "text", "index", "message", "error", "x"])
+    return st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4), max_leaves=8)
+
+
+@st.composite
+def broken(draw: st.DrawFn, voice: Voice, request: Json) -> list[Any]:
+    """The events of a real stream, some of them with a value somewhere in them replaced, lost or doubled."""
+    stream = Splitter().feed(written(voice, request, [draw(says())]))
+    events: list[Any] = [orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"]
+    for event in draw(st.permutations(events))[: draw(st.integers(0, 4))]:
+        holder, place = draw(st.sampled_from(list(_places(event))))
+        holder[place] = draw(json_values())
+    lost = draw(st.sets(st.integers(0, len(events) - 1), max_size=3))
+    return [e for at, e in enumerate(events) if at not in lost] + draw(st.lists(json_values(), max_size=2))
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for place, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, place
+        if isinstance(inner, dict | list):
+            yield from _places(inner)
+
+
+def takes_or_refuses(dialect: Dialect, body: bytes, kind: Kind, events: Iterable[Any]) -> None:
+    """An event is refused where it is read, or it can be added and answered: nothing else may be raised."""
+    fold = dialect.fold(dialect.request(body), kind)
+    for said in events:
+        data = orjson.dumps(said)
+        try:
+            part = fold.read(b"data: " + data + b"\n\n", data)
+        except NOT_THE_PROTOCOL:
+            continue
+        assert isinstance(part.shown, bytes)
+        if part.payload is not None:
+            fold.add(part.payload)
+        for choice in fold.answer().choices:
+            assert isinstance(orjson.loads(choice.message_json), dict)
+            assert choice.finish_reason is None or isinstance(choice.finish_reason, str)
+        fold.unfinished()
