@@ -10,8 +10,8 @@ from runtime.records import Decoder
 from runtime.telemetry import logger
 from schemas.events import Tick
 from schemas.settings import Settings
-from stream_jobs.assemble import Limits
 from stream_jobs.index import REWARDS, STEPS
+from stream_jobs.judge import Limits
 from stream_jobs.owner import Owner, Shared, Situation
 
 
@@ -23,6 +23,7 @@ def limits_of(settings: Settings) -> Limits:
         closed_horizon=round(jobs.closed_horizon_s * 1000),
         orphan_after=round(jobs.orphan_after_s * 1000),
         closed_max=jobs.closed_max,
+        bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import orjson
 
 from schemas.events import Channel, Outcome, StepMarkKind
+from schemas.ids import is_bucket, key_of_trajectory
+from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
     STEPS,
     Burial,
@@ -32,6 +34,7 @@ from stream_jobs.index import (
     StepEntry,
     Waiting,
 )
+from stream_jobs.retries import why_retried
 
 LATE_MAX = 1000
 """Late steps remembered a trajectory; beyond it a re-sent late step is marked again."""
@@ -41,7 +44,8 @@ LATE_MAX = 1000
 class Assembly:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
 
-    opened: by time of the last record. closed: by time of closing, packed. waiting: of each input, by offset.
+    opened: by time of the last record; anonymous: those of them that are in a bucket. closed: by time of closing, packed. waiting: of
+    each input, by offset. buckets, anonymous and waiting_for follow from the rest and are not stored.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
@@ -54,6 +58,8 @@ class Assembly:
     )
     pending: Pending = field(default_factory=Pending)
     waiting_for: dict[Key, list[tuple[Source, int]]] = field(default_factory=dict)
+    buckets: dict[Key, Bucket] = field(default_factory=dict)
+    anonymous: OrderedDict[Key, None] = field(default_factory=OrderedDict)
 
     @property
     def event_time(self) -> int:
@@ -78,18 +84,40 @@ class Assembly:
 
     def _step(self, run: str, key: str, step: list[Any]) -> None:
         entry = StepEntry(*step)
-        self._touch((run, key), entry.at).steps.append(entry)
+        steps = self._touch((run, key), entry.at).steps
+        steps.append(entry)
+        if (bucket := self._bucket((run, key))) is not None:
+            bucket.add(key, len(steps) - 1, entry)
+
+    def _retried(self, run: str, key: str, gone: int, counts: int) -> None:
+        steps = self.opened[run, key].steps
+        steps[gone] = steps[gone]._replace(retried=counts)
+        steps[counts] = steps[counts]._replace(retried=None)
 
     def _touch(self, key: Key, at: int) -> Open:
         trajectory = self.opened[key]
         trajectory.last = at
         self.opened.move_to_end(key)
+        if key[1] != key_of_trajectory(key[1]):
+            self.anonymous[key] = None
+            self.anonymous.move_to_end(key)
         return trajectory
+
+    def _bucket(self, key: Key) -> Bucket | None:
+        """The bucket that a trajectory is in; None: it is in none."""
+        name = key_of_trajectory(key[1])
+        return self.buckets.setdefault((key[0], name), Bucket()) if is_bucket(name) else None
 
     def _closed(self, run: str, key: str, outcome: Outcome, reason: str | None, at: int) -> None:
         was = self.opened.pop((run, key))
+        self.anonymous.pop((run, key), None)
+        if (bucket := self._bucket((run, key))) is not None:
+            bucket.close(key, was.steps)
+        was.steps = [
+            s if s.retried is None else s._replace(reason=why_retried(was.steps, i)) for i, s in enumerate(was.steps)
+        ]
         self.pending.closings[run, key] = was
-        steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest) for s in was.steps]
+        steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags) for s in was.steps]
         self.closed[run, key] = Closed(
             was.opened_at, at, outcome, reason, was.channel, was.group_id, was.group_size, was.round, steps, was.folded
         ).dump()
@@ -111,7 +139,11 @@ class Assembly:
         self.pending.revised[run, key] = None
 
     def _forgotten(self, run: str, key: str) -> None:
-        del self.closed[run, key]
+        closed = Closed.load(self.closed.pop((run, key)))
+        if (bucket := self._bucket((run, key))) is not None:
+            bucket.forget(s.tail for s in closed.steps)
+            if not bucket:
+                del self.buckets[run, key_of_trajectory(key)]
 
     def _reward(self, run: str, key: str, reward: list[Any]) -> None:
         entry = RewardEntry(*reward)
@@ -164,7 +196,18 @@ class Assembly:
             self._waits_no_more(source, offset)
         if source == STEPS:
             for key in [k for k in self.closed if k not in self.pending.closings and k not in self.pending.revised]:
-                del self.closed[key]
+                self._forgotten(*key)
+
+    def _find_buckets(self) -> None:
+        """What is derived from the trajectories."""
+        for (run, key), packed in self.closed.items():
+            if (bucket := self._bucket((run, key))) is not None:
+                bucket.calls.update((call_of(s.tail), key) for s in Closed.load(packed).steps)
+        for (run, key), trajectory in self.opened.items():
+            if (bucket := self._bucket((run, key))) is not None:
+                self.anonymous[run, key] = None
+                for at, step in enumerate(trajectory.steps):
+                    bucket.add(key, at, step)
 
     # -- access to a packed trajectory
 
@@ -195,6 +238,7 @@ class Assembly:
             state.opened[run, key] = Open.load(trajectory)
         for run, key, trajectory in plain["closed"]:
             state.closed[run, key] = orjson.dumps(trajectory)
+        state._find_buckets()
         for w in plain["waiting"]:
             state._waits(*w)
         return state
@@ -234,6 +278,7 @@ class _FoldedOf:
 
 
 OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
+RETRIED = "y"
 REWARD, CURATED, WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "r", "q", "w", "x", "m", "d", "D", "t", "n"
 
 _APPLY: Mapping[str, Any] = {
@@ -241,5 +286,5 @@ _APPLY: Mapping[str, Any] = {
     LOST: Assembly._lost, FACTS: Assembly._facts, REVISED: Assembly._revised, FORGOTTEN: Assembly._forgotten,
     REWARD: Assembly._reward, CURATED: Assembly._curated, WAITS: Assembly._waits, WAITS_NO_MORE: Assembly._waits_no_more,
     MARKED: Assembly._marked, BURIED: Assembly._buried, DONE: Assembly._done, TIMES: Assembly._times,
-    NEW: Assembly._new_position,
+    NEW: Assembly._new_position, RETRIED: Assembly._retried,
 }  # fmt: skip

@@ -13,12 +13,15 @@ class Overtaken(StreamJobError):
     """Another worker wrote to this partition's state log: the partition is not ours any more. End before any output, restart."""
 
 
-class BrokenStateLog(StreamJobError):
-    """The state log does not fit itself or its inputs: a record is missing. Restart; when it comes back, run clawstream doctor."""
+class InputDisorder(StreamJobError):
+    """An input was not delivered in the order of its log. Nothing of it was folded; the restart reads it again."""
 
 
 class UnreadableStateLog(StreamJobError, SourceTruncated):
-    """The state log holds something that assemble has not written. What was decided can't be known; an operator must look."""
+    """The state log holds something that assemble has not written, or a record of it is missing.
+
+    What was decided can't be known, and a restart would find the same: an operator must look. Run clawstream doctor.
+    """
 
 
 class TopicReplaced(StreamJobError):

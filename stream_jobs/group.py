@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
 from schemas.reward_value import SMALLEST_GROUP, missing, training_reward, valueless
+from stream_jobs.policy import trained_part
 
 GroupKey = tuple[str, int]
 """Group id and round."""
@@ -19,17 +20,22 @@ GroupKey = tuple[str, int]
 class Member:
     """A closed trajectory at its highest revision so far. first_offset: of its first candidate record.
 
-    flaw: the reason for which it can't be trained as it stands; awaits: a required reward is not there yet.
+    whole: as it came; candidate: what of it the policy trains. flaw: the reason for which it can't be trained as it stands; awaits: a required reward is not there yet.
     """
 
-    candidate: Candidate
+    whole: Candidate
     place: Place | None
     first_offset: int
     flaw: str | None = None
     awaits: bool = False
+    candidate: Candidate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.candidate = self.whole
 
     def weigh(self, policy: AdmissionPolicy, channel: Channel) -> None:
-        """Find out its flaw and whether it awaits a reward, under this policy."""
+        """Find out what of it is trained, its flaw and whether it awaits a reward, under this policy."""
+        self.candidate = trained_part(self.whole, policy)
         self.flaw = flaw_of(self.candidate, self.place, policy, channel)
         self.awaits = self.flaw is None and bool(missing(policy.required_rewards, self.candidate.rewards))
 

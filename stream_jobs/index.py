@@ -15,7 +15,7 @@ from schemas.events import Channel, Outcome, RewardSource, StepMarkKind, StepSta
 Entry = list[Any]
 """A change of the state: `[op, ...]`, JSON values."""
 Key = tuple[str, str]
-"""(run id, trajectory key)."""
+"""(run id, trajectory id): the id is the trajectory key, except in a bucket."""
 Source = Literal[0, 1]
 STEPS: Source = 0
 REWARDS: Source = 1
@@ -25,7 +25,10 @@ class StepEntry(NamedTuple):
     """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
 
     end_hash: of prompt and response, None without tokens. base: position, in log order, of the step whose prompt and response were the
-    longest prefix of this prompt when it came: the cache keeps only what is after it. reason: why it can't be trained. at: event time of `claw.steps` when it came.
+    longest prefix of this prompt when it came: the cache keeps only what is after it. reason: why it can't be trained. at: event time of
+    `claw.steps` when it came. reply: KiB of the reply. asked: hash of the prompt, without tokens of the request. idem: hash of the
+    idempotency key. leads: in a bucket, what a request that goes on from here will show. after: the step it goes on from, when that is
+    not its base. retried: the step that took its place; then it is never trained. tags: their names.
     """
 
     offset: int
@@ -39,6 +42,23 @@ class StepEntry(NamedTuple):
     reason: str | None
     oldest: str | None
     newest: str | None
+    reply: int = 0
+    asked: int | None = None
+    idem: int | None = None
+    leads: int | None = None
+    after: int | None = None
+    retried: int | None = None
+    tags: list[str] | None = None
+
+    @property
+    def end(self) -> int:
+        """Tokens of prompt and response."""
+        return self.prompt + self.response
+
+    @property
+    def choice(self) -> str:
+        """Which choice of its call it is."""
+        return self.tail.rpartition(".")[2]
 
 
 class RewardEntry(NamedTuple):
@@ -128,6 +148,7 @@ class ClosedStep(NamedTuple):
     reason: str | None
     oldest: str | None
     newest: str | None
+    tags: list[str] | None = None
 
 
 @dataclass(slots=True)
@@ -172,8 +193,8 @@ class Closed:
 class Waiting:
     """A reward, mark or completion whose target is not known yet.
 
-    tail: of the step it waits for; None: the trajectory. entry: of a reward or mark, the one that is applied when the target comes;
-    of a completion, [kind, reason, hash of its event id].
+    key: of the trajectory or of the bucket. tail: of the step it waits for; None: the trajectory. entry: of a reward or mark, the one
+    that is applied to the trajectory when the target comes; of a completion, [kind, reason, hash of its event id].
     """
 
     source: Source

@@ -11,7 +11,7 @@ from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import PolicyApplied, ReadyBatch, Refused
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.errors import BrokenStateLog, UnreadableStateLog
+from stream_jobs.errors import UnreadableStateLog
 from stream_jobs.state_log import StateLog, state_record
 
 
@@ -31,7 +31,7 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
             at = record.offset
             try:
                 log.read(at, state_record(decoder, record), len(record.value or b""))
-            except (UnreadableStateLog, BrokenStateLog) as e:
+            except UnreadableStateLog as e:
                 flaw = str(e)
                 break
         if flaw is not None:

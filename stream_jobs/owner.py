@@ -7,33 +7,34 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from runtime.kafka import BEGINNING, Ack, Cluster, Producer, Record, SourceTruncated
-from runtime.records import Decoder, dead_letter, now_micros, reason_of
+from runtime.records import Decoder, dead_letter, now_micros
 from runtime.telemetry import logger
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AssemblyMarker, SessionEvent, Step, StepMark, Tick
-from schemas.ids import stable_id
+from schemas.events import AssemblyMarker, StepMark, Tick
+from schemas.ids import key_of_trajectory, stable_id
 from schemas.topics import CANDIDATE_PARTITIONS, Topics
 from stream_jobs import assembly as op
 from stream_jobs import state_log
-from stream_jobs.assemble import Bad, Fold, Limits
-from stream_jobs.errors import BrokenStateLog, Overtaken
+from stream_jobs.assemble import Fold
+from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Open, Source
-from stream_jobs.payload import Kept, PayloadCache, metadata_of, payload_of
-from stream_jobs.provenance import provenance
+from stream_jobs.input_log import InputLog
+from stream_jobs.judge import Limits
+from stream_jobs.payload import Kept, PayloadCache
 from stream_jobs.state_log import StateLog, counts, state_record
-from stream_jobs.trajectory import assembled, candidate, offsets_of
+from stream_jobs.trajectory import assembled, candidate, payload_bytes, slices, starts_of
 
 PROCESS = "assemble"
-GAP = 5000
-"""Offsets: a range scan skips a longer gap. A new scan costs about 200 ms, as much as reading this many records."""
 COLD_AFTER_MS = 600_000
 """An older step is not put into the cache of a new owner, but read when its trajectory closes."""
 DELTA_AT_LEAST_EVERY_MS = 60_000
 """Ticks alone change nothing that must be kept; this bounds how many are read again."""
 CANDIDATE_TICK_S = 1.0
+SLICE_BYTES = 32 << 20
+"""Of payload in memory at once, when many trajectories close together. One trajectory is never cut."""
+SLICE_RECORDS = 500
+READ_LOG_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class Owner:
         self._shared = shared
         self._situation = situation
         self._encode = shared.decoder.codec.encode
+        inputs = (shared.topics.steps, shared.topics.rewards)
+        self._inputs = tuple(InputLog(shared.cluster, shared.decoder, topic, partition) for topic in inputs)
         self._cache = PayloadCache(shared.cache_bytes)
         self._log = StateLog()
         self._fold = Fold(self._log.state, shared.limits)
@@ -92,7 +95,7 @@ class Owner:
     async def take_over(self) -> None:
         """Become the owner: marker, state, payload, what was decided but not done.
 
-        Raises SourceTruncated, UnreadableStateLog, BrokenStateLog, Overtaken.
+        Raises SourceTruncated, UnreadableStateLog, Overtaken.
         """
         begun = time.monotonic()
         shared, ids = self._shared, self._situation.topic_ids
@@ -106,7 +109,7 @@ class Owner:
         self._fold = Fold(self._log.state, shared.limits)
         for source in (STEPS, REWARDS):
             await self._check_position(source)
-        await self._refill()
+        await asyncio.to_thread(self._refill)
         if entries := self._fold.seal():
             await self._append_delta(entries)
         again = len(self._log.state.pending.closings) + len(self._log.state.pending.revised)
@@ -119,9 +122,17 @@ class Owner:
 
     def _read_log(self) -> None:
         """The state log from its start to the own marker (blocking). Wherever it starts now: a fenced owner may just be trimming it."""
-        topic = self._shared.topics.assembly
-        for record in self._shared.cluster.read_range(topic, self.partition, BEGINNING, self._epoch):
-            self._log.read(record.offset, state_record(self._shared.decoder, record), len(record.value or b""))
+        topic, left = self._shared.topics.assembly, READ_LOG_TRIES
+        while left:
+            left -= 1
+            self._log = StateLog()
+            try:
+                for record in self._shared.cluster.read_range(topic, self.partition, BEGINNING, self._epoch):
+                    self._log.read(record.offset, state_record(self._shared.decoder, record), len(record.value or b""))
+                return
+            except SourceTruncated as e:
+                if isinstance(e, UnreadableStateLog) or not left:
+                    raise
 
     async def _check_position(self, source: Source) -> None:
         """A position is of one topic id: another id is a new position; the same id must still have it."""
@@ -142,20 +153,17 @@ class Owner:
                 f"{state.applied[source] + 1}; run clawstream doctor"
             )
 
-    async def _refill(self) -> None:
-        """Payload of the open trajectories, as far as it is not cold."""
+    def _refill(self) -> None:
+        """Payload of the open trajectories, as far as it is not cold (blocking)."""
         state, starts = self._log.state, dict[int, int]()
         since = state.time[STEPS] - COLD_AFTER_MS
-        for trajectory in (*state.opened.values(), *self._closings().values()):
-            for s in trajectory.steps:
-                if s.at >= since:
-                    base = trajectory.steps[s.base] if s.base is not None else None
-                    starts[s.offset] = base.prompt + base.response if base else 0
-            if trajectory.meta is not None and trajectory.opened_at >= since:
-                starts[trajectory.meta] = 0
-        for offset, record in (await self._read(STEPS, starts)).items():
-            if (kept := self._kept(record, starts[offset])) is not None:
-                self._cache.put(offset, kept)
+        for trajectory in state.opened.values():
+            cold = {s.offset for s in trajectory.steps if s.at < since}
+            if trajectory.meta is not None and trajectory.opened_at < since:
+                cold.add(trajectory.meta)
+            starts.update((o, start) for o, start in starts_of(trajectory).items() if o not in cold)
+        for offset, kept in self._inputs[STEPS].payload(starts):
+            self._cache.put(offset, kept)
 
     async def release(self) -> None:
         """Own it no more, after the batch in hand. What is done is noted, so that the next owner does not send it again."""
@@ -172,7 +180,9 @@ class Owner:
         for source, record in records:
             await self._refuse_disorder(source, record)
             self._batch[source, record.offset] = record
-            kept = self._fold.record(source, record.offset, record.timestamp_ms, record.key, self._decoded(record))
+            kept = self._fold.record(
+                source, record.offset, record.timestamp_ms, record.key, self._inputs[source].decoded(record)
+            )
             if kept is not None:
                 self._cache.put(record.offset, kept)
         entries = self._fold.seal()
@@ -184,25 +194,21 @@ class Owner:
         if self._log.bytes_since_snapshot > max(self._shared.snapshot_min_bytes, 4 * self._log.snapshot_bytes):
             await self._append_snapshot()
 
-    def _decoded(self, record: Record) -> Any:
-        try:
-            return self._shared.decoder.decode(record.value)
-        except (Undecodable, UnknownSchema) as e:
-            return Bad(reason_of(e), str(e))
-
     async def _refuse_disorder(self, source: Source, record: Record) -> None:
         """Never fold past an offset that was skipped on its way to us though it is there. (Control records leave holes, too.)
 
         One that comes again is of a topic that was made anew under us: it would fold to nothing.
         """
         if record.offset <= self._came[source]:
-            raise BrokenStateLog(
+            raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._came[source]}; restart"
             )
         self._came[source] = record.offset
         expected = self._log.state.applied[source] + 1
-        if record.offset > expected and await self._read(source, range(expected, record.offset)):
-            raise BrokenStateLog(
+        if record.offset > expected and await asyncio.to_thread(
+            lambda: any(self._inputs[source].records(range(expected, record.offset)))
+        ):
+            raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
             )
 
@@ -254,33 +260,43 @@ class Owner:
 
     async def _emit(self) -> None:
         """Send what is decided and not done; all of it is acknowledged when this returns."""
-        state = self._log.state
-        if not state.pending:
+        state, topics, send = self._log.state, self._shared.topics, self._shared.producer.send_soon
+        pending = state.pending
+        if not pending:
             return
-        payload = await self._payload()
-        pending, sent, acks = state.pending, list[list[asyncio.Future[Ack]]](), list[asyncio.Future[Ack]]()
-        topics, send = self._shared.topics, self._shared.producer.send_soon
         facts: list[Entry] = []
-        for key, trajectory in pending.closings.items():
-            done = assembled(key, trajectory, Closed.load(state.closed[key]), payload)
-            sent.append([send(topics.trajectories, key[1].encode(), self._encode(part)) for part in done.parts])
-            facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
-        for mark in pending.marks:
-            acks.append(send(topics.trajectories, mark.key[1].encode(), self._encode(_step_mark(mark))))
-        for key_bytes, value in await self._dead_letters(pending.burials):
-            acks.append(send(topics.dead_letters, key_bytes, value))
-        trajectories_id = self._situation.topic_ids[topics.trajectories]
-        for entry, futures in zip(facts, sent, strict=True):
-            places = await asyncio.gather(*futures)
-            entry.append([trajectories_id, places[0].partition, places[0].offset, places[-1].offset])
-            state.apply(entry)
+        for keys in slices({k: payload_bytes(t) for k, t in pending.closings.items()}, SLICE_BYTES):
+            facts += await self._send_closings(keys)
+        acks = [
+            send(topics.trajectories, key_of_trajectory(mark.key[1]).encode(), self._encode(_step_mark(mark)))
+            for mark in pending.marks
+        ]
         await asyncio.gather(*acks)
+        for first in range(0, len(pending.burials), SLICE_RECORDS):
+            letters = await self._dead_letters(pending.burials[first : first + SLICE_RECORDS])
+            await asyncio.gather(*(send(topics.dead_letters, key, value) for key, value in letters))
         await asyncio.gather(*(self._send_candidate(key) for key in pending.revised))
-        for trajectory in pending.closings.values():
-            for offset in offsets_of(trajectory):
-                self._cache.drop(offset)
         state.apply([op.DONE])
         self._carry = [[op.DONE], *facts]
+
+    async def _send_closings(self, keys: Sequence[Key]) -> list[Entry]:
+        """Send some of the trajectories that close; returns what became known of them by that."""
+        state, topic, send = self._log.state, self._shared.topics.trajectories, self._shared.producer.send_soon
+        closings = {k: state.pending.closings[k] for k in keys}
+        payload = await self._payload(closings)
+        sent: list[list[asyncio.Future[Ack]]] = []
+        facts: list[Entry] = []
+        for key, trajectory in closings.items():
+            done = assembled(key, trajectory, Closed.load(state.closed[key]), payload)
+            sent.append([send(topic, key_of_trajectory(key[1]).encode(), self._encode(part)) for part in done.parts])
+            facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
+        for entry, futures in zip(facts, sent, strict=True):
+            places = await asyncio.gather(*futures)
+            entry.append([self._situation.topic_ids[topic], places[0].partition, places[0].offset, places[-1].offset])
+            state.apply(entry)
+        for offset in {offset for t in closings.values() for offset in starts_of(t)}:
+            self._cache.drop(offset)
+        return facts
 
     def _send_candidate(self, key: Key) -> asyncio.Future[Ack]:
         closed = Closed.load(self._log.state.closed[key])
@@ -290,22 +306,15 @@ class Owner:
         value = self._encode(candidate(key, closed, self._shared.decoder.codec))
         return self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
 
-    def _closings(self) -> dict[Key, Open]:
-        """Decided closings that have a payload."""
+    async def _payload(self, closings: Mapping[Key, Open]) -> dict[int, Kept]:
+        """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
         state = self._log.state
-        return {k: t for k, t in state.pending.closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
-
-    async def _payload(self) -> dict[int, Kept]:
-        """Payload of all that closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
-        state = self._log.state
-        closings = self._closings()
-        found = {o: kept for t in closings.values() for o in offsets_of(t) if (kept := self._cache.get(o)) is not None}
-        missing = [o for t in closings.values() for o in offsets_of(t) if o not in found]
+        whole = {k: starts_of(t) for k, t in closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
+        found = {o: kept for starts in whole.values() for o in starts if (kept := self._cache.get(o)) is not None}
+        missing = {o: start for starts in whole.values() for o, start in starts.items() if o not in found}
         if missing:
-            for offset, record in (await self._read(STEPS, missing)).items():
-                if (kept := self._kept(record, 0)) is not None:
-                    found[offset] = kept
-        lost = [k for k, t in closings.items() if any(o not in found for o in offsets_of(t))]
+            found.update(await asyncio.to_thread(lambda: list(self._inputs[STEPS].payload(missing))))
+        lost = [k for k, starts in whole.items() if any(o not in found for o in starts)]
         if lost:
             logger().error("payload_lost", partition=self.partition, trajectories=len(lost))
             entries: list[Entry] = [[op.LOST, *k, "payload lost to retention"] for k in lost]
@@ -320,7 +329,8 @@ class Owner:
         records = dict(self._batch)
         for source in (STEPS, REWARDS):
             missing = [b.offset for b in burials if b.source == source and (source, b.offset) not in records]
-            records.update({(source, o): r for o, r in (await self._read(source, missing)).items()})
+            again = self._inputs[source].records(sorted(set(missing)))
+            records.update({(source, r.offset): r for r in await asyncio.to_thread(list, again)})
         for burial in burials:
             topic = self._shared.input(burial.source)
             record = records.get((burial.source, burial.offset))
@@ -344,46 +354,10 @@ class Owner:
         topic, send = self._shared.topics.candidates, self._shared.producer.send_soon
         await asyncio.gather(*(send(topic, None, value, partition=p) for p in range(CANDIDATE_PARTITIONS)))
 
-    # -- reading the inputs again
-
-    def _kept(self, record: Record, start: int) -> Kept | None:
-        event = self._decoded(record)
-        if isinstance(event, Step):
-            return payload_of(event, provenance(event), start)
-        return metadata_of(event) if isinstance(event, SessionEvent) else None
-
-    async def _read(self, source: Source, offsets: Iterable[int]) -> dict[int, Record]:
-        """The records at `offsets` that are still there, by range scans that skip long gaps."""
-        wanted = sorted(set(offsets))
-        if not wanted:
-            return {}
-        return await asyncio.to_thread(
-            read_offsets, self._shared.cluster, self._shared.input(source), self.partition, wanted
-        )
-
-
-def read_offsets(cluster: Cluster, topic: str, partition: int, wanted: Sequence[int]) -> dict[int, Record]:
-    """Records at the sorted offsets, without those that retention has removed (blocking)."""
-    low, high = cluster.watermarks(topic, [partition])[partition]
-    runs: list[list[int]] = []
-    for offset in wanted:
-        if not low <= offset < high:
-            continue
-        if not runs or offset - runs[-1][-1] > GAP:
-            runs.append([])
-        runs[-1].append(offset)
-    out = {}
-    for run in runs:
-        offsets = set(run)
-        for record in cluster.read_range(topic, partition, run[0], run[-1]):
-            if record.offset in offsets:
-                out[record.offset] = record
-    return out
-
 
 def _step_mark(mark: Mark) -> StepMark:
     run, key = mark.key
     return StepMark(
-        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key, trajectory_id=key,
-        step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
+        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
+        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
     )  # fmt: skip

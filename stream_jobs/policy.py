@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from schemas.events import AdmissionPolicy
+from schemas.events import AdmissionPolicy, Candidate
 from schemas.settings import Settings
 
 
@@ -35,6 +35,24 @@ def policy_of(settings: Settings, version: int, created_at: int) -> AdmissionPol
         untrained_tags=p.untrained_tags,
         created_at=created_at,
     )
+
+
+def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
+    """The candidate as the policy has it trained: steps with an untrained tag are not. Its sync indexes stay those of all its steps."""
+    left_out = frozenset(policy.untrained_tags)
+    if not any(s.trainable and not left_out.isdisjoint(s.tags) for s in candidate.steps):
+        return candidate
+    steps = tuple(
+        s if left_out.isdisjoint(s.tags) or not s.trainable else dataclasses.replace(
+            s, trainable=False, reason=f"tagged {min(left_out.intersection(s.tags))}"
+        )
+        for s in candidate.steps
+    )  # fmt: skip
+    left = sum(s.response_tokens for s in steps if s.trainable)
+    if any(s.trainable for s in steps):
+        return dataclasses.replace(candidate, steps=steps, trainable_tokens=left)
+    reason = candidate.reason or "no trainable step"
+    return dataclasses.replace(candidate, steps=steps, trainable_tokens=left, trainable=False, reason=reason)
 
 
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:

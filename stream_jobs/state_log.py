@@ -18,7 +18,7 @@ from runtime.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs.assembly import Assembly
-from stream_jobs.errors import BrokenStateLog, UnreadableStateLog
+from stream_jobs.errors import UnreadableStateLog
 from stream_jobs.index import Entry
 
 PIECE_BYTES = 900_000
@@ -42,7 +42,7 @@ class StateLog:
         self._pieces: list[AssemblySnapshot] = []
 
     def read(self, offset: int, record: object, size: int) -> None:
-        """Take the next record. size: its bytes. Raises BrokenStateLog when a delta is missing."""
+        """Take the next record. size: its bytes. Raises UnreadableStateLog when a delta is missing."""
         if not counts(offset, record, self._epoch):
             return
         match record:
@@ -62,7 +62,7 @@ class StateLog:
         if (
             delta.seq != self.seq + 1
         ):  # the log is trimmed up to a complete snapshot, so its first delta is 1 or follows one
-            raise BrokenStateLog(
+            raise UnreadableStateLog(
                 f"state log, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
             )
         self.known = True

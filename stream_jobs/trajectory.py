@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from schemas.codec import Codec
 from schemas.events import Candidate, CandidateStep, RewardValue, Segment, Trajectory, TrajectoryStep
-from schemas.ids import parse_version
+from schemas.ids import key_of_trajectory, parse_version
 from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
 from stream_jobs.index import Closed, Key, Marks, Open, StepEntry
-from stream_jobs.payload import Kept, Payload
+from stream_jobs.payload import Kept, Payload, start_of
 from stream_jobs.tree import WIDTH, Sampled, build
 
 T = TypeVar("T")
@@ -32,19 +32,46 @@ class Assembled:
     prompt_tokens: int
 
 
-def offsets_of(trajectory: Open) -> list[int]:
-    """Offsets on `claw.steps` whose payload the trajectory needs."""
-    return [s.offset for s in trajectory.steps] + ([trajectory.meta] if trajectory.meta is not None else [])
+def starts_of(trajectory: Open) -> dict[int, int]:
+    """Offsets on `claw.steps` whose payload the trajectory needs, each with the `start` of `payload_of`."""
+    starts = {s.offset: start_of(s, trajectory.steps) for s in trajectory.steps}
+    return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
+
+
+def payload_bytes(trajectory: Open) -> int:
+    """About how many bytes its payload has; metadata left out."""
+    steps = trajectory.steps
+    return sum(WIDTH * (s.prompt - start_of(s, steps) + 2 * s.response) + (s.reply << 10) + _ITEM_BYTES for s in steps)
+
+
+def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
+    """The keys in order, in runs of at most `limit` bytes; one that is larger is alone."""
+    run, used = list[Key](), 0
+    for key, size in sizes.items():
+        if run and used + size > limit:
+            yield run
+            run, used = [], 0
+        run.append(key)
+        used += size
+    if run:
+        yield run
 
 
 def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, Kept]) -> Assembled:
-    """The records of a trajectory. payload: by offset, all of `offsets_of`; not looked at when the outcome is `lost`."""
+    """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
     kept = [None] * len(trajectory.steps) if closed.outcome == "lost" else _payloads(trajectory, payload)
-    tree = build(_sampled(trajectory.steps, kept))
+    name = key_of_trajectory(key[1])
+    # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
+    tree = build(
+        [
+            t if s.retried is None else None
+            for s, t in zip(trajectory.steps, _sampled(trajectory.steps, kept), strict=True)
+        ]
+    )
     steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
     for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
         steps[node.index] = TrajectoryStep(
-            step_id=f"{key[1]}~{entry.tail}",
+            step_id=f"{name}~{entry.tail}",
             index=node.index,
             parent=node.parent,
             segment=node.segment,
@@ -59,13 +86,14 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
             trainable=entry.reason is None and what is not None,
             untrainable_reason=entry.reason if what else "payload lost to retention",
             tags=what.tags if what else (),
+            marks=("retried",) if entry.retried is not None else (),
             offset=entry.offset,
         )
     done = tuple(s for s in steps if s is not None)
     metadata = payload.get(trajectory.meta) if trajectory.meta is not None and closed.outcome != "lost" else None
     whole = Trajectory(
         run_id=key[0],
-        trajectory_key=key[1],
+        trajectory_key=name,
         trajectory_id=key[1],
         group_id=trajectory.group_id or key[1],
         group_size=trajectory.group_size,
@@ -81,7 +109,7 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
         segments=tree.segments,
         steps=done,
     )
-    order = tuple(s.step_id[len(key[1]) + 1 :] for s in done)
+    order = tuple(s.step_id[len(name) + 1 :] for s in done)
     return Assembled(tuple(in_parts(whole)), order, tree.environment_tokens)
 
 
@@ -108,13 +136,14 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
 def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     """What admission has to know, at the revision that `closed` has come to. At most 64 KiB when encoded."""
     whole = closed.folded.marks.get("", Marks())
+    name = key_of_trajectory(key[1])
     steps = []
     for index, s in enumerate(closed.steps):
         marks = closed.folded.marks.get(s.tail, Marks())
         reason = s.reason or ("curation" if marks.trainable is False else None)
         steps.append(CandidateStep(
-            step_id=f"{key[1]}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
-            quality=marks.quality,
+            step_id=f"{name}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
+            quality=marks.quality, tags=tuple(s.tags or ()),
         ))  # fmt: skip
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
     synced = [v.sync_index for s in trained for v in map(parse_version, filter(None, (s.oldest, s.newest))) if v]
@@ -122,7 +151,7 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     record = Candidate(
         run_id=key[0],
         channel=closed.channel,
-        trajectory_key=key[1],
+        trajectory_key=name,
         trajectory_id=key[1],
         group_id=closed.group_id or key[1],
         group_size=closed.group_size,
@@ -147,7 +176,7 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
 
 def _small(record: Candidate, codec: Codec) -> Candidate:
     """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
-    strings = sum(len(s.reason or "") for s in record.steps) + sum(map(len, record.tags))
+    strings = sum(len(s.reason or "") + sum(map(len, s.tags)) for s in record.steps) + sum(map(len, record.tags))
     strings += sum(len(r.name) + len(r.function_version) + len(r.reason or "") for r in record.rewards)
     ids = (len(record.steps) + len(record.rewards) + 4) * (len(record.trajectory_id) + len(record.group_id) + 100)
     if 4 * (strings + ids) <= MAX_CANDIDATE_BYTES:  # UTF-8 has at most 4 bytes a character
@@ -174,7 +203,7 @@ def _rewards(key: Key, closed: Closed) -> tuple[RewardValue, ...]:
     values = (
         RewardValue(
             source=r.source, name=r.name, function_version=r.version, value=r.value, reason=r.reason, reward_revision=r.revision,
-            step_id=f"{key[1]}~{r.tail}" if r.tail is not None else None,
+            step_id=f"{key_of_trajectory(key[1])}~{r.tail}" if r.tail is not None else None,
         )
         for r in closed.folded.rewards.values()
     )  # fmt: skip

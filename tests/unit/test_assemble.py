@@ -27,9 +27,11 @@ from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
 from stream_jobs import state_log
-from stream_jobs.assemble import Bad, Fold, Limits
+from stream_jobs.assemble import Fold
+from stream_jobs.errors import UnreadableStateLog
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Mark, Source
+from stream_jobs.judge import Bad, Limits
 from stream_jobs.payload import Kept
 from stream_jobs.state_log import StateLog
 from stream_jobs.trajectory import assembled, candidate
@@ -357,9 +359,9 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     log.read(9, delta(5, 2, "zombie"), 1)
     log.read(10, delta(8, 2, "b"), 1)
     assert [k[1] for k in log.state.opened] == ["a", "b"]
-    with pytest.raises(state_log.BrokenStateLog, match="delta 4 follows 2"):
+    with pytest.raises(UnreadableStateLog, match="delta 4 follows 2"):
         log.read(11, delta(8, 4, "d"), 1)
-    with pytest.raises(state_log.BrokenStateLog, match="delta 2 follows 0"):
+    with pytest.raises(UnreadableStateLog, match="delta 2 follows 0"):
         StateLog().read(2, delta(1, 2, "its beginning is gone"), 1)
 
 

@@ -1,0 +1,141 @@
+"""Anonymous buckets: calls that name no trajectory, and which trajectory of their bucket each belongs to. Pure.
+
+A bucket is a trajectory key that all conversations share which begin with the same words of the same client: a thousand rollouts of
+one task, side by side. A step goes, by the first rule that finds something,
+
+1. to the trajectory that has its call already: another choice of it, or the record once more;
+2. to that of the step whose retry it is: same idempotency key, or the identical prompt after a step that ended badly;
+3. if the model has not said anything in its conversation yet: to a new trajectory. So rollouts of one prompt are never merged;
+4. to that of the step whose reply is the model's last turn in its request (`turns.link`);
+5. to that of the step whose prompt and response are the longest beginning of its prompt, token for token;
+6. to a new trajectory.
+
+Where several steps fit (replies that are equal, word for word) the one counts whose tokens are the longest beginning of the prompt, then
+one that nobody has gone on from, then the first on the log. Only open trajectories are looked at, except by rule 1. Whatever is
+chosen, nothing is lost: a step in the wrong trajectory is a branch of its tree, counted as drift.
+
+The index is derived from the steps and not stored: a new owner makes the same one from the state log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schemas.events import Step
+from stream_jobs.index import StepEntry
+from stream_jobs.prefix import ends_in, hash_of
+from stream_jobs.retries import ended_badly, idempotency_hash, request_hash
+from stream_jobs.turns import link, reply_of, turns_of
+
+Place = tuple[str, int]
+"""Trajectory id and position of a step in it."""
+StepsOf = Callable[[str], Sequence[StepEntry]]
+
+
+def call_of(tail: str) -> str:
+    """The call of a step, from the part of its id behind the trajectory key."""
+    return tail.partition(".")[0]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. evidence: places by what leads to them."""
+
+    calls: dict[str, str] = field(default_factory=dict)
+    opened: dict[str, None] = field(default_factory=dict)
+    evidence: dict[int, list[Place]] = field(default_factory=dict)
+    failed: int = 0
+
+    def add(self, trajectory: str, at: int, step: StepEntry) -> None:
+        """A step of an open trajectory."""
+        self.calls[call_of(step.tail)] = trajectory
+        self.opened[trajectory] = None
+        self.failed += ended_badly(step)
+        for number in _evidence(step):
+            self.evidence.setdefault(number, []).append((trajectory, at))
+
+    def close(self, trajectory: str, steps: Sequence[StepEntry]) -> None:
+        """Nothing goes on there any more."""
+        self.opened.pop(trajectory, None)
+        for at, step in enumerate(steps):
+            self.failed -= ended_badly(step)
+            for number in _evidence(step):
+                self.evidence[number].remove((trajectory, at))
+                if not self.evidence[number]:
+                    del self.evidence[number]
+
+    def forget(self, tails: Iterable[str]) -> None:
+        """Steps of a closed trajectory that is remembered no more."""
+        for tail in tails:
+            self.calls.pop(call_of(tail), None)
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.opened)
+
+
+class Choice(NamedTuple):
+    """Where a step belongs. trajectory None: it begins one. after: position of the step it goes on from. leads: as in `StepEntry`."""
+
+    trajectory: str | None
+    after: int | None
+    leads: int | None
+
+
+def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
+    """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
+    turns, reply = turns_of(step.request_json), reply_of(step.response_json)
+    leads = link([*(turns or ()), reply]) if reply is not None and (turns is not None or reply.call) else None
+    if (known := bucket.calls.get(call_of(tail))) is not None:
+        return Choice(known, None, leads)
+    if (retried := _asked_before(bucket, steps_of, step)) is not None:
+        return Choice(retried, None, leads)
+    if turns == []:
+        return Choice(None, None, leads)
+    shown = link(turns or ())
+    places = bucket.evidence.get(shown, ()) if shown is not None else ()
+    found = _best(places, steps_of, step.prompt_token_ids, False)
+    if found is None and step.prompt_token_ids is not None:
+        everywhere = [(t, i) for t in bucket.opened for i in range(len(steps_of(t)))]
+        found = _best(everywhere, steps_of, step.prompt_token_ids, True)
+    return Choice(found[0], found[1], leads) if found is not None else Choice(None, None, leads)
+
+
+def _evidence(step: StepEntry) -> list[int]:
+    numbers = [step.leads, step.idem, step.asked if ended_badly(step) else None]
+    return [n for n in numbers if n is not None]
+
+
+def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
+    """The trajectory of the step whose retry this is."""
+    by_key = idempotency_hash(step)
+    if by_key is not None and by_key in bucket.evidence:
+        return bucket.evidence[by_key][0][0]
+    if not bucket.failed:
+        return None
+    asked = [request_hash(step)]
+    if step.prompt_token_ids is not None and step.response_token_ids is not None:
+        asked.insert(0, hash_of(step.prompt_token_ids))
+    places = [
+        (t, i) for number in asked for t, i in bucket.evidence.get(number, ())
+        if ended_badly(steps_of(t)[i]) and steps_of(t)[i].retried is None and steps_of(t)[i].asked == number
+    ]  # fmt: skip
+    return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0] if places else None
+
+
+def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None, by_tokens: bool) -> Place | None:
+    """Of several steps the one that a request goes on from. by_tokens: only one that its prompt begins with."""
+    if len(places) <= 1 and not by_tokens:
+        return places[0] if places else None
+    begins = ends_in(prompt, (steps_of(t)[i] for t, i in places))
+    if by_tokens:
+        places = [(t, i) for t, i in places if steps_of(t)[i].offset in begins]
+
+    def rank(place: Place) -> tuple[int, bool, bool, int]:
+        steps, at = steps_of(place[0]), place[1]
+        continued = any(s.base == at or s.after == at for s in steps[at + 1 :])
+        length = steps[at].end if steps[at].offset in begins else 0
+        return -length, steps[at].retried is not None, continued, steps[at].offset
+
+    return min(places, key=rank, default=None)

@@ -1,0 +1,73 @@
+"""Reading one partition of the inputs again: payload that is not in memory any more, records that are to be buried. Blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.kafka import Cluster, Record, SourceTruncated
+from runtime.records import Decoder, reason_of
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import SessionEvent, Step
+from stream_jobs.judge import Bad
+from stream_jobs.payload import Kept, metadata_of, payload_of
+from stream_jobs.provenance import provenance
+
+GAP = 5000
+"""Offsets: a range scan skips a longer gap. A new scan costs about 200 ms, as much as reading this many records."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputLog:
+    """One partition of one input."""
+
+    cluster: Cluster
+    decoder: Decoder
+    topic: str
+    partition: int
+
+    def decoded(self, record: Record) -> Any:
+        """What a record says, or Bad."""
+        try:
+            return self.decoder.decode(record.value)
+        except (Undecodable, UnknownSchema) as e:
+            return Bad(reason_of(e), str(e))
+
+    def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, Kept]]:
+        """Payload by offset, as far as it is still there, one record in memory at a time. starts: offset to `start` of `payload_of`."""
+        for record in self.records(sorted(starts)):
+            event = self.decoded(record)
+            if isinstance(event, Step):
+                yield record.offset, payload_of(event, provenance(event), starts[record.offset])
+            elif isinstance(event, SessionEvent):
+                yield record.offset, metadata_of(event)
+
+    def records(self, wanted: Sequence[int]) -> Iterator[Record]:
+        """Records at the sorted offsets, without those that retention has removed, also while they are read."""
+        last = -1
+        while wanted:
+            low, high = self.cluster.watermarks(self.topic, [self.partition])[self.partition]
+            wanted = [offset for offset in wanted if low <= offset < high and offset > last]
+            try:
+                for run in _runs(wanted):
+                    offsets = set(run)
+                    for record in self.cluster.read_range(self.topic, self.partition, run[0], run[-1]):
+                        last = record.offset
+                        if last in offsets:
+                            yield record
+                return
+            except SourceTruncated:
+                now = self.cluster.watermarks(self.topic, [self.partition])[self.partition][0]
+                if now <= low:
+                    raise
+
+
+def _runs(wanted: Sequence[int]) -> list[list[int]]:
+    """Cut where the gap is long."""
+    runs: list[list[int]] = []
+    for offset in wanted:
+        if not runs or offset - runs[-1][-1] > GAP:
+            runs.append([])
+        runs[-1].append(offset)
+    return runs

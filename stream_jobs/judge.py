@@ -1,0 +1,318 @@
+"""What one record of `claw.steps` or `claw.rewards` changes: entries of the state log, or a refusal. Pure; nothing is changed here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.events import Curation, Reward, SessionEvent, Step
+from schemas.ids import bucket_trajectory_id, check_group_id, check_run_id, check_trajectory_key, is_bucket, key_of_step
+from schemas.topics import MAX_MESSAGE_BYTES
+from stream_jobs import assembly as op
+from stream_jobs.assembly import Assembly
+from stream_jobs.bucket import Bucket, call_of, choose
+from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Folded, Key, Open, RewardEntry, Source, StepEntry
+from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
+from stream_jobs.prefix import hash_of, measure
+from stream_jobs.provenance import REASON_CHARS, provenance
+from stream_jobs.retries import Retry, idempotency_hash, mended, request_hash, retry_of
+from stream_jobs.tree import WIDTH
+
+NAME_CHARS = 200
+TAGS_MAX = 50
+PAYLOAD_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+"""A step's payload and a trajectory's metadata go into records of their own, which must fit into Kafka as well."""
+TOPIC_WORD = ("claw.steps", "claw.rewards")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition."""
+
+    trajectory_timeout: int
+    closed_horizon: int
+    orphan_after: int
+    closed_max: int
+    bucket_inactivity: int = 300_000
+    waiting_max: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that could not be decoded. reason, detail: as in a dead letter."""
+
+    reason: str
+    detail: str
+
+
+class Refusal(Exception):
+    """The record can't be folded: it becomes a dead letter with this reason."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Judge:
+    """Looks at records, one after the other, against a state that others change."""
+
+    def __init__(self, state: Assembly, limits: Limits) -> None:
+        self.state = state
+        self.limits = limits
+
+    def changes(self, source: Source, offset: int, key: bytes | None, event: Any) -> tuple[list[Entry], Kept | None]:
+        """What a record changes, and the payload to keep. Raises Refusal, InvalidId or ValueError when it can't be folded."""
+        if isinstance(event, Bad):
+            raise Refusal(event.reason, event.detail)
+        belongs = isinstance(event, Step | SessionEvent) if source == STEPS else isinstance(event, Reward | Curation)
+        if not belongs:
+            raise Refusal("invalid", f"a {type(event).__name__} does not belong on {TOPIC_WORD[source]}")
+        run, name = check_run_id(event.run_id), check_trajectory_key(event.trajectory_key)
+        if key != name.encode():
+            raise Refusal("invalid", f"Kafka key {key!r:.250} is not the trajectory key {name!r}")
+        if event.step_id is not None and key_of_step(event.step_id) != name:
+            raise Refusal("invalid", f"step id {event.step_id!r:.250} is not of trajectory key {name!r}")
+        match event:
+            case Step():
+                return self._step(offset, (run, name), event)
+            case SessionEvent():
+                return self._session(offset, (run, name), event)
+            case Reward():
+                return self._reward(offset, (run, name), event), None
+            case Curation():
+                return self._curation(offset, (run, name), event), None
+            case _:
+                raise TypeError(type(event))
+
+    # -- targets
+
+    def target(self, key: Key, tail: str | None) -> Key | None:
+        """The trajectory that is meant, None when it is not known. key: its own, or of a bucket; then `tail` is of a step of it."""
+        if not is_bucket(key[1]):
+            return key if key in self.state.opened or key in self.state.closed else None
+        bucket = self.state.buckets.get(key)
+        trajectory = bucket.calls.get(call_of(tail)) if bucket is not None and tail is not None else None
+        return (key[0], trajectory) if trajectory is not None else None
+
+    def appeared(self, key: Key, tail: str | None, at: int) -> int | None:
+        """When the target came, on the clock of `claw.steps`; None: not known at time `at` of `claw.rewards`."""
+        found = self.target(key, tail)
+        if found is None:
+            return None
+        target: Open | Closed | None = self.state.opened.get(found)
+        if target is None:
+            target = Closed.load(self.state.closed[found])
+            if at > target.closed_at + self.limits.closed_horizon:
+                return None
+        if tail is None:
+            return target.opened_at
+        return next((s.at for s in target.steps if s.tail == tail), None)
+
+    def matters(self, entry: Entry) -> bool:
+        """Whether a reward or mark changes anything."""
+        key: Key = (entry[1], entry[2])
+        trajectory = self.state.opened.get(key)
+        folded: Folded = trajectory.folded if trajectory is not None else Closed.load(self.state.closed[key]).folded
+        if entry[0] == op.REWARD:
+            return folded.beats(RewardEntry(*entry[3]))
+        return entry[3] not in folded.seen
+
+    def give_up(self, source: Source, offset: int, why: str) -> list[Entry]:
+        """End a wait: a completion closes what is there by now; anything else is buried."""
+        waiting = self.state.waiting[source][offset]
+        ends: Entry = [op.WAITS_NO_MORE, source, offset]
+        found = self.target(waiting.key, waiting.tail)
+        if source == STEPS and found is not None:
+            closes: Entry = [op.CLOSED, *found, *waiting.entry[:2], self.state.time[STEPS]]
+            return [ends, closes] if found in self.state.opened else [ends]
+        detail = f"no {'step' if waiting.tail else 'trajectory'} {_name(waiting.key, waiting.tail)}: {why}"
+        return [ends, [op.BURIED, source, offset, "unknown_target", detail]]
+
+    def _make_room(self, source: Source) -> list[Entry]:
+        """Before one more waits: the oldest gives up when there are too many."""
+        side = self.state.waiting[source]
+        if len(side) < self.limits.waiting_max:
+            return []
+        return self.give_up(source, next(iter(side)), f"more than {self.limits.waiting_max} wait in this partition")
+
+    # -- steps and session events
+
+    def _step(self, offset: int, name: Key, step: Step) -> tuple[list[Entry], Kept | None]:
+        tail = step.step_id[len(name[1]) + 1 :]
+        _check_sizes(step, tail)
+        key, after, leads = self._place(name, tail, step)
+        if key in self.state.closed:
+            return self._late(offset, key, step, tail), None
+        trajectory = self.state.opened.get(key)
+        if trajectory is not None and any(s.tail == tail for s in trajectory.steps):
+            return [], None
+        now = self.state.time[STEPS]
+        origin = provenance(step)
+        steps = trajectory.steps if trajectory else []
+        measured = measure(steps, step)
+        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train"]]
+        if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
+            entries.append([op.ATTRIBUTES, *key, now, {"group_id": check_group_id(step.group_id)}])
+        entry = StepEntry(
+            offset, now, tail, len(step.prompt_token_ids or b"") // WIDTH, len(step.response_token_ids or b"") // WIDTH,
+            measured.base, measured.end_hash, step.status, origin.reason, origin.oldest, origin.newest,
+            reply=len(step.response_json) >> 10,
+            asked=measured.asked if measured.asked is not None else request_hash(step),
+            idem=idempotency_hash(step),
+            leads=leads,
+            after=after if after != measured.base else None,
+            tags=[t.name for t in step.tags] or None,
+        )  # fmt: skip
+        entries.append([op.STEP, *key, list(entry)])
+        entries += [[op.RETRIED, *key, *retry] for retry in _retries([*steps, entry], step)]
+        return entries, payload_of(step, origin, start_of(entry, steps))
+
+    def _place(self, name: Key, tail: str, step: Step) -> tuple[Key, int | None, int | None]:
+        """The trajectory that a step belongs to, the position of the step it goes on from, and its link."""
+        if not is_bucket(name[1]):
+            return name, None, None
+        run = name[0]
+        bucket = self.state.buckets.get(name) or Bucket()
+        choice = choose(bucket, lambda t: self.state.opened[run, t].steps, tail, step)
+        trajectory = choice.trajectory or bucket_trajectory_id(name[1], call_of(tail))
+        return (run, trajectory), choice.after, choice.leads
+
+    def _late(self, offset: int, key: Key, step: Step, tail: str) -> list[Entry]:
+        closed = Closed.load(self.state.closed[key])
+        hashed = hash_of(tail.encode())
+        if hashed in closed.late or any(s.tail == tail for s in closed.steps):
+            return []
+        evidence = f"closed as {closed.outcome} at {closed.closed_at}"
+        return [[op.MARKED, *key, step.step_id, "late", evidence, offset, hashed]]
+
+    def _session(self, offset: int, name: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
+        if len(event.metadata_json or b"") > PAYLOAD_BYTES:
+            raise Refusal("invalid", f"metadata has more than {PAYLOAD_BYTES} bytes")
+        if is_bucket(name[1]) and (event.kind == "opened" or event.step_id is None):
+            raise Refusal("invalid", f"{name[1]} is a bucket: only a completion that names a step has a target there")
+        if event.kind == "opened":
+            return self._opened(offset, name, event)
+        return self._ended(offset, name, event), None
+
+    def _opened(self, offset: int, key: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
+        if key in self.state.closed:
+            return [], None
+        now, trajectory = self.state.time[STEPS], self.state.opened.get(key)
+        said = {
+            "group_id": check_group_id(event.group_id) if event.group_id is not None else None,
+            "group_size": event.group_size,
+            "round": event.round,
+            "meta": offset if event.metadata_json is not None else None,
+        }
+        new = {n: v for n, v in said.items() if v is not None and getattr(trajectory, n, None) is None}
+        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, event.channel or "train"]]
+        if new:
+            entries.append([op.ATTRIBUTES, *key, now, new])
+        return entries, metadata_of(event) if "meta" in new else None
+
+    def _ended(self, offset: int, name: Key, event: SessionEvent) -> list[Entry]:
+        now, reason = self.state.time[STEPS], event.reason[:REASON_CHARS] if event.reason else None
+        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None and is_bucket(name[1]) else None
+        found = self.target(name, tail)
+        if found in self.state.closed:
+            return []
+        event_hash = hash_of(event.event_id.encode())
+        waiting = self.state.waiting_for.get(name, ())
+        if any(s == STEPS and self.state.waiting[s][o].entry[2] == event_hash for s, o in waiting):
+            return []
+        if found is None:
+            return [
+                *self._make_room(STEPS),
+                [op.WAITS, STEPS, offset, now, *name, tail, [event.kind, reason, event_hash]],
+            ]
+        return [[op.CLOSED, *found, event.kind, reason, now]]
+
+    # -- rewards and curation
+
+    def _reward(self, offset: int, name: Key, reward: Reward) -> list[Entry]:
+        if len(reward.name) > NAME_CHARS or len(reward.function_version) > NAME_CHARS:
+            raise Refusal("invalid", f"name and function_version have at most {NAME_CHARS} characters")
+        if reward.value is not None and not math.isfinite(reward.value):
+            raise Refusal("invalid", f"value {reward.value} is not finite; no reward is null, with a reason")
+        tail = _step_meant(name, reward)
+        reason = reward.reason[:REASON_CHARS] if reward.reason else None
+        entry = RewardEntry(
+            reward.source, reward.name, reward.function_version, tail, reward.value, reason, reward.reward_revision
+        )
+        return self._aim(offset, name, reward, op.REWARD, [list(entry)])
+
+    def _curation(self, offset: int, name: Key, mark: Curation) -> list[Entry]:
+        if mark.quality is not None and not 0 <= mark.quality <= 1:
+            raise Refusal("invalid", f"quality {mark.quality} is not in [0, 1]")
+        if len(mark.tags or ()) > TAGS_MAX or any(len(tag) > NAME_CHARS for tag in mark.tags or ()):
+            raise Refusal("invalid", f"there are at most {TAGS_MAX} tags of at most {NAME_CHARS} characters")
+        said = {
+            "quality": mark.quality,
+            "trainable": mark.trainable,
+            "tags": list(mark.tags) if mark.tags else mark.tags,
+        }
+        fields = {n: v for n, v in said.items() if v is not None}
+        if not fields:
+            return []
+        what = [hash_of(mark.event_id.encode()), _step_meant(name, mark) or "", fields]
+        return self._aim(offset, name, mark, op.CURATED, what)
+
+    def _aim(self, offset: int, name: Key, event: Reward | Curation, kind: str, what: list[Any]) -> list[Entry]:
+        """Apply to a known target, wait for one that may come, or bury."""
+        key = _trajectory_meant(name, event)
+        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None
+        at = self.state.time[REWARDS]
+        since = self.appeared(key, tail, at)
+        if since is not None and since <= at + self.limits.orphan_after:
+            entry: Entry = [kind, *(self.target(key, tail) or key), *what]
+            return [entry] if self.matters(entry) else []
+        if since is None and self.state.time[STEPS] <= at + self.limits.orphan_after:
+            return [*self._make_room(REWARDS), [op.WAITS, REWARDS, offset, at, *key, tail, [kind, *key, *what]]]
+        detail = f"no {'step' if tail else 'trajectory'} {_name(key, tail)} in time"
+        return [[op.BURIED, REWARDS, offset, "unknown_target", detail]]
+
+
+def _retries(steps: Sequence[StepEntry], step: Step) -> list[Retry]:
+    """What the last step says of retries: it is one itself, or it goes on from one that was taken for one."""
+    entry, new = steps[-1], len(steps) - 1
+    found = [retry_of(steps, new, step)]
+    found += [mended(steps[:new], at) for at in (entry.base, entry.after) if at is not None]
+    return [retry for retry in found if retry is not None][:1]
+
+
+def _step_meant(name: Key, event: Reward | Curation) -> str | None:
+    """Tail of the step that a reward or mark is about. With the bucket as its trajectory the step only says which trajectory."""
+    if event.step_id is None or (is_bucket(name[1]) and event.trajectory_id == name[1]):
+        return None
+    return event.step_id[len(name[1]) + 1 :]
+
+
+def _trajectory_meant(name: Key, event: Reward | Curation) -> Key:
+    """The trajectory as far as the record says it: in a bucket, by its id; else the bucket, and the step says which. Raises Refusal."""
+    given = event.trajectory_id
+    if given is None or given == name[1]:
+        if is_bucket(name[1]) and event.step_id is None:
+            raise Refusal("invalid", f"{name[1]} is a bucket: the trajectory must be named, or a step of it")
+        return name
+    if not (is_bucket(name[1]) and given.startswith(f"{name[1]}~")):
+        raise Refusal("invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}")
+    return name[0], given
+
+
+def _check_sizes(step: Step, tail: str) -> None:
+    """What would make a record of ours too large, now or together with others. Raises Refusal."""
+    names = (tail, step.finish_reason, step.version_first, step.version_last, *(s.version for s in step.versions))
+    if any(len(name) > NAME_CHARS for name in (*names, *(t.name for t in step.tags)) if name is not None):
+        raise Refusal("invalid", f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters")
+    if len(step.tags) > TAGS_MAX:
+        raise Refusal("invalid", f"a step has at most {TAGS_MAX} tags")
+    packed = (step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.response_json)
+    tags = sum(len(t.evidence) for t in step.tags)
+    if sum(len(part) for part in packed if part is not None) + 4 * tags > PAYLOAD_BYTES:
+        raise Refusal("invalid", f"tokens, reply and tags have more than {PAYLOAD_BYTES} bytes")
+
+
+def _name(key: Key, tail: str | None) -> str:
+    return f"{key[1]}~{tail} of run {key[0]}" if tail else f"{key[1]} of run {key[0]}"

@@ -1,0 +1,73 @@
+"""Which earlier step a prompt goes on from, by its tokens: hashes of its beginnings against the recorded ends of steps. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from schemas.events import Step
+from stream_jobs.index import StepEntry
+from stream_jobs.tree import WIDTH
+
+
+class Measure(NamedTuple):
+    """A step against those before it. base, end_hash: as in `StepEntry`. asked: hash of the whole prompt. None: no tokens."""
+
+    base: int | None
+    asked: int | None
+    end_hash: int | None
+
+
+def measure(steps: Sequence[StepEntry], step: Step) -> Measure:
+    """Where a step goes on from, of those of its trajectory. Reads the prompt once."""
+    prompt, response = step.prompt_token_ids, step.response_token_ids
+    if prompt is None or response is None:
+        return Measure(None, None, None)
+    found, hashed = _beginnings(prompt, {s.end for s in steps if _goes_on(s)})
+    at = [i for i, s in enumerate(steps) if _goes_on(s) and found.get(s.end) == s.end_hash]
+    # Of equal ones the one that counts, then the latest.
+    base = max(at, key=lambda i: (steps[i].end, steps[i].retried is None, i), default=None)
+    asked = number(hashed.digest())
+    hashed.update(response)
+    return Measure(base, asked, number(hashed.digest()))
+
+
+def ends_in(prompt: bytes | None, steps: Iterable[StepEntry]) -> set[int]:
+    """Offsets of those steps whose prompt and response are a beginning of `prompt`."""
+    steps = [s for s in steps if _goes_on(s)]
+    found = _beginnings(prompt, {s.end for s in steps})[0] if prompt is not None else {}
+    return {s.offset for s in steps if found.get(s.end) == s.end_hash}
+
+
+def hash_of(*parts: bytes) -> int:
+    """63 bits."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return number(hashed.digest())
+
+
+def number(digest: bytes) -> int:
+    """63 bits of a digest: JSON integers are signed."""
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _goes_on(step: StepEntry) -> bool:
+    return step.response > 0 and step.end_hash is not None
+
+
+def _beginnings(prompt: bytes, lengths: Iterable[int]) -> tuple[dict[int, int], hashlib._Hash]:
+    """The hash of each beginning of so many tokens that the prompt has, and the hasher at its end."""
+    # SHA-256 has an instruction of its own on today's CPUs: 1.1 us a KB, less than half of what BLAKE2 takes.
+    view, hashed, at = memoryview(prompt), hashlib.sha256(), 0
+    found: dict[int, int] = {}
+    for length in sorted(lengths):
+        end = length * WIDTH
+        if end > len(prompt):
+            break
+        hashed.update(view[at:end])
+        at = end
+        found[length] = number(hashed.digest())
+    hashed.update(view[at:])
+    return found, hashed

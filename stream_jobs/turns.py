@@ -1,0 +1,127 @@
+"""What the model has said so far, as a request tells it, and how a later request is known to go on from a reply. Pure.
+
+Agents change what they send back: a transient message moves to the end, blocks become strings, reasoning is dropped, ids lose their
+underscore, and the template renders a call otherwise than it was sampled. What they hardly change is what the model said. So a reply
+and the request that goes on from it meet in one number, their link:
+
+- The model's last turn called tools: id, name and arguments of its last call. Ids without what is no letter or digit. Most engines
+  give each call an id of its own, so a history that was cut elsewhere is found as well.
+- Else the texts and last calls of all of the model's turns up to there.
+
+Chat completions, Messages and Responses are read alike. Nothing trusts a shape: what is not as expected counts as not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from stream_jobs.prefix import hash_of
+
+CALLS = frozenset(
+    {"function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call"}
+)
+"""Items of Responses that the client has to answer. Other calls were done by the server; clients may leave them out."""
+TEXT_TYPES = ("text", "output_text", "refusal")
+
+
+class Turn(NamedTuple):
+    """What the model said in one turn. call: its last tool call, None without one."""
+
+    text: str
+    call: bytes | None
+
+
+def turns_of(request_json: bytes) -> list[Turn] | None:
+    """The model's turns in a request, oldest first; None when the request holds no conversation that can be read."""
+    said = _loaded(request_json)
+    items = said.get("messages", said.get("input")) if isinstance(said, dict) else None
+    if isinstance(items, str):
+        return []
+    return list(_turns(items)) if isinstance(items, list) else None
+
+
+def reply_of(response_json: bytes) -> Turn | None:
+    """The turn that a recorded reply is; None when it says nothing."""
+    said = _loaded(response_json)
+    if not isinstance(said, dict):
+        return None
+    output = said.get("output")
+    turns = list(_turns(output if isinstance(output, list) else [{**said, "role": "assistant"}]))
+    return turns[-1] if turns else None
+
+
+def link(turns: Sequence[Turn]) -> int | None:
+    """What a request shows that goes on from these turns of the model. None: nothing was said."""
+    if not turns:
+        return None
+    if (call := turns[-1].call) is not None:
+        return hash_of(b"call\x1f", call)
+    parts = (turn.call or turn.text.encode("utf-8", "surrogatepass") for turn in turns)
+    return hash_of(b"said\x1f", *(part for turn in parts for part in (len(turn).to_bytes(8, "little"), turn)))
+
+
+def _loaded(packed: bytes) -> Any:
+    try:
+        return orjson.loads(packed)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _turns(items: Sequence[Any]) -> Iterator[Turn]:
+    """Neighbouring items of the model are one turn; one that says nothing is none."""
+    text: list[str] = []
+    call: bytes | None = None
+    for item in (*items, None):
+        kind = str(item.get("type")) if isinstance(item, dict) else ""
+        if isinstance(item, dict) and (kind in CALLS or item.get("role") == "assistant"):
+            text += _texts(item)
+            call = _last_call(item, kind) or call
+            continue
+        if kind == "reasoning" or kind.endswith("_call"):
+            continue
+        said = "\n".join(text).strip()
+        if said or call is not None:
+            yield Turn(said, call)
+        text, call = [], None
+
+
+def _texts(item: Mapping[str, Any]) -> Iterator[str]:
+    content = item.get("content")
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for block in content:
+            if isinstance(block, str):
+                yield block
+            elif isinstance(block, dict) and block.get("type") in TEXT_TYPES:
+                found = block.get("text", block.get("refusal"))
+                if isinstance(found, str):
+                    yield found
+
+
+def _last_call(item: Mapping[str, Any], kind: str) -> bytes | None:
+    """The last call of a tool in a message or an item."""
+    if kind in CALLS:
+        return _call(item.get("call_id") or item.get("id"), item)
+    content, made = item.get("content"), item.get("tool_calls")
+    uses = (
+        [b for b in content if isinstance(b, dict) and b.get("type") == "tool_use"] if isinstance(content, list) else []
+    )
+    if isinstance(made, list) and made and isinstance(made[-1], dict):
+        inner = made[-1].get("function") or made[-1].get("custom")
+        return _call(made[-1].get("id"), inner if isinstance(inner, dict) else made[-1])
+    if uses:
+        return _call(uses[-1].get("id"), uses[-1])
+    old = item.get("function_call")
+    return _call(None, old) if isinstance(old, dict) else None
+
+
+def _call(made_id: Any, made: Mapping[str, Any]) -> bytes:
+    letters = "".join(filter(str.isalnum, made_id)) if isinstance(made_id, str) else ""
+    given = next((made[name] for name in ("arguments", "input", "action") if name in made), None)
+    if isinstance(given, str):
+        given = _loaded(given.encode("utf-8", "surrogatepass")) or given
+    return orjson.dumps([letters, str(made.get("name")), given], option=orjson.OPT_SORT_KEYS, default=str)
