@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from gateway.turns import first_user_text, system_text
+from gateway.turns import last_user_text, system_text
 
 Harness = Literal["claude-code", "codex", "opencode", "openclaw"]
 
@@ -21,6 +21,7 @@ LOOKED_AT = 4096
 OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization assistant")
 """Openclaw's own prompt, and the one it compacts with."""
 OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
+"""Begins a message that openclaw moves to the end of every request."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 OLD_USER_ID = re.compile(r"_session_([0-9a-f-]{36})$")
 MAX_ID = 200
@@ -54,7 +55,7 @@ def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> boo
         return True
     # Its compaction prompt and its context blocks are seen with others too; a trace is what openclaw alone sends with them.
     return "traceparent" in headers and (
-        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in first_user_text(said, LOOKED_AT)
+        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in last_user_text(said, LOOKED_AT)
     )
 
 

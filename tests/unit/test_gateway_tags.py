@@ -56,6 +56,7 @@ SESSIONS: list[tuple[dict[str, str], dict[str, Any], tuple[str, str | None] | No
     (TRACE, responses("You are a personal assistant running inside OpenClaw.", "hi"), ("openclaw", "ab" * 16)),
     (TRACE, anthropic([{"type": "text", "text": "... running inside OpenClaw."}], "hi"), ("openclaw", "ab" * 16)),
     (TRACE, chat("You are a context summarization assistant. Your", "x"), ("openclaw", "ab" * 16)),
+    (TRACE, chat("You are mine", "hi", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nx"), ("openclaw", "ab" * 16)),
     ({}, OPENCLAW, ("openclaw", None)),
     ({"traceparent": "broken"}, OPENCLAW, ("openclaw", None)),
     # Nobody we know: their headers may mean anything.
