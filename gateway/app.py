@@ -21,6 +21,7 @@ from gateway.disconnect import Receive
 from gateway.door import Door
 from gateway.error_reply import OPENAI, reply_of
 from gateway.journal import Journal
+from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.model_calls import App, ModelCalls
 from gateway.openai_chat import OpenAIChat
@@ -69,7 +70,9 @@ def create_app(
     )
     upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock, metrics)
     door = Door(settings, metrics)
-    parts = Parts(settings, door, journal, upstream, codec, clock, metrics)
+    parts = Parts(
+        settings, door, journal, upstream, codec, clock, metrics, Memory(settings.gateway.max_in_flight_bytes)
+    )  # fmt: skip
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -31,6 +31,7 @@ from gateway.errors import (
     UpstreamTimeout,
 )
 from gateway.journal import Journal
+from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
 from gateway.steps import Call, Engine, steps_of, unseen_steps
@@ -74,6 +75,7 @@ class Parts:
     codec: Codec
     clock: Clock
     metrics: Metrics
+    memory: Memory
 
 
 def header_map(scope: Scope) -> dict[str, str]:
@@ -81,18 +83,23 @@ def header_map(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises BodyTooLarge, or ClientGone when it does not come to its end."""
+async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
+    """The request's body, taken from `memory`: give back its length. Raises BodyTooLarge, Overloaded, or ClientGone when it does not end."""
     parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client closed its connection within its request")
-        part, more = message.get("body", b""), message.get("more_body", False)
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
-        parts.append(part)
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed its connection within its request")
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if size + len(part) > limit:
+                raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
+            memory.take(len(part))
+            size += len(part)
+            parts.append(part)
+    except BaseException:
+        memory.give_back(size)
+        raise
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -134,11 +141,11 @@ class CallEndpoint:
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
     ) -> None:
-        parts = self._parts
+        parts, body = self._parts, b""
         try:
             headers = header_map(scope)
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
-            body = await read_body(receive, parts.settings.gateway.max_body_bytes)
+            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             call = self._accept(caller, headers, body, trajectory, prompt)
             room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
             with parts.journal.reserve(room):
@@ -153,6 +160,8 @@ class CallEndpoint:
         except GatewayError as error:
             ending = _ending_of(error)
             await send_reply(send, reply_of(error, self._dialect.errors))
+        finally:
+            parts.memory.give_back(len(body))
         parts.metrics.calls.labels(ending).inc()
 
     def _accept(

@@ -53,7 +53,7 @@ class BodyTooLarge(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """More calls are in flight than gateway.max_in_flight. Nothing was sampled; try again."""
+    """More calls, or more bytes of calls, are in flight than gateway.max_in_flight or max_in_flight_bytes. Nothing was sampled; try again."""
 
 
 class NotConfigured(GatewayError):

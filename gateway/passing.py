@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.calls import FORWARDED, RETURNED, Parts, Scope, Send, header_map, read_body, send_reply
 from gateway.disconnect import Receive
+from gateway.door import Caller
 from gateway.error_reply import Reply, reply_of
 from gateway.errors import ClientGone, GatewayError
 from gateway.protocol import Errors
@@ -32,7 +33,16 @@ class PassEndpoint:
     ) -> Reply:
         parts = self._parts
         caller = parts.door.authenticate(headers, "agent")
-        body = await read_body(receive, parts.settings.gateway.max_body_bytes)
+        body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+        try:
+            return await self._passed(caller, headers, body, trajectory, prompt)
+        finally:
+            parts.memory.give_back(len(body))
+
+    async def _passed(
+        self, caller: Caller, headers: dict[str, str], body: bytes, trajectory: str | None, prompt: str | None
+    ) -> Reply:
+        parts = self._parts
         origin = parts.door.origin(caller, headers, trajectory, prompt, {})
         forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         if body:

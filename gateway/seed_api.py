@@ -106,32 +106,37 @@ def seed_routes(parts: Parts) -> APIRouter:
 
     router = APIRouter(lifespan=lifespan)
 
-    async def opened(request: Request) -> tuple[Caller, bytes]:
-        """Who asks, and only then its body."""
+    @asynccontextmanager
+    async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
+        """Who asks, and only then its body, which counts as held within the block."""
         caller = parts.door.authenticate(request.headers, "agent")
-        return caller, await read_body(request.receive, gateway.max_body_bytes)
+        body = await read_body(request.receive, gateway.max_body_bytes, parts.memory)
+        try:
+            yield caller, body
+        finally:
+            parts.memory.give_back(len(body))
 
     @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
     async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
-        caller, body = await opened(request)
-        return {"accepted": await submitter.submit(caller, request.headers, body, channel)}
+        async with opened(request) as (caller, body):
+            return {"accepted": await submitter.submit(caller, request.headers, body, channel)}
 
     @router.post("/generate", openapi_extra=in_openapi(Generate))
     async def generate(request: Request) -> Response:
-        caller, body = await opened(request)
-        client = Client(request.receive)
-        try:
-            async with client:
-                return await generator.generate(caller, request.headers, read_as(Generate, body))
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
-        finally:
-            client.done()
+        async with opened(request) as (caller, body):
+            client = Client(request.receive)
+            try:
+                async with client:
+                    return await generator.generate(caller, request.headers, read_as(Generate, body))
+            except ClientGone:
+                return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
+            finally:
+                client.done()
 
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request) -> dict[str, Any]:
-        caller, body = await opened(request)
-        return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, request.headers))
+        async with opened(request) as (caller, body):
+            return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, request.headers))
 
     @router.post("/init_trajectory")
     async def init_trajectory(request: Request) -> dict[str, str]:

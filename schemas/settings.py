@@ -91,7 +91,7 @@ class UpstreamSettings(_Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("url is not http(s)://HOST[:PORT][/PATH]")
-        if parts.username is not None or parts.query or parts.fragment:
+        if parts.port == 0 or parts.username is not None or parts.query or parts.fragment:
             raise ValueError("url holds more than host and path; a key belongs into api_key or api_key_env")
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError("api_key and api_key_env are both set")
@@ -119,8 +119,11 @@ class GatewaySettings(_Section):
         None, description="object store or shared disk for large fields, any fsspec URL; default <data_dir>/blobs"
     )
     blob_options: Mapping[str, str] = Field({}, description="fsspec options of blob_uri, e.g. credentials")
-    max_body_bytes: Count = Field(8 << 20, description="very long prompts or images")
+    max_body_bytes: Count = Field(32 << 20, description="very long prompts or many images")
     max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
+    max_in_flight_bytes: Count = Field(
+        256 << 20, description="memory: bodies of calls beyond it get 503; a call takes about six times its body"
+    )
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
     probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
