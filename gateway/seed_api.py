@@ -283,7 +283,7 @@ class Generator:
         if gateway.max_prompt_tokens is not None:
             refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
         asked = {k: v for k, v in said.sampling_params.items() if k != "logprobs"}  # they are given in any case
-        if wrong := next((name for name in asked if name in OURS and asked[name] not in (None, 1, False)), None):
+        if wrong := next((name for name in asked if name in OURS and not _says_nothing(asked[name])), None):
             raise Unprocessable(f"sampling_params.{wrong}: not for this route", f"sampling_params.{wrong}")
         if asked.get("model") == "default":
             del asked["model"]
@@ -317,6 +317,11 @@ def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str,
         "policy_version": version.sync_index if version is not None and version.run_id == run_id else None,
         "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in tokens.spans],
     }
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a parameter that is not for this route asks for nothing that it does not give: none, false or one."""
+    return value is None or value is False or (value == 1 and value is not True)
 
 
 def _prefix_key(ids: Sequence[int]) -> str:
