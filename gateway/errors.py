@@ -108,6 +108,10 @@ class SpoolTaken(GatewayError):
     """Another process uses this spool directory. Give every gateway its own gateway.gateway_id."""
 
 
+class RedactionUnusable(GatewayError):
+    """gateway.redaction names a rule or a tokenizer that is not there."""
+
+
 class PortTaken(GatewayError):
     """The address cannot be listened on: set gateway.port or gateway.host."""
 

@@ -98,6 +98,26 @@ class UpstreamSettings(_Section):
         return self
 
 
+class RedactionSettings(_Section):
+    """Secrets and personal data are taken out of what the gateway keeps; see docs/redaction.md."""
+
+    enabled: bool = Field(False, description="agents handle real secrets or people's data")
+    rules: tuple[str, ...] = Field(
+        (
+            *("private_key", "url_login", "aws_secret", "aws_key", "api_key", "jwt", "bearer", "secret"),
+            *("email", "iban", "card", "ssn", "phone"),
+        ),
+        description="fewer or other kinds, e.g. ipv4, or `package.module:function` of your own",
+    )
+    style: Literal["hashed", "plain"] = Field(
+        "hashed", description="plain: equal values cannot be told from different ones"
+    )
+    tokenizers: Mapping[str, Path] = Field(
+        {},
+        description="model name (or *) to its tokenizer.json; default gateway.tokenizer_path; without one no ids are kept",
+    )
+
+
 class GatewaySettings(_Section):
     """Where agents point their base_url."""
 
@@ -145,6 +165,7 @@ class GatewaySettings(_Section):
     tokenizer_path: Path | None = Field(
         None, description="directory with tokenizer.json: text of submitted steps, and for compute_reward"
     )
+    redaction: RedactionSettings = RedactionSettings()
     compute_reward: str | None = Field(
         None, description="what POST /compute_reward calls: `name@version` or `package.module:function@version`"
     )

@@ -1,0 +1,104 @@
+"""What tells a real number or secret from text of the same shape. Pure; values are UTF-8 bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+from gateway.redaction.iban_lengths import IBAN_LENGTHS
+
+_DOUBLED = (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)
+_PLACEHOLDER = re.compile(
+    rb"(?i)(?:x+|\*+|[._-]+|<.*|\$.*|\{.*|%.*|\[redacted.*"
+    rb"|(?:your|my|the|a|an|new|old|some|any|test|fake|dummy|sample|user|client|db|root|admin)?[ _-]?(?:pass|password|passwd|pwd|secret|token"
+    rb"|api[_-]?key|key|credentials?)s?[ _-]?(?:here|goes here|value)?[0-9]?"
+    rb"|string|str|none|null|nil|true|false|undefined|required|optional|changeme|example.*|placeholder.*|todo"
+    rb"|(?:os\.environ|process\.env|getenv|env\.|self\.|config\.|settings\.|args\.|request\.|this\.).*)",
+    re.S,
+)
+_TOKEN = re.compile(rb"[A-Za-z0-9+/=_.~:-]{12,}")
+_DIGIT = re.compile(rb"[0-9]")
+_LETTER = re.compile(rb"[A-Za-z]")
+_SYMBOL = re.compile(rb"[0-9!@#$%^*?~+|]")
+_BLANK = re.compile(rb"\s")
+TOKEN_BITS = 2.7
+"""Least Shannon entropy of a random token, in bits a character: 12 random hex digits have 2.8 or more nine times out of ten."""
+
+
+def luhn(digits: bytes) -> bool:
+    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
+    numbers = [d - 48 for d in reversed(digits)]
+    return (sum(numbers[::2]) + sum(_DOUBLED[d] for d in numbers[1::2])) % 10 == 0
+
+
+def card(digits: bytes) -> bool:
+    """Whether digits are a payment card number: an issuer's prefix with its length, and the check digit."""
+    n, two, three, four = len(digits), int(digits[:2]), int(digits[:3]), int(digits[:4])
+    issued = (
+        (digits[:1] == b"4" and n in (16, 19))
+        or (n == 16 and (51 <= two <= 55 or 2221 <= four <= 2720))
+        or (n == 15 and two in (34, 37))
+        or (16 <= n <= 19 and (four == 6011 or two in (62, 65) or 644 <= three <= 649 or 3528 <= four <= 3589))
+        or (14 <= n <= 19 and (300 <= three <= 305 or two in (36, 38, 39)))
+    )
+    return issued and luhn(digits)
+
+
+def iban_end(text: bytes) -> int:
+    """Length of the IBAN that `text` begins with, its blanks and dashes counted; 0: it begins with none (ISO 13616, mod 97)."""
+    wanted = IBAN_LENGTHS.get(text[:2].upper().decode("ascii"), 0)
+    plain = bytearray()
+    for at, char in enumerate(text):
+        if char in b" -":
+            continue
+        plain.append(char)
+        if len(plain) == wanted:
+            end = at + 1
+            turned = (plain[4:] + plain[:4]).decode("ascii")
+            whole = not text[end : end + 1].isalnum()
+            return end if whole and int("".join(str(int(c, 36)) for c in turned)) % 97 == 1 else 0
+    return 0
+
+
+def entropy(value: bytes) -> float:
+    """Shannon entropy of the bytes of a value, in bits a byte."""
+    n = len(value)
+    return -sum(c / n * math.log2(c / n) for c in Counter(value).values())
+
+
+def placeholder(value: bytes) -> bool:
+    """Whether a value only stands for a secret: `<token>`, `$TOKEN`, `your_api_key`, `null`, or what we wrote ourselves."""
+    return _PLACEHOLDER.fullmatch(value) is not None
+
+
+def password(value: bytes, quoted: bool) -> bool:
+    """Whether what was given for a password is one, rather than prose or code about it."""
+    if placeholder(value):
+        return False
+    if quoted:
+        return len(value) >= 4 and (_BLANK.search(value) is None or _DIGIT.search(value) is not None)
+    return len(value) >= 6 and value[:1] not in b"/." and _SYMBOL.search(value) is not None
+
+
+def token(value: bytes) -> bool:
+    """Whether what was given for a key or token is one: 12 characters or more, letters and digits, no words."""
+    return (
+        _TOKEN.fullmatch(value) is not None
+        and _DIGIT.search(value) is not None
+        and _LETTER.search(value) is not None
+        and not placeholder(value)
+        and entropy(value) >= TOKEN_BITS
+    )
+
+
+def public_ipv4(value: bytes) -> bool:
+    """Whether an address belongs to somebody: not private, loopback, link-local, multicast or without a meaning."""
+    parts = [int(p) for p in value.split(b".")]
+    if max(parts) > 255 or parts[0] in (0, 10, 127) or parts[0] >= 224:
+        return False
+    return not (
+        parts[:2] in ([192, 168], [169, 254])
+        or (parts[0] == 172 and 16 <= parts[1] <= 31)
+        or (parts[0] == 100 and 64 <= parts[1] <= 127)
+    )
