@@ -74,6 +74,16 @@ def read_segment(path: Path) -> tuple[list[Message], int]:
     return [message for message, _ in found], end
 
 
+def set_aside(directory: Path, message: Message) -> Path:
+    """Keep a record that Kafka will never take in `refused`, in the same format, so that it does not stop the others."""
+    path = directory / "refused"
+    with path.open("ab") as file:
+        file.write(frame(message))
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
 def lock(directory: Path) -> int:
     """Take a spool directory, made if need be: a file descriptor that holds it. Raises SpoolTaken or SpoolFailed."""
     try:
@@ -272,13 +282,8 @@ class Spool:
         self.segments.remove(segment)
 
     def set_aside(self, message: Message) -> Path:
-        """A record that Kafka will never take: kept in `refused` in the same format, so that it does not stop the others."""
-        path = self._directory / "refused"
-        with path.open("ab") as file:
-            file.write(frame(message))
-            file.flush()
-            os.fsync(file.fileno())
-        return path
+        """A record that Kafka will never take: see `set_aside`."""
+        return set_aside(self._directory, message)
 
     def close(self) -> None:
         """Give the directory back."""

@@ -42,6 +42,8 @@ app.add_typer(broker_app, name="broker")
 app.add_typer(topics_app, name="topics")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(keys_app, name="keys")
+spool_app = typer.Typer(help="What gateways could not send.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(spool_app, name="spool")
 
 
 def _settings(config: Path | None, words: list[str] | None) -> Settings:
@@ -322,6 +324,25 @@ def keys_revoke(
 ) -> None:
     """Forget an API key; gateways refuse it a second later."""
     _keys_command("revoke", config, words, name=name)
+
+
+@spool_app.command("drain")
+def spool_drain(
+    words: Words = None,
+    config: Config = None,
+    gateway_id: Annotated[str | None, typer.Option("--gateway-id", help="Of this gateway only.")] = None,
+) -> None:
+    """Send what is too old to be sent by itself; each record only if the lake does not have it."""
+    settings = _settings(config, words)
+    spool, lake = _load("gateway.spool_drain"), _load("stream_jobs.lake_lookup")
+    with _plain_errors():
+        _cluster(settings)
+        try:
+            for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
+                runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
+                typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
+        except (spool.GatewayError, lake.LakeError) as e:
+            _fail(str(e))
 
 
 def main() -> None:

@@ -50,6 +50,11 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
         yield _reward(trajectory, rule, created_at, step, value, reason)
 
 
+def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) -> Reward:
+    """The answer of a rule that could not be asked. created_at: microseconds."""
+    return _reward(trajectory, rule, created_at, reason=reason)
+
+
 def _checked(step: str | None, value: object, steps: set[str]) -> tuple[float | None, str | None]:
     if step is not None and step not in steps:
         raise ValueError(f"no step {step!r} in the trajectory")

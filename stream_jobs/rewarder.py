@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from runtime.blob_store import BlobMissing, BlobStore
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
 from schemas.events import Reward, StepMark, Trajectory
 from schemas.parts import joined
 from schemas.settings import Settings
-from stream_jobs.reward import rewards_of, rules_for, rules_of
+from stream_jobs.blobs import resolved
+from stream_jobs.reward import no_reward, rewards_of, rules_for, rules_of
 
 PROCESS = "reward"
 GROUP = "reward"
@@ -66,6 +68,7 @@ class Rewarder:
         self._group = f"{settings.kafka.topic_prefix}-{GROUP}"
         self._cluster = cluster
         self._producer = cluster.producer()
+        self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
         self._decoder = Decoder(cluster, self._topics.schemas)
         self._gathers: dict[int, Gather] = {}
         self._topic_id = ""
@@ -116,9 +119,17 @@ class Rewarder:
         return {self._topics.trajectories: gather.done(records[-1].offset)}
 
     def _rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """On a thread: a rule may take its time."""
-        now = now_micros()
-        return [r for t in trajectories for rule in rules_for(self.rules, t.run_id) for r in rewards_of(t, rule, now)]
+        """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there."""
+        now, rewards = now_micros(), list[Reward]()
+        for trajectory in trajectories:
+            rules = rules_for(self.rules, trajectory.run_id)
+            try:
+                whole = resolved(trajectory, self._blobs.get) if rules else trajectory
+            except BlobMissing as e:
+                rewards += [no_reward(trajectory, rule, now, str(e)) for rule in rules]
+            else:
+                rewards += [r for rule in rules for r in rewards_of(whole, rule, now)]
+        return rewards
 
     async def tick(self) -> None:
         """Nothing to do."""

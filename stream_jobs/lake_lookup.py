@@ -1,0 +1,72 @@
+"""Which records the lake has already, by their ids: what a late sender must know before it sends a second copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow.compute as pc
+
+from runtime.kafka import Cluster
+from schemas.settings import Settings
+from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_log import marks_in
+from stream_jobs.lake_tables import Placed, Table, catalog, tables_of
+
+TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
+"""What gateways write, by tables whose key says it."""
+
+
+class LakeBehind(LakeError):
+    """The lake has not read enough of the log to tell what it will have. Let it catch up, then try again."""
+
+
+def check_not_behind(settings: Settings, cluster: Cluster, topic: str) -> None:
+    """Raises LakeBehind unless what the lake has yet to read of the topic fits into half of its window: only then does it notice
+    a second copy of a record that it has not read yet.
+    """
+    topic_id = cluster.topic_id(topic)
+    ends, group = cluster.watermarks(topic), cluster.committed(f"{settings.kafka.topic_prefix}-lake")
+    behind = 0
+    for table in tables_of(settings.kafka.topics, topic):
+        stored = marks_in(settings.lake_uri, table, settings.lake.storage_options)
+        marks = {p: mark for (t, p), mark in stored.items() if t == topic_id}
+        # The marks of a quiet table stay behind for a while. What was committed to Kafka since is as good, where it is this lake's.
+        at = {p: max(mark, group.get((topic, p), 0)) for p, mark in marks.items()}
+        behind = max(behind, sum(end - max(low, at.get(p, 0)) for p, (low, end) in ends.items()))
+    if behind > settings.lake.dedupe_window // 2:
+        raise LakeBehind(
+            f"the lake at {settings.lake_uri} is {behind} records behind on {topic}, more than half of lake.dedupe_window="
+            f"{settings.lake.dedupe_window}: start `clawstream lake`, wait, try again"
+        )
+
+
+def in_lake(settings: Settings, events: Sequence[Any]) -> list[bool]:
+    """For each record whether the lake has it. One that no table keeps by an id is not there."""
+    wanted: dict[str, dict[tuple[Any, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, event in enumerate(events):
+        for name in TABLES:
+            table = catalog()[name]
+            if type(event) in table.rows:
+                for row in table.rows_of(Placed("", 0, 0, 0, {}, event)):
+                    wanted[name][tuple(row[c] for c in table.key)].append(index)
+    found = [False] * len(events)
+    for name, keys in wanted.items():
+        for key in _present(settings, catalog()[name], list(keys)):
+            for index in keys.get(key, ()):
+                found[index] = True
+    return found
+
+
+def _present(settings: Settings, table: Table, keys: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    try:
+        delta = open_table(settings.lake_uri, table.name, settings.lake.storage_options)
+    except LakeMissing:
+        return []
+    condition = None
+    for at, name in enumerate(table.key):
+        one = pc.field(name).isin(list({key[at] for key in keys}))
+        condition = one if condition is None else condition & one
+    rows = dataset(delta, settings.lake.storage_options).to_table(columns=list(table.key), filter=condition)
+    return list(zip(*(rows.column(name).to_pylist() for name in table.key), strict=True))
