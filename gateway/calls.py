@@ -37,6 +37,7 @@ from gateway.protocol import Answer, Dialect, Kind
 from gateway.steps import Call, Engine, steps_of, unseen_steps
 from gateway.streaming import EventStream
 from gateway.tags import tags_of
+from gateway.token_limits import PromptLimit, bounded
 from gateway.tokens import NOT_TOLD, Captured
 from gateway.upstream import Response, Upstream
 from gateway.workers import Worker
@@ -118,6 +119,7 @@ class CallEndpoint:
 
     def __init__(self, parts: Parts, dialect: Dialect) -> None:
         self._parts, self._dialect = parts, dialect
+        self._prompts = PromptLimit(parts.settings.gateway, parts.upstream)
         self._in_flight = 0
 
     async def serve(
@@ -147,6 +149,7 @@ class CallEndpoint:
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
             body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             call = self._accept(caller, headers, body, trajectory, prompt)
+            await self._prompts.check(call.request, call.protocol, call.origin)
             room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
             with parts.journal.reserve(room):
                 client = Client(receive)
@@ -170,7 +173,7 @@ class CallEndpoint:
         """The call that a request is. Raises BadRequest or WrongKey."""
         parts, dialect = self._parts, self._dialect
         received_at = parts.clock.micros()
-        request = dialect.request(body)
+        request = bounded(dialect.request(body), dialect.name, parts.settings.gateway.default_max_tokens)
         origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
         return Call(
             origin=origin,

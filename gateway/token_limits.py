@@ -16,6 +16,7 @@ import orjson
 from gateway.errors import BadRequest
 from gateway.protocol import Request
 from gateway.request_body import with_fields
+from gateway.sessions import Origin
 from gateway.upstream import Upstream
 from schemas.settings import GatewaySettings
 
@@ -53,6 +54,7 @@ MESSAGES = Counting(
     ("model", "messages", "system", "tools", "tool_choice", "thinking", "chat_template_kwargs"),
     "input_tokens",
 )
+COUNTED: Mapping[str, Counting] = {"openai.chat": CHAT, "anthropic.messages": MESSAGES}
 
 
 def bounded(request: Request, dialect: str, default_max_tokens: int | None) -> Request:
@@ -84,53 +86,38 @@ class PromptLimit:
     def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
         self._limit, self._upstream = settings.max_prompt_tokens, upstream
 
-    async def check(self, request: Request, dialect: str, *, key: str, run_id: str) -> None:
+    async def check(self, request: Request, dialect: str, origin: Origin) -> None:
         """Raises BadRequest for an over-long prompt; NoWorker, UpstreamFailed or UpstreamTimeout when no engine could be asked.
 
-        dialect: name. key, run_id: of the call, so that the engine which counts is the one that will serve it.
+        dialect: name. origin: of the call, so that the engine which counts is the one that will serve it.
         """
-        if self._limit is None or not may_exceed(request.body, self._limit):
+        limit = self._limit
+        if limit is None or not may_exceed(request.body, limit):
             return
-        field, found = "messages", None
-        match dialect, request.said.get("prompt"):
-            case "openai.chat", _:
-                found = await self._count(CHAT, request.said, request, key, run_id)
-            case "anthropic.messages", _:
-                found = await self._count(MESSAGES, request.said, request, key, run_id)
-            case "openai.completions", prompt:
-                field = "prompt"
-                for one in prompts_of(prompt):
-                    if isinstance(one, list):
-                        many: int | None = len(one)
-                    elif may_exceed(one.encode("utf-8", "surrogatepass"), self._limit):
-                        many = await self._count(TEXT, {**request.said, "prompt": one}, request, key, run_id)
-                    else:
-                        continue
-                    found = max(found or 0, many or 0)
-        if found is not None:
-            refuse_longer(found, self._limit, field)
+        if dialect in COUNTED:
+            refuse_longer(await self._count(COUNTED[dialect], request.said, request, origin), limit, "messages")
+        elif dialect == "openai.completions":
+            for prompt in prompts_of(request.said.get("prompt")):
+                if isinstance(prompt, list):
+                    refuse_longer(len(prompt), limit, "prompt")
+                elif may_exceed(prompt.encode("utf-8", "surrogatepass"), limit):
+                    said = {**request.said, "prompt": prompt}
+                    refuse_longer(await self._count(TEXT, said, request, origin), limit, "prompt")
 
-    async def _count(
-        self, counting: Counting, said: Mapping[str, Any], request: Request, key: str, run_id: str
-    ) -> int | None:
-        """What the engine counts; None when it cannot: then its own bound is left."""
+    async def _count(self, counting: Counting, said: Mapping[str, Any], request: Request, origin: Origin) -> int:
+        """What the engine counts; 0 when it cannot: then its own bound is left."""
         body = orjson.dumps({name: said[name] for name in counting.fields if name in said})
         async with self._upstream.ask(
-            "POST",
-            counting.path,
-            body,
-            {"content-type": "application/json"},
-            key=key,
-            run_id=run_id,
-            model=request.model,
-        ) as response:
+            "POST", counting.path, body, {"content-type": "application/json"},
+            key=origin.trajectory_key, run_id=origin.run_id, model=request.model,
+        ) as response:  # fmt: skip
             if response.status != 200:
-                return None  # the call itself will say what is wrong with it
+                return 0  # the call itself will say what is wrong with it
             try:
                 found = orjson.loads(await response.read())[counting.told]
             except (orjson.JSONDecodeError, KeyError, TypeError):
-                return None
-        return found if isinstance(found, int) else None
+                return 0
+        return found if isinstance(found, int) else 0
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
