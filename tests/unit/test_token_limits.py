@@ -1,0 +1,160 @@
+"""Bounds in tokens: over-long prompts are refused before anything is sampled, and replies have a default bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from gateway.app import create_app
+from gateway.bus import MemoryBus
+from gateway.openai_chat import OpenAIChat
+from gateway.openai_completions import OpenAICompletions
+from gateway.openai_responses import OpenAIResponses
+from gateway.protocol import Dialect
+from gateway.token_limits import bounded, may_exceed, prompts_of
+from gateway.trial import running
+from gateway.workers import WorkerTable
+from schemas.codec import Codec
+from schemas.settings import Settings
+
+CODEC = Codec()
+LONG = "a b " * 500
+"""1,000 tokens for the engine below."""
+CHAT = {"model": "m", "messages": [{"role": "user", "content": LONG}], "tools": [], "temperature": 0.5}
+
+
+@dataclass
+class Counter:
+    """An engine that counts, a word a token, and samples nothing. asked: path and body of every request."""
+
+    counts: bool = True
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """Listen on loopback; gives the URL."""
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, http: web.Request) -> web.Response:
+        said = orjson.loads(await http.read())
+        self.asked.append((http.path, said))
+        text = said["messages"][0]["content"] if "messages" in said else said.get("prompt")
+        match http.path, self.counts:
+            case "/tokenize", True:
+                return web.json_response({"count": len(text.split()), "max_model_len": 9, "tokens": []})
+            case "/v1/messages/count_tokens", True:
+                return web.json_response({"input_tokens": len(text.split())})
+        return web.json_response({"error": {"message": "the engine's own", "code": 400}}, status=400)
+
+
+def call(counter: Counter, directory: Path, path: str, body: Any, **gateway: Any) -> tuple[int, str]:
+    """Status and message that a call gets from a gateway before the engine."""
+
+    async def run() -> tuple[int, str]:
+        async with counter.serve() as engine, aiohttp.ClientSession() as http:
+            settings = Settings.model_validate({"data_dir": directory, "gateway": {"upstreams": [engine], **gateway}})
+            app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
+            async with running(app) as url, http.post(f"{url}/t/g{path}", json=body) as r:
+                return r.status, (await r.json())["error"]["message"]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/v1/chat/completions", CHAT, "/tokenize"),
+        ("/v1/completions", {"model": "m", "prompt": LONG, "seed": 1}, "/tokenize"),
+        ("/v1/messages", {"model": "m", "messages": CHAT["messages"], "max_tokens": 5}, "/v1/messages/count_tokens"),
+    ],
+)
+def test_an_over_long_prompt_is_refused_with_its_length(
+    tmp_path: Path, path: str, body: dict[str, Any], where: str
+) -> None:
+    counter = Counter()
+    status, message = call(counter, tmp_path, path, body, max_prompt_tokens=999)
+    assert status == 400 and "1000 tokens" in message and "999" in message
+    ((asked, said),) = counter.asked
+    assert asked == where
+    assert said == {k: v for k, v in body.items() if k not in ("temperature", "seed", "max_tokens")}
+
+
+def test_a_prompt_of_ids_is_counted_here(tmp_path: Path) -> None:
+    counter = Counter()
+    for prompt in ([1] * 1000, [[1], [1] * 1000]):
+        status, message = call(counter, tmp_path, "/v1/completions", {"prompt": prompt}, max_prompt_tokens=999)
+        assert status == 400 and "1000 tokens" in message
+    assert counter.asked == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts", "paths"),
+    [
+        (None, True, ["/v1/chat/completions"]),  # no limit, no request more
+        (9000, True, ["/v1/chat/completions"]),  # too short to be too long
+        (1000, True, ["/tokenize", "/v1/chat/completions"]),
+        (999, False, ["/tokenize", "/v1/chat/completions"]),  # the engine cannot count: its own bound is left
+    ],
+)
+def test_a_prompt_that_may_pass_passes_whole(tmp_path: Path, limit: int | None, counts: bool, paths: list[str]) -> None:
+    counter = Counter(counts)
+    assert call(counter, tmp_path, "/v1/chat/completions", CHAT, max_prompt_tokens=limit) == (400, "the engine's own")
+    assert [path for path, _ in counter.asked] == paths
+    assert counter.asked[-1][1]["messages"] == CHAT["messages"]
+
+
+def test_what_may_be_longer_than_its_bytes_is_counted() -> None:
+    assert may_exceed(b'{"messages":[{"type":"image_url"}]}', 10**6)
+    assert not may_exceed(b'{"messages":[]}', 10**6)
+    assert may_exceed(b'{"messages":[]}', 100)  # a template may add as much
+
+
+def test_prompts_of_completions() -> None:
+    assert prompts_of("a") == ["a"] and prompts_of(None) == [] and prompts_of([1, 2]) == [[1, 2]]
+    assert prompts_of(["a", [1], 2, None]) == ["a", [1]]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "name"),
+    [
+        (OpenAIChat(), b'{"messages":[]}', "max_tokens"),
+        (OpenAIChat(), b'{"messages":[],"max_tokens":null}', "max_tokens"),
+        (OpenAICompletions(), b'{"prompt":"a"}', "max_tokens"),
+        (OpenAIResponses(), b'{"input":"a"}', "max_output_tokens"),
+    ],
+)
+def test_a_reply_without_a_bound_gets_the_default(dialect: Dialect, body: bytes, name: str) -> None:
+    request = dialect.request(body)
+    made = bounded(request, dialect.name, 77)
+    assert orjson.loads(made.body) == made.said == {**orjson.loads(body), name: 77}
+    assert bounded(request, dialect.name, None) is request
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_clients_own_bound_stays(name: str) -> None:
+    request = OpenAIChat().request(b'{"messages":[],"%s":5}' % name.encode())
+    assert bounded(request, "openai.chat", 77) is request
+    assert bounded(request, "anthropic.messages", 77) is request
+
+
+def test_the_default_reaches_the_engine(tmp_path: Path) -> None:
+    counter = Counter()
+    call(counter, tmp_path, "/v1/chat/completions", CHAT, default_max_tokens=77)
+    assert counter.asked == [("/v1/chat/completions", CHAT | {"max_tokens": 77})]
