@@ -1,0 +1,59 @@
+"""What assemble refuses, and what it takes but does not train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schemas.events import Tag, VersionSpan
+from schemas.tokens import pack_logprobs
+from stream_jobs.index import REWARDS, STEPS, Source
+from stream_jobs.trial import Worker, curation, reward, session, step
+
+LARGE = bytes(9 << 20)
+
+
+@pytest.mark.parametrize(
+    ("source", "event"),
+    [
+        (STEPS, step("k", 0, step_id=f"k~{'C' * 201}.0")),
+        (STEPS, step("k", 0, finish_reason="x" * 201)),
+        (STEPS, step("k", 0, version_last="x" * 201)),
+        (STEPS, step("k", 0, versions=(VersionSpan(version="x" * 201, start=0, end=1),))),
+        (STEPS, step("k", 0, tags=(Tag(name="x" * 201, evidence=""),))),
+        (STEPS, step("k", 0, tags=(Tag(name="x", evidence="y" * (9 << 18)),) * 2)),
+        (STEPS, step("k", 0, response_json=LARGE)),
+        (STEPS, step("k", 0, prompt_token_ids=LARGE)),
+        (STEPS, session("k", "opened", metadata_json=LARGE + b" ")),
+        (REWARDS, reward("k", name="x" * 201)),
+        (REWARDS, curation("k", "c", tags=("x" * 201,))),
+        (REWARDS, curation("k", "c", tags=("x",) * 51)),
+    ],
+    ids=lambda v: "",
+)
+def test_what_would_make_our_own_records_too_large_is_buried(source: Source, event: Any) -> None:
+    w = Worker().feed((source, 0, event))
+    assert [(b.source, b.reason) for b in w.burials] == [(source, "invalid")] and not w.state.opened
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"status": "aborted"}, "status aborted"),
+        ({"response_logprobs": None, "tokens_absent_reason": "no logprobs"}, "no logprobs"),
+        ({"response_logprobs": pack_logprobs([-1, -1])}, "2 log-probabilities for 1 tokens"),
+        ({"version_last": "r/4.0"}, "version not certain"),
+        ({"version_first": None, "version_last": None}, "version not certain"),
+        ({"version_first": "default", "version_last": "default"}, "sampled by an engine without a version of ours"),
+        ({"version_first": "q/3.0", "version_last": "q/3.0"}, "sampled by version q/3.0 of another run"),
+        ({"response_token_ids": b"", "response_logprobs": b""}, "no sampled tokens"),
+        ({"response_logprobs": pack_logprobs([float("nan")])}, "log-probabilities that are not finite"),
+        ({"response_logprobs": pack_logprobs([float("-inf")])}, "log-probabilities that are not finite"),
+    ],
+)
+def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
+    w = Worker().feed((STEPS, 0, step("k", 0, **more)), (STEPS, 1, session("k", "completed")))
+    assert w.trajectories["k"].steps[0].untrainable_reason == reason
+    c = w.last("k")
+    assert (c.trainable, c.oldest_sync_index, c.trainable_tokens) == (False, None, 0)

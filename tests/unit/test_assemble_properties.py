@@ -1,0 +1,140 @@
+"""What must not depend on interleaving, duplicates, batches and crashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.events import Tick
+from stream_jobs.assembly import Assembly
+from stream_jobs.index import REWARDS, STEPS, Source
+from stream_jobs.state_log import StateLog
+from stream_jobs.trial import CODEC, Worker, content, curation, reward, session, step
+
+KEYS = ("a", "b", "c")
+MOMENT = st.integers(0, 400)
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+    """A log of steps and one of rewards, with timestamps that rise."""
+    steps: list[Any] = []
+    chains: dict[str, list[int]] = {k: [1] for k in KEYS}
+    numbers = dict.fromkeys(KEYS, 0)
+    for _ in range(draw(st.integers(1, 14))):
+        key = draw(st.sampled_from(KEYS))
+        kind = draw(st.sampled_from(["step", "step", "step", "fork", "blind", "opened", "completed", "tick"]))
+        if kind in ("step", "fork", "blind"):
+            n = numbers[key]
+            numbers[key] += 1
+            prompt = chains[key] if kind != "fork" else [1, 7]
+            more = {"prompt_token_ids": None} if kind == "blind" else {}
+            steps.append(step(key, n, prompt, [n + 10], **more))
+            chains[key] = [*prompt, n + 10, 2]
+        elif kind == "tick":
+            steps.append(Tick(partition=0))
+        else:
+            steps.append(session(key, kind, f"{key}-{kind}-{draw(st.integers(0, 1))}", metadata_json=b"{}"))
+    rewards: list[Any] = []
+    for i in range(draw(st.integers(0, 10))):
+        key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
+        if draw(st.booleans()):
+            rewards.append(reward(key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2))))
+        else:
+            rewards.append(curation(key, f"e{i}", n, trainable=draw(st.booleans())))
+    logs = []
+    for log in (steps, rewards):
+        at = 0
+        timed = []
+        for event in log:
+            at += draw(MOMENT)
+            timed.append((at, event))
+        timed.append((at + 5000, Tick(partition=0)))
+        logs.append(timed)
+    return logs[0], logs[1]
+
+
+def again(draw: st.DrawFn, log: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """The log with some records appearing once more, later."""
+    out = list(log)
+    for _ in range(draw(st.integers(0, 3))):
+        source = draw(st.integers(0, len(out) - 1))
+        at = draw(st.integers(source + 1, len(out)))
+        out.insert(at, (out[at - 1][0], out[source][1]))
+    return out
+
+
+def merged(draw: st.DrawFn, logs: Sequence[list[tuple[int, Any]]]) -> list[tuple[Source, int, int, Any]]:
+    """Any interleaving that keeps each log's own order."""
+    left = [list(enumerate(log)) for log in logs]
+    out: list[tuple[Source, int, int, Any]] = []
+    while left[0] or left[1]:
+        source: Source = STEPS if not left[1] or (left[0] and draw(st.booleans())) else REWARDS
+        offset, (at, event) = left[source].pop(0)
+        out.append((source, offset, at, event))
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.DataObject) -> None:
+    logs = data.draw(inputs())
+    plain = Worker()
+    for source in (STEPS, REWARDS):
+        plain.batch([(source, i, at, e) for i, (at, e) in enumerate(logs[source])])
+    # What was buried for want of a target and is sent once more may find it then: that is what replaying a dead letter is for.
+    records = merged(data.draw, logs if plain.burials else [again(data.draw, log) for log in logs])
+    other, at = Worker(), 0
+    while at < len(records):
+        size = data.draw(st.integers(1, 5))
+        other.decide(records[at : at + size])
+        at += size
+        moment = data.draw(st.sampled_from(["go on", "crash before outputs", "crash after outputs", "snapshot"]))
+        if moment == "crash before outputs":
+            other.crash()
+            continue
+        other.emit()
+        if moment == "crash after outputs":
+            other.crash()
+        elif moment == "snapshot":
+            other.snapshot()
+    assert content(other) == content(plain)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> None:
+    records = merged(data.draw, data.draw(inputs()))
+    w, at = Worker(), 0
+    while at < len(records):
+        size = data.draw(st.integers(1, 4))
+        w.batch(records[at : at + size])
+        at += size
+        if data.draw(st.integers(0, 3)) == 0:
+            w.snapshot()
+    w.decide([])
+    log = StateLog()
+    for offset, value in enumerate(w.log, 1):
+        log.read(offset, CODEC.decode(value), len(value))
+    assert log.seq == w.seq
+    ticks_alone = {"applied": None, "time": None}  # need not be on the log
+    assert _fields(log.state) | ticks_alone == _fields(w.state) | ticks_alone
+    assert Assembly.load(log.state.dump()) == log.state
+
+
+def _fields(state: Assembly) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in Assembly.__slots__}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_reading_again_changes_nothing(data: st.DataObject) -> None:
+    records = merged(data.draw, data.draw(inputs()))
+    w = Worker().batch(records)
+    before, seq = content(w), w.seq
+    w.decide([])
+    w.batch(records)
+    assert content(w) == before and w.seq <= seq + 1

@@ -1,0 +1,294 @@
+"""Anonymous buckets: calls that name no trajectory find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.events import Step, Tick
+from schemas.tokens import pack_ids
+from stream_jobs.index import REWARDS, STEPS
+from stream_jobs.state_log import StateLog
+from stream_jobs.trial import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
+
+TASK = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Fix the bug."}]
+QUIET = replace(LIMITS, bucket_inactivity=300)
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def called(call_id: str, name: str = "ls", arguments: str = '{"path": "."}') -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def split(w: Worker) -> list[list[str]]:
+    """Step numbers of each trajectory, by index, when all of them have closed."""
+    w.feed((STEPS, 10_000_000, Tick(partition=0)))
+    return sorted([s.step_id.rpartition("~")[2].partition(".")[0] for s in t.steps] for t in w.trajectories.values())
+
+
+def fed(*steps: Step) -> Worker:
+    return Worker(QUIET).feed(*[(STEPS, i, s) for i, s in enumerate(steps)])
+
+
+def test_a_conversation_is_one_trajectory_named_after_its_first_call() -> None:
+    w = fed(spoken(0, TASK, said("a")), spoken(1, [*TASK, said("a"), user("u")], said("b")))
+    assert split(w) == [["C0", "C1"]]
+    (t,) = w.trajectories.values()
+    assert (t.trajectory_id, t.trajectory_key, t.group_id) == (f"{BUCKET}~C0", BUCKET, f"{BUCKET}~C0")
+    assert (t.outcome, t.reason) == ("completed", "inactive")
+    assert [(s.step_id, s.parent, s.drift) for s in t.steps] == [
+        (f"{BUCKET}~C0.0", None, "root"),
+        (f"{BUCKET}~C1.0", 0, "clean"),
+    ]
+    assert w.last(t.trajectory_id).trajectory_key == BUCKET
+
+
+def test_rollouts_of_one_prompt_side_by_side_stay_apart() -> None:
+    first = [spoken(i, TASK, said(f"try {i}")) for i in range(8)]
+    second = [spoken(10 + i, [*TASK, said(f"try {i}"), user("go on")], said("ok")) for i in reversed(range(8))]
+    assert split(fed(*first, *second)) == sorted([f"C{i}", f"C{10 + i}"] for i in range(8))
+
+
+def test_equal_replies_are_gone_on_from_once_each() -> None:
+    w = fed(
+        *[spoken(i, TASK, said("same")) for i in range(3)],
+        *[spoken(10 + i, [*TASK, said("same"), user(f"u{i}")], said("x")) for i in range(3)],
+    )
+    assert split(w) == [["C0", "C10"], ["C1", "C11"], ["C2", "C12"]]
+
+
+def test_a_transient_message_that_always_moves_to_the_end_does_not_split() -> None:
+    """openclaw: request n+1 does not extend request n, and ids of calls lose their underscore."""
+    note = user("<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
+    result = {"role": "tool", "tool_call_id": "call78f8", "content": "a.py"}
+    back = called("call78f8", arguments='{"path":"."}')
+    w = fed(
+        spoken(0, [*TASK, note], called("call_78f8")),
+        spoken(1, [*TASK, note], called("call_99ab")),
+        spoken(2, [*TASK, back, result, note], said("done")),
+    )
+    assert split(w) == [["C0", "C2"], ["C1"]]
+    assert [s.drift for s in w.trajectories[f"{BUCKET}~C0"].steps] == ["root", "root"]
+
+
+def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None:
+    """A template that drops the reasoning, or writes calls in its own way: the text is what the model said, the tokens are not."""
+    thought = {"content": "4", "reasoning_content": "two and two"}
+    sampled = pack_ids([7, 7, 7, 2000])
+    w = fed(
+        spoken(0, TASK, thought, response_token_ids=sampled),
+        spoken(1, [*TASK, said("4"), user("sure?")], said("yes")),
+        spoken(2, [*TASK, said("5"), user("sure?")], said("no")),  # another conversation, whose beginning nobody saw
+    )
+    assert split(w) == [["C0", "C1"], ["C2"]]
+    assert [s.drift for s in w.trajectories[f"{BUCKET}~C0"].steps] == ["root", "forked"]
+
+
+def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
+    w = fed(spoken(0, TASK, called("call_1")), spoken(1, [TASK[1], called("call_1"), user("r")], called("call_2")))
+    w.feed((STEPS, 5, spoken(2, [TASK[1], called("call_2"), user("r")], said("done"))))
+    assert split(w) == [["C0", "C1", "C2"]]
+
+
+def test_without_a_readable_request_tokens_tell() -> None:
+    w = fed(
+        spoken(0, TASK, said("a")),
+        spoken(1, [*TASK, said("a"), user("u")], said("b"), request_json=b'{"prompt": "..."}'),
+        spoken(2, TASK, said("c"), request_json=b"not json"),
+    )
+    assert split(w) == [["C0", "C1"], ["C2"]]
+
+
+def test_text_alone_tells_too() -> None:
+    w = fed(
+        spoken(0, TASK, said("a"), tokens=False),
+        spoken(1, TASK, said("b"), tokens=False),
+        spoken(2, [*TASK, said(" a "), user("u")], said("c"), tokens=False),
+    )
+    assert split(w) == [["C0", "C2"], ["C1"]]
+
+
+def test_choices_of_a_call_are_siblings_in_one_trajectory() -> None:
+    more = {"call_id": f"{BUCKET}~C0", "choice_index": 1, "step_id": f"{BUCKET}~C0.1"}
+    w = fed(
+        spoken(0, TASK, said("a")),
+        spoken(0, TASK, said("b"), **more),
+        spoken(2, [*TASK, said("b"), user("u")], said("c")),
+    )
+    assert split(w) == [["C0", "C0", "C2"]]
+    (t,) = w.trajectories.values()
+    assert [(s.step_id[-4:], s.parent, s.drift) for s in t.steps] == [
+        ("C0.0", None, "root"), ("C0.1", None, "root"), ("C2.0", 1, "clean"),
+    ]  # fmt: skip
+
+
+def test_a_step_past_the_limit_closes_first_and_begins_the_next() -> None:
+    w = Worker(QUIET).feed((STEPS, 0, spoken(0, TASK, said("a"))))
+    w.feed((STEPS, 300, spoken(1, [*TASK, said("a"), user("u")], said("b"))))
+    w.feed((STEPS, 601, spoken(2, [*TASK, said("a"), user("u"), said("b"), user("v")], said("c"))))
+    assert [(t, w.trajectories[t].closed_at) for t in w.trajectories] == [(f"{BUCKET}~C0", 601)]
+    w.feed((STEPS, 602, spoken(0, TASK, said("a"))))  # drained from a spool once more
+    assert not w.marks and split(w) == [["C0", "C1"], ["C2"]]
+
+
+def test_a_choice_that_comes_after_the_closing_is_late() -> None:
+    more = {"choice_index": 1, "step_id": f"{BUCKET}~C0.1"}
+    w = fed(spoken(0, TASK, said("a")))
+    w.feed((STEPS, 400, Tick(partition=0)), (STEPS, 401, spoken(0, TASK, said("b"), **more)))
+    assert [(m.key, m.step_id, m.kind) for m in w.marks] == [(("r", f"{BUCKET}~C0"), f"{BUCKET}~C0.1", "late")]
+
+
+def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name() -> None:
+    w = Worker(QUIET).feed(
+        (REWARDS, 0, replace(reward(BUCKET, 0.9, 1), trajectory_id=BUCKET)),  # waits; of the trajectory that has step 1
+        (STEPS, 0, spoken(0, TASK, said("a"))),
+        (STEPS, 0, spoken(1, TASK, said("b"))),
+        (REWARDS, 1, reward(BUCKET, 0.5, 0)),
+        (REWARDS, 1, curation(BUCKET, "c", 0, quality=0.25)),
+        (STEPS, 1, session(BUCKET, "failed", step_id=f"{BUCKET}~C1.0")),
+        (STEPS, 1, session(BUCKET, "failed", step_id=f"{BUCKET}~C1.0")),
+    )
+    one = w.last(f"{BUCKET}~C1")
+    assert (one.outcome, [(r.value, r.step_id) for r in one.rewards]) == ("failed", [(0.9, None)])
+    assert len(w.trajectories) == 1
+    w.feed((STEPS, 400, Tick(partition=0)))
+    w.feed((REWARDS, 400, replace(reward(BUCKET, 0.7, name="late"), trajectory_id=f"{BUCKET}~C0")))
+    zero = w.last(f"{BUCKET}~C0")
+    assert [(r.name, r.value, r.step_id) for r in zero.rewards] == [("a", 0.5, f"{BUCKET}~C0.0"), ("late", 0.7, None)]
+    assert zero.steps[0].quality == 0.25
+    assert not w.burials
+
+
+def test_what_names_no_step_of_a_bucket_is_buried() -> None:
+    w = Worker(QUIET).feed(
+        (STEPS, 0, spoken(0, TASK, said("a"))),
+        (STEPS, 0, session(BUCKET, "completed")),
+        (STEPS, 0, session(BUCKET, "opened", step_id=f"{BUCKET}~C0.0")),
+        (REWARDS, 0, reward(BUCKET)),
+        (REWARDS, 0, replace(reward(BUCKET), trajectory_id="other")),
+        (REWARDS, 0, reward(BUCKET, 1.0, 7)),
+        (STEPS, 0, session(BUCKET, "completed", "e", step_id=f"{BUCKET}~C8.0")),
+        (STEPS, 501, Tick(partition=0)),
+    )
+    assert [(b.source, b.offset, b.reason) for b in w.burials] == [
+        (STEPS, 1, "invalid"), (STEPS, 2, "invalid"), (REWARDS, 0, "invalid"), (REWARDS, 1, "invalid"),
+        (STEPS, 3, "unknown_target"), (REWARDS, 2, "unknown_target"),
+    ]  # fmt: skip
+
+
+def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_wait_is_over() -> None:
+    w = Worker(replace(QUIET, bucket_inactivity=900)).feed(
+        (STEPS, 0, session(BUCKET, "failed", step_id=f"{BUCKET}~C0.0")),
+        (STEPS, 100, spoken(0, TASK, said("a"))),
+        (STEPS, 501, Tick(partition=0)),
+    )
+    assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [(f"{BUCKET}~C0", "failed")]
+
+
+def test_runs_do_not_meet_in_a_bucket() -> None:
+    other = replace(spoken(1, [*TASK, said("a"), user("u")], said("b")), run_id="q")
+    assert split(fed(spoken(0, TASK, said("a")), other)) == [["C0"], ["C1"]]
+
+
+def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    w = fed(spoken(0, TASK, said("a"), status="aborted", idempotency_key="i"))
+    w.fold.limits = replace(QUIET, closed_horizon=2000)
+    w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
+    assert w.trajectories and w.state.buckets and w.state.closed
+    w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
+    assert not (w.state.buckets or w.state.anonymous or w.state.closed)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
+    w = fed(*[spoken(i, TASK, called(f"c{i}")) for i in range(3)], spoken(3, TASK, said(""), status="aborted"))
+    w.feed((STEPS, 5, session(BUCKET, "completed", step_id=f"{BUCKET}~C1.0")))
+    w.feed((STEPS, 6, spoken(4, [*TASK, called("c0"), user("u")], said("x"))))
+    before = w.state.buckets
+    if stored:
+        w.snapshot()
+    w.decide([])
+    log = StateLog()
+    for offset, value in enumerate(w.log, 1):
+        log.read(offset, CODEC.decode(value), len(value))
+    assert log.state.anonymous.keys() == w.state.anonymous.keys()
+    for bucket, again in zip(before.values(), log.state.buckets.values(), strict=True):
+        assert (again.calls, again.failed, again.opened.keys()) == (bucket.calls, bucket.failed, bucket.opened.keys())
+        assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
+
+
+def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step]:
+    """The calls of one rollout. style: how its agent and engine treat the history."""
+    history: list[dict[str, Any]] = list(TASK)
+    steps = []
+    for turn in range(turns):
+        text = f"reply {number if unique else 0}.{turn}"
+        reply = called(f"call_{text}") if style == "tools" else said(text)
+        more: dict[str, Any] = {"response_token_ids": pack_ids([9, number])} if style == "drift" else {}
+        if style == "drift":
+            more["response_logprobs"] = bytes(8)
+        tail = [user("note")] if style == "transient" else []
+        steps.append(spoken(100 * number + turn, [*history, *tail], reply, tokens=style != "text", **more))
+        history += [reply, user(f"result {turn}")]
+    return steps
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, unique: bool = True) -> list[list[Step]]:
+    styles = st.sampled_from(["clean", "tools", "transient", "drift", "text"])
+    return [conversation(i + 1, draw(st.integers(1, 4)), draw(styles), unique) for i in range(draw(st.integers(1, 5)))]
+
+
+def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
+    """Any interleaving that keeps each row's own order."""
+    left = [list(row) for row in rows]
+    out = []
+    while left := [row for row in left if row]:
+        out.append(left[draw(st.integers(0, len(left) - 1))].pop(0))
+    return out
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(data: st.DataObject) -> None:
+    rows = data.draw(rollouts())
+    log = woven(data.draw, rows)
+    for _ in range(data.draw(st.integers(0, 3))):  # again, later
+        at = data.draw(st.integers(0, len(log) - 1))
+        log.insert(data.draw(st.integers(at + 1, len(log))), log[at])
+    w, plain = Worker(QUIET), fed(*[s for row in rows for s in row])
+    for at, event in enumerate(log):
+        w.decide([(STEPS, at, at, event)])
+        moment = data.draw(st.sampled_from(["go on", "crash", "snapshot"]))
+        if moment == "crash":
+            w.crash()
+        w.emit()
+        if moment == "snapshot":
+            w.snapshot()
+    w.batch([(STEPS, len(log), 10_000_000, Tick(partition=0))])
+    assert split(plain) == sorted([s.call_id.rpartition("~")[2] for s in row] for row in rows)
+    trees = [{k: replace(t, opened_at=0, closed_at=0) for k, t in content(one)[0].items()} for one in (w, plain)]
+    assert trees[0] == trees[1]
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_rollouts_that_say_the_same_are_told_apart_by_number(data: st.DataObject) -> None:
+    """Which of two equal beginnings a call goes on from can't be known, but none is gone on from twice while another is free."""
+    rows = data.draw(rollouts(unique=False).filter(lambda rows: len({len(r) for r in rows}) == 1))
+    rows = [conversation(i + 1, len(row), "clean", False) for i, row in enumerate(rows)]
+    found = split(fed(*woven(data.draw, rows)))
+    assert [len(steps) for steps in found] == [len(row) for row in rows]

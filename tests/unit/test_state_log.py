@@ -1,0 +1,44 @@
+"""The state log read back: fenced writers, repeated and missing records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schemas.events import AssemblyMarker
+from stream_jobs import assembly as op
+from stream_jobs import state_log
+from stream_jobs.assembly import Assembly
+from stream_jobs.errors import UnreadableStateLog
+from stream_jobs.state_log import StateLog
+from stream_jobs.trial import CODEC
+
+
+def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
+    state = Assembly()
+    log = StateLog()
+
+    def delta(epoch: int, seq: int, key: str) -> Any:
+        return state_log.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train"]])
+
+    log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
+    log.read(7, delta(5, 1, "again"), 1)
+    log.read(8, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(9, delta(5, 2, "zombie"), 1)
+    log.read(10, delta(8, 2, "b"), 1)
+    assert [k[1] for k in log.state.opened] == ["a", "b"]
+    with pytest.raises(UnreadableStateLog, match="delta 4 follows 2"):
+        log.read(11, delta(8, 4, "d"), 1)
+    with pytest.raises(UnreadableStateLog, match="delta 2 follows 0"):
+        StateLog().read(2, delta(1, 2, "its beginning is gone"), 1)
+
+
+def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
+    """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
+    log, state = StateLog(), Assembly()
+    log.read(0, state_log.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train"]]), 1)
+    log.read(1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train"]]), 1)
+    log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train"]]), 1)
+    assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1

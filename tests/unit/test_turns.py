@@ -1,0 +1,124 @@
+"""What the model said, read from requests and replies of three protocols: both give one link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_jobs.turns import Turn, link, reply_of, turns_of
+
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'}}
+CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "ls", "arguments": '{"a":1}'}
+
+
+def linked(request: Any) -> int | None:
+    turns = turns_of(orjson.dumps(request))
+    assert turns is not None
+    return link(turns)
+
+
+def leads(request: Any, reply: Any) -> int | None:
+    turn = reply_of(orjson.dumps(reply))
+    assert turn is not None
+    return link([*(turns_of(orjson.dumps(request)) or []), turn])
+
+
+USER = {"role": "user", "content": "u"}
+PAIRS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "chat text": ({"content": "hi\n"}, "messages", [{"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],),
+    "chat reasoning": (
+        {"content": "hi", "reasoning_content": "hm"}, "messages", [{"role": "assistant", "content": "hi"}],
+    ),
+    "chat call": (
+        {"content": "I look", "tool_calls": [CHAT_CALL]}, "messages",
+        [{"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call1", "function": {"name": "ls", "arguments": '{"b":2,"a":1}'}}]}],
+    ),
+    "messages text": (
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "hi"}]}, "messages",
+        [{"role": "assistant", "content": "hi"}],
+    ),
+    "messages calls": (
+        {"content": [{"type": "tool_use", "id": "toolu_1", "name": "a", "input": {"x": 1}},
+                     {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}}]}, "messages",
+        [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}, "cache_control": {}}]}],
+    ),
+    "responses text": (
+        {"output": [{"type": "reasoning"}, {"type": "message", "role": "assistant",
+                                            "content": [{"type": "output_text", "text": "hi"}]}]}, "input",
+        [{"role": "assistant", "content": "hi"}],
+    ),
+    "responses calls": (
+        {"output": [{"type": "web_search_call", "id": "ws"}, {**CODEX_CALL, "call_id": "call_0"}, CODEX_CALL]}, "input",
+        [{**CODEX_CALL, "call_id": "call_0"}, {"type": "function_call_output", "call_id": "call_0"},
+         {**CODEX_CALL, "id": None}],
+    ),
+    "responses custom": (
+        {"output": [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"}]}, "input",
+        [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin", "status": "completed"}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_reply_and_the_request_that_goes_on_from_it_meet(name: str) -> None:
+    reply, field, back = PAIRS[name]
+    first, second = {field: [USER]}, {field: [USER, *back, {"role": "user", "content": "v"}]}
+    assert leads(first, reply) == linked(second) is not None
+
+
+def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> None:
+    a, b, call = Turn("a", None), Turn("b", None), Turn("", b"c")
+    assert link([a, b]) != link([b, b]) != link([b])
+    assert link([a, call]) == link([b, call]) == link([Turn("x", b"c")])
+    assert link([call, a]) != link([a])
+    assert link([]) is None
+
+
+def test_turns_are_what_the_model_said_only() -> None:
+    items = [
+        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "t"}, {"role": "assistant", "content": ""}, USER,
+    ]  # fmt: skip
+    assert turns_of(orjson.dumps({"messages": items})) == [Turn("a\nb", None)]
+    assert turns_of(b'{"input": "hello"}') == []
+    assert turns_of(b'{"prompt": "hello"}') is None and turns_of(b"\xff") is None and turns_of(b"[]") is None
+    assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None and reply_of(b'{"text": "x"}') is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "messages",
+                        "input",
+                        "output",
+                        "role",
+                        "content",
+                        "type",
+                        "tool_calls",
+                        "function_call",
+                        "function",
+                        "id",
+                    ]
+                ),
+                inner | st.sampled_from(["assistant", "function_call", "tool_use", "text", "reasoning"]),
+                max_size=6,
+            )
+        ),
+        max_leaves=30,
+    )
+)
+def test_no_shape_is_too_strange(value: Any) -> None:
+    packed = orjson.dumps(value)
+    turns, reply = turns_of(packed), reply_of(packed)
+    link([*(turns or []), *([reply] if reply else [])])
