@@ -14,8 +14,8 @@ from gateway.workers import Worker
 from runtime.telemetry import logger
 from schemas import capture
 
-PROBE_S = 5.0
-"""An engine that takes longer to say that it is well is not."""
+PATIENCE = 2.0
+"""An engine that takes so many probe intervals to say that it is well is not."""
 REPROBE_OPEN_S = 0.5
 REPROBE_TEXT_S = 60.0
 """What was found to be no vLLM is seldom asked again: a provider's own server should not be bothered."""
@@ -226,7 +226,7 @@ class Lane:
         """Status, whether it carries our middleware's header, body. Raises Unreachable, ConnectionError or TimeoutError."""
         connection = await self.connection()
         try:
-            connection.send(self.head("GET", path, {}, {}, None), None, PROBE_S)
+            connection.send(self.head("GET", path, {}, {}, None), None, PATIENCE * self._interval_s)
             body = await connection.read()
             return connection.status, capture.ASK.encode() in connection.headers, body
         finally:
