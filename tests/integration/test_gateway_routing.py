@@ -1,0 +1,88 @@
+"""What engines say on the workers topic of a real Kafka decides where calls go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gateway.bus import Message
+from gateway.scripted import Say, Script
+from gateway.scripted_engine import ScriptedEngine
+from gateway.upstream import Upstream
+from gateway.worker_feed import WorkerFeed
+from gateway.workers import WorkerTable
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import DeadLetter, WorkerStatus
+from schemas.settings import Settings
+
+HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
+BODY = b'{"model": "policy", "messages": []}'
+SOON_S = 90.0
+CODEC = Codec()
+
+
+def status(name: str, url: str, state: Any) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=name, base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=60_000,
+        started_at=1, loads=0,
+    )  # fmt: skip
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110 - the conditions are of the outside
+            await asyncio.sleep(0.01)
+
+
+def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings) -> None:
+    create_topics(cluster, settings)
+    topic, letters = settings.kafka.topics.workers, list[Message]()
+    producer = cluster.producer()
+
+    def say(name: str, url: str, state: Any) -> None:
+        producer.put(topic, name.encode(), CODEC.encode(status(name, url, state)))
+        producer.flush()
+
+    async def body() -> None:
+        table, gate = WorkerTable(), asyncio.Semaphore(0)
+        upstream = Upstream(settings.gateway, table, time.monotonic)
+        feed = WorkerFeed(cluster, settings, table, CODEC, time.monotonic, letters.append)
+        slow, quick = ScriptedEngine(lambda _: Script([HI], gate=gate)), ScriptedEngine(lambda _: Script([HI]), "vllm")
+
+        async def call() -> tuple[str | None, str]:
+            async with upstream.ask(
+                "POST", "/v1/chat/completions", BODY, {}, key="t", run_id="r", model="policy"
+            ) as response:
+                assert response.status == 200 and b"Hel" in await response.read()
+                return response.worker.worker_id, response.worker.kind
+
+        async with slow.serve() as slow_url, quick.serve() as quick_url:
+            await upstream.open()
+            feed.start()
+            say("a", slow_url, "loading")
+            await until(lambda: upstream.lanes.states() == {"a": "loading"})
+            waiting = asyncio.create_task(call())
+            say("bad", "http://:0/", "ready")
+            say("a", slow_url, "ready")
+            await until(lambda: slow.requests)  # it waited, and goes on by itself
+            say("b", quick_url, "ready")
+            say("a", slow_url, "draining")
+            await until(lambda: upstream.lanes.states() == {"a": "draining", "b": "ready"})
+            assert await call() == ("b", "vllm") and not waiting.done()
+            gate.release()
+            assert await waiting == ("a", "captured")
+            producer.put(topic, b"a", None)
+            producer.put(topic, b"b", None)
+            producer.flush()
+            await until(lambda: upstream.lanes.states() == {} and not upstream.ready)
+            await asyncio.to_thread(feed.stop)
+            await upstream.close()
+
+    asyncio.run(body())
+    producer.close()
+    (letter,) = [CODEC.decode(m.value) for m in letters]
+    assert isinstance(letter, DeadLetter) and (letter.key, letter.reason) == (b"bad", "invalid")
