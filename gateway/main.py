@@ -21,6 +21,8 @@ from runtime.telemetry import logger
 from schemas.codec import Codec
 from schemas.settings import Settings
 
+FIRST_LOOK_S = 3.0
+"""Longest wait for Kafka before the first call is served: what is spooled meanwhile could be overtaken by another gateway."""
 STOP_RESERVE_S = 8.0
 """Of up.stop_timeout_s: kept for draining the spool and flushing after the last call has ended."""
 
@@ -52,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
     """Serve until `stop`: then accept no more, finish what is in flight, drain the spool if Kafka is there, flush.
 
-    Kafka need not be there at the start: calls are spooled until it is.
+    Kafka need not be there at the start: after a short wait for it calls are spooled until it is.
     """
     listening = listen(settings.gateway.host, settings.gateway.port)
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
@@ -83,6 +85,9 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     )
     bus.start()
     feed.start()
+    began = asyncio.get_running_loop().time()
+    while not bus.reachable and not stop.is_set() and asyncio.get_running_loop().time() - began < FIRST_LOOK_S:  # noqa: ASYNC110 - the bus is a thread
+        await asyncio.sleep(0.01)
     logger().info("gateway_listens", host=settings.gateway.host, port=settings.gateway.port)
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())

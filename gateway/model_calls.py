@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from gateway.calls import CallEndpoint, Scope, Send
+from gateway.calls import CallEndpoint, Scope, Send, send_reply
 from gateway.disconnect import Receive
+from gateway.error_reply import reply_of
+from gateway.errors import WrongMethod
 from gateway.passing import PassEndpoint
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -55,4 +57,7 @@ class ModelCalls:
             if passed is not None and passed.method == scope["method"]:
                 await passed.serve(scope, receive, send, place.trajectory, place.prompt)
                 return
+            error = WrongMethod(f"{scope['method']} {scope['path']}: not with this method")
+            await send_reply(send, reply_of(error))
+            return
         await self._app(scope, receive, send)

@@ -1,0 +1,231 @@
+"""Two gateways under 64 agents at once: each killed with SIGKILL, then the broker stopped for 20 s, with assemble and lake behind them.
+
+Every call that was answered has its steps on Kafka and exactly one lake row each; nothing hangs. Through the kills a trajectory whose
+turns alternate between the gateways keeps its order. Not so through an outage of Kafka, where each gateway has a spool of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+from tests_feed import Feed
+from tests_ports import free_port
+from tests_up import ROOT, Up, command, up
+
+from gateway.scripted import Say, Script
+from gateway.scripted_engine import ScriptedEngine
+from runtime.config import words_of
+from schemas.events import SessionEvent, Step, Trajectory
+from schemas.settings import Settings
+
+AGENTS = 64
+TURNS = 4
+EACH_PHASE = 300
+"""Calls that are answered between two faults."""
+BROKER_STOPS_S = 20.0
+HANGS_S = 120.0
+
+
+def script(request: Any) -> Script:
+    """Tokens that grow as the conversation does: every message is one token, and a reply's is that of its turn."""
+    ids = [hash_of(m["content"]) for m in request["messages"]]
+    reply = f"reply {len(ids)} to {request['messages'][-1]['content']}"
+    return Script([Say([hash_of(reply)], [reply], [-0.5])], prompt_ids=ids, version_start="default/0.0")
+
+
+def hash_of(text: str) -> int:
+    """A token for a text."""
+    return int.from_bytes(text.encode()[-3:], "big") + 7 * len(text) if text else 1
+
+
+class Agents:
+    """Sixty-four of them. answered: step ids by trajectory, in the order of the replies. A call that fails is made again, with its key."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.ports, self.stop = ports, asyncio.Event()
+        self.answered: dict[str, list[str]] = {}
+        self.completed: list[str] = []
+        self.calls = self.failed = 0
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        timeout = aiohttp.ClientTimeout(total=HANGS_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+            await asyncio.gather(*(self._agent(http, i) for i in range(AGENTS)))
+
+    async def _agent(self, http: aiohttp.ClientSession, number: int) -> None:
+        episode = 0
+        while not self.stop.is_set():
+            key = f"a{number}-{episode}"
+            messages: list[dict[str, str]] = []
+            for turn in range(TURNS):
+                messages.append({"role": "user", "content": f"{key} turn {turn}"})
+                reply, steps = await self._call(http, key, turn, messages)
+                messages.append({"role": "assistant", "content": reply})
+                self.answered.setdefault(key, []).extend(steps)
+                self.calls += 1
+            await self._post(http, number, f"/{key}/g{number}/v1/complete_trajectory", {"reward": 1.0}, {})
+            self.completed.append(key)
+            episode += 1
+
+    async def _call(
+        self, http: aiohttp.ClientSession, key: str, turn: int, messages: list[dict[str, str]]
+    ) -> tuple[str, list[str]]:
+        headers = {"idempotency-key": f"{key}/{turn}"}
+        ask = {"model": "policy", "messages": messages}
+        said, steps = await self._post(http, turn, f"/{key}/{key}/v1/chat/completions", ask, headers)
+        return said["choices"][0]["message"]["content"], steps
+
+    async def _post(
+        self, http: aiohttp.ClientSession, at: int, path: str, body: Any, headers: dict[str, str]
+    ) -> tuple[Any, list[str]]:
+        while True:
+            port = self.ports[at % len(self.ports)]
+            at += 1
+            try:
+                async with http.post(f"http://127.0.0.1:{port}{path}", json=body, headers=headers) as reply:
+                    said = await reply.json()
+                    if reply.status == 200:
+                        return said, reply.headers.get("x-clawstream-step", "").split(",")
+                    assert reply.status == 503, f"{reply.status}: {said}"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                pass
+            self.failed += 1
+            await asyncio.sleep(0.1)
+
+    async def more(self, calls: int) -> None:
+        """Wait until so many more calls are answered."""
+        goal = self.calls + calls
+        async with asyncio.timeout(HANGS_S):
+            while self.calls < goal:  # noqa: ASYNC110 - many tasks count
+                await asyncio.sleep(0.05)
+
+
+def installation(home: Path, engine_url: str) -> Settings:
+    return Settings.model_validate({
+        "data_dir": home / "run",
+        "kafka": {"partitions": 4, "topic_prefix": f"t{uuid4().hex[:8]}"},
+        "broker": {"port": free_port()},
+        "gateway": {"port": free_port(), "upstreams": [engine_url]},
+        "lake": {"flush_interval_s": 1},
+        "up": {"processes": ["broker", "gateway", "assemble", "lake"], "restart_delay_s": 0.3},
+    })  # fmt: skip
+
+
+@asynccontextmanager
+async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
+    """A gateway beside the supervised one; gives its pid."""
+    log = (running.home / "gateway-1.log").open("ab")
+    words = [*words_of(running.settings), f"gateway.port={port}", "gateway.gateway_id=gateway-1"]
+    process = await asyncio.create_subprocess_exec(*command("gateway", *words), stdout=log, stderr=log, cwd=ROOT)
+    try:
+        await answers(port)
+        yield process.pid
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+        log.close()
+
+
+async def answers(port: int) -> None:
+    """Wait until a gateway has Kafka and an engine."""
+    async with asyncio.timeout(HANGS_S), aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(f"http://127.0.0.1:{port}/ready") as reply:
+                    if reply.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
+    """Kill one gateway, then the other, then stop the broker; the agents go on through all of it. Gives what was complete before it stopped."""
+    pid = running.table["gateway"]["pid"]
+    async with second_gateway(running, second_port) as second:
+        await agents.more(EACH_PHASE)
+        os.kill(pid, signal.SIGKILL)
+        await agents.more(EACH_PHASE)
+        os.kill(second, signal.SIGKILL)
+        await agents.more(EACH_PHASE)
+    in_order = list(agents.completed)
+    async with second_gateway(running, second_port):
+        broker = int(running.table["broker"]["pid"])
+        nodes = [int(p) for p in children(broker)] or [broker]
+        for node in nodes:
+            os.kill(node, signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            await agents.more(EACH_PHASE)
+            await asyncio.sleep(max(0.0, BROKER_STOPS_S - (time.monotonic() - stopped)))
+        finally:
+            for node in nodes:
+                os.kill(node, signal.SIGCONT)
+        await agents.more(EACH_PHASE)
+        agents.stop.set()
+    return in_order
+
+
+def children(pid: int) -> list[str]:
+    """Process ids of the children."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_what_was_answered_is_kept_once_and_in_order(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with ScriptedEngine(script).serve() as engine_url:
+            settings = installation(tmp_path, engine_url)
+            second_port = free_port()
+            with up(settings) as running:
+                await answers(settings.gateway.port)
+                agents = Agents([settings.gateway.port, second_port])
+                _, in_order = await asyncio.gather(agents.run(), faults(running, agents, second_port))
+                feed = Feed(settings)
+                ids = {s for steps in agents.answered.values() for s in steps}
+                await asyncio.to_thread(check, running, feed, agents, ids, in_order)
+                await asyncio.to_thread(running.stop)
+
+    asyncio.run(body())
+
+
+def check(running: Up, feed: Feed, agents: Agents, answered: set[str], in_order: list[str]) -> None:
+    """Kafka, lake and trajectories hold what the agents were told."""
+    topics = feed.topics
+    assert agents.failed > 0, "the faults were not felt"
+
+    def on_log() -> set[str]:
+        return {e.step_id for e in feed.events(topics.steps, Step)}
+
+    running.until(lambda: answered <= on_log(), "every answered step is on the log", HANGS_S)
+
+    def in_lake() -> Counter[str]:
+        return Counter(feed.column("steps", "step_id"))
+
+    running.until(
+        lambda: answered <= in_lake().keys() and on_log() == in_lake().keys(), "every step is in the lake", HANGS_S
+    )
+    doubled = {step: n for step, n in in_lake().items() if n > 1}
+    assert not doubled
+    completed = {e.trajectory_key for e in feed.events(topics.steps, SessionEvent)}
+    running.until(
+        lambda: completed <= {t.trajectory_id for t in feed.events(topics.trajectories, Trajectory)},
+        "every completed trajectory is assembled",
+        HANGS_S,
+    )
+    trajectories = {t.trajectory_id: t for t in feed.events(topics.trajectories, Trajectory)}
+    assert len(in_order) > AGENTS
+    for key in in_order:
+        told = agents.answered[key]
+        assert [s.step_id for s in trajectories[key].steps if s.step_id in told] == told
