@@ -54,9 +54,7 @@ class EventStream:
         if part.ends or part.last or part.failure is not None:
             self._holding = True
             self.ended = self.ended or part.last
-        frames = self._frames
-        if frames:
-            self._frames = []
+        frames, self._frames = self._frames, []  # a list of its own: what waits keeps it
         if self._holding:
             self._unsent.append((frames, part.payload))
         else:

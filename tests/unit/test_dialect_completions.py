@@ -20,11 +20,13 @@ from gateway.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletion
 from gateway.protocol import Answer, Choice, Kind
 from gateway.scripted import Json, Say, Script
 from gateway.scripted_completions import CompletionsVoice
-from gateway.tokens import NO_IDS, NO_LOGPROBS
+from gateway.streaming import EventStream
+from gateway.tokens import NO_IDS, NO_LOGPROBS, Captured
 from gateway.trial import Trial
 from gateway.trial import play as play_in
+from schemas import capture
 from schemas.codec import Codec
-from schemas.tokens import unpack_ids, unpack_logprobs
+from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 DIALECT, VOICE = OpenAICompletions(), CompletionsVoice()
 ASK: Json = {"model": "policy", "prompt": "hi"}
@@ -217,6 +219,31 @@ def test_from_the_first_finish_on_it_waits() -> None:
     got = streamed(DIALECT, orjson.dumps(ASK | {"n": 2}), "captured", data)
     first = orjson.loads(got.held.split(b"\n\n")[0].removeprefix(b"data: "))
     assert first["choices"][0]["finish_reason"] == "length" and data.endswith(got.held)
+
+
+def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
+    """A real engine tells the tokens of all choices in one comment, then writes an event for each: not every event has a comment."""
+
+    def comment(*choices: capture.Choice) -> bytes:
+        return capture.comment(capture.encode(capture.Frame(0, pack_ids([1, 2, 3]), choices)))
+
+    def told(which: int, at: int, say: Say) -> capture.Choice:
+        finish = say.finish_reason if at == len(say.ids) - 1 else None
+        return capture.Choice(which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish)
+
+    said = [Say([4], ["x"], [-4.0]), HI, YO]
+    ask = ASK | {"n": 3}
+    events = [e.data for e in VOICE.events(ask, Script(said))]
+    first, second, third = events[:3], events[3:5], events[5:]
+    captured = Captured()
+    stream = EventStream(DIALECT.fold(DIALECT.request(orjson.dumps(ask)), "captured"), captured)
+    sent = stream.feed(comment(*(told(i, 0, s) for i, s in enumerate(said))) + b"".join(first))
+    sent += stream.feed(comment(told(1, 1, HI), told(2, 1, YO)) + b"".join(second))
+    sent += stream.feed(comment(told(1, 2, HI)) + b"".join(third))
+    stream.close()
+    assert len(stream.whole().choices) == 3
+    assert sent + stream.held() == b"".join(events)
+    assert [unpack_ids(captured.tokens(i, 3).ids or b"") for i in range(3)] == [[4], [7, 8, 9], [5, 6]]
 
 
 def test_an_engines_error_event_is_a_failure() -> None:
