@@ -20,6 +20,7 @@ from gateway.control import control_routes
 from gateway.disconnect import Receive
 from gateway.door import Door
 from gateway.error_reply import OPENAI, reply_of
+from gateway.event_log import EventLog
 from gateway.journal import Journal
 from gateway.memory import Memory
 from gateway.metrics import Metrics
@@ -29,7 +30,9 @@ from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
 from gateway.passing import PassEndpoint
 from gateway.protocol import Dialect, Errors
+from gateway.redaction.shell import redaction_of
 from gateway.seed_api import LARGE_BODIES, seed_routes
+from gateway.sessions import secret_of
 from gateway.spool import Spool
 from gateway.upstream import Upstream
 from gateway.workers import WorkerTable
@@ -70,8 +73,10 @@ def create_app(
     )
     upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock, metrics)
     door = Door(settings, metrics)
+    redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
+    log = EventLog(settings.kafka.topics, codec, journal, redaction)
     parts = Parts(
-        settings, door, journal, upstream, codec, clock, metrics, Memory(settings.gateway.max_in_flight_bytes)
+        settings, door, journal, log, upstream, clock, metrics, Memory(settings.gateway.max_in_flight_bytes)
     )  # fmt: skip
 
     @asynccontextmanager
@@ -92,6 +97,7 @@ def create_app(
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan)
     app.state.bury = bury
     app.include_router(control_routes(parts))
+    app.include_router(seed_routes(parts))
     app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app)

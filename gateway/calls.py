@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.bus import Message
 from gateway.clock import Clock
 from gateway.disconnect import Client, Receive
 from gateway.door import Caller, Door
@@ -30,6 +29,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamTimeout,
 )
+from gateway.event_log import EventLog
 from gateway.journal import Journal
 from gateway.memory import Memory
 from gateway.metrics import Metrics
@@ -42,7 +42,6 @@ from gateway.tokens import NOT_TOLD, Captured
 from gateway.upstream import Response, Upstream
 from gateway.workers import Worker
 from schemas import capture
-from schemas.codec import Codec
 from schemas.events import Step, StepStatus
 from schemas.ids import new_call_id
 from schemas.settings import Settings
@@ -72,8 +71,8 @@ class Parts:
     settings: Settings
     door: Door
     journal: Journal
+    log: EventLog
     upstream: Upstream
-    codec: Codec
     clock: Clock
     metrics: Metrics
     memory: Memory
@@ -339,9 +338,7 @@ class Exchange:
 
     async def _record(self, steps: Sequence[Step]) -> None:
         parts = self._parts
-        topic = parts.settings.kafka.topics.steps
-        key = self._call.origin.kafka_key
-        receipt = await parts.journal.record([Message(topic, key, parts.codec.encode(step)) for step in steps])
+        receipt = await parts.log.record(steps)
         for step in steps:
             parts.metrics.steps_recorded.labels(step.status).inc()
         if receipt == "spooled":

@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
 from gateway.api_keys import Scope
-from gateway.bus import Message
 from gateway.calls import Parts
 from gateway.door import TRAJECTORY_HEADER, Caller
 from gateway.errors import Unprocessable
+from gateway.event_log import Event
 from gateway.sessions import Origin
 from schemas.errors import InvalidId
 from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
@@ -110,26 +110,23 @@ class Recorder:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._topics = parts.settings.kafka.topics
 
-    def opened(self, origin: Origin, said: OpenSession | Register) -> Message:
+    def opened(self, origin: Origin, said: OpenSession | Register) -> SessionEvent:
         """The trajectory's opening; a repeated one is the same event, the first counts."""
-        return self._session(
-            SessionEvent(
-                event_id=stable_id(origin.run_id, origin.trajectory_key, "opened"),
-                run_id=origin.run_id,
-                trajectory_key=origin.trajectory_key,
-                kind="opened",
-                group_id=origin.group_id,
-                channel=origin.channel,
-                group_size=said.group_size,
-                round=said.round,
-                metadata_json=_json(said.metadata),
-                created_at=self._parts.clock.micros(),
-            )
+        return SessionEvent(
+            event_id=stable_id(origin.run_id, origin.trajectory_key, "opened"),
+            run_id=origin.run_id,
+            trajectory_key=origin.trajectory_key,
+            kind="opened",
+            group_id=origin.group_id,
+            channel=origin.channel,
+            group_size=said.group_size,
+            round=said.round,
+            metadata_json=_json(said.metadata),
+            created_at=self._parts.clock.micros(),
         )
 
-    def ended(self, origin: Origin, said: Complete) -> list[Message]:
+    def ended(self, origin: Origin, said: Complete) -> list[Reward | SessionEvent]:
         """Its reward, if it has one, and its end. Raises Unprocessable."""
         if said.step_id is None:
             _not_a_bucket(origin.trajectory_key, "step_id")
@@ -145,7 +142,7 @@ class Recorder:
             created_at=self._parts.clock.micros(),
         )
         if said.reward is None:
-            return [self._session(event)]
+            return [event]
         reward = GiveReward(
             source="env",
             name="complete_trajectory",
@@ -153,9 +150,9 @@ class Recorder:
             value=said.reward,
             step_id=said.step_id if is_bucket(origin.trajectory_key) else None,
         )
-        return [self.reward(origin, reward, "reward"), self._session(event)]
+        return [self.reward(origin, reward, "reward"), event]
 
-    def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Message:
+    def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Reward:
         """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable."""
         limits = self._parts.settings.gateway
         if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
@@ -165,7 +162,7 @@ class Recorder:
                 field,
             )
         target, parts = said.step_id or "", (said.source, said.name, said.function_version)
-        event = Reward(
+        return Reward(
             event_id=stable_id(
                 origin.run_id, origin.trajectory_key, "reward", target, *parts,
                 str(said.reward_revision), repr(said.value), said.reason or "",
@@ -183,11 +180,10 @@ class Recorder:
             detail_json=_json(said.detail),
             created_at=self._parts.clock.micros(),
         )  # fmt: skip
-        return Message(self._topics.rewards, origin.kafka_key, self._parts.codec.encode(event))
 
-    def curation(self, origin: Origin, said: Curate, by: str, event_id: str) -> Message:
+    def curation(self, origin: Origin, said: Curate, by: str, event_id: str) -> Curation:
         """A mark. Unlike other events a repeated one counts again: the last mark holds, whatever was said between."""
-        event = Curation(
+        return Curation(
             event_id=event_id,
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
@@ -199,14 +195,10 @@ class Recorder:
             by=by,
             created_at=self._parts.clock.micros(),
         )
-        return Message(self._topics.rewards, origin.kafka_key, self._parts.codec.encode(event))
 
-    def _session(self, event: SessionEvent) -> Message:
-        return Message(self._topics.steps, event.trajectory_key.encode(), self._parts.codec.encode(event))
-
-    async def record(self, messages: Sequence[Message]) -> None:
+    async def record(self, events: Sequence[Event]) -> None:
         """Durable when it returns. Raises NotRecorded."""
-        await self._parts.journal.record(messages)
+        await self._parts.log.record(events)
 
 
 def target_of(trajectory_id: str | None, step_id: str | None) -> str:

@@ -43,6 +43,9 @@ class Metrics:
         self.spool_held_bytes = Gauge(
             name + "spool_held_bytes", "Bytes too old to be sent: run `clawstream spool drain`", registry=registry
         )
+        self.redaction_failed = Counter(
+            name + "redaction_failed", "Records kept without their contents, for redaction failed", registry=registry
+        )
         self.in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
         self.engines = Gauge(
             name + "engines",

@@ -19,12 +19,12 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.bus import Message
 from gateway.calls import FORWARDED, IDEMPOTENCY, NO_TOKENS, RETURNED, Parts, read_body
 from gateway.control import Complete, GiveReward, Recorder, Register
 from gateway.disconnect import Client
 from gateway.door import Caller
 from gateway.errors import BadRequest, ClientGone, GatewayError, Overloaded, Unprocessable, UpstreamFailed
+from gateway.event_log import Event
 from gateway.openai_completions import OpenAICompletions
 from gateway.protocol import Tokens
 from gateway.seed_reward import ComputeReward, Judge, TextOf
@@ -166,13 +166,13 @@ class Submitter:
     async def submit(self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None) -> int:
         """How many steps were taken. Raises GatewayError; then none counts, and submitting again is harmless."""
         if len(body) < THREAD_BYTES:
-            steps, messages = self._read(caller, headers, body, channel)
+            steps, events = self._read(caller, headers, body, channel)
         else:
-            work: Callable[..., tuple[int, list[Message]]] = self._read
+            work: Callable[..., tuple[int, list[Event]]] = self._read
             loop = asyncio.get_running_loop()
-            steps, messages = await loop.run_in_executor(self._thread, work, caller, headers, body, channel)
-        if messages:
-            await self._recorder.record(messages)
+            steps, events = await loop.run_in_executor(self._thread, work, caller, headers, body, channel)
+        if events:
+            await self._recorder.record(events)
         self._parts.metrics.steps_recorded.labels("ok").inc(steps)
         return steps
 
@@ -182,7 +182,7 @@ class Submitter:
 
     def _read(
         self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
-    ) -> tuple[int, list[Message]]:
+    ) -> tuple[int, list[Event]]:
         parts = self._parts
         request = SubmitRequest(
             parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"),
@@ -192,7 +192,7 @@ class Submitter:
             self._place(caller, headers, at, said, channel) for at, said in enumerate(read_as(Submission, body).steps)
         )
         steps = [(p, step_of(p, request, self._text(p.said))) for p in placed]
-        return len(steps), self._messages(caller, steps)
+        return len(steps), self._events(caller, steps)
 
     def _place(
         self, caller: Caller, headers: Mapping[str, str], at: int, said: StepPayload, channel: Channel | None
@@ -206,15 +206,15 @@ class Submitter:
     def _text(self, said: StepPayload) -> str | None:
         return self._text_of(said.response_ids) if self._text_of is not None else None
 
-    def _messages(self, caller: Caller, steps: Sequence[tuple[Placed, Step]]) -> list[Message]:
+    def _events(self, caller: Caller, steps: Sequence[tuple[Placed, Step]]) -> list[Event]:
         """In the order of the log: openings, steps, ends; rewards are a log of their own.
 
         The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
         """
-        recorder, topic, door = self._recorder, self._parts.settings.kafka.topics.steps, self._parts.door
-        opened: dict[bytes, Message] = {}
-        ended: dict[bytes, Message] = {}
-        rewards: list[Message] = []
+        recorder, door = self._recorder, self._parts.door
+        opened: dict[bytes, Event] = {}
+        ended: dict[bytes, Event] = {}
+        rewards: list[Event] = []
         for placed, step in steps:
             said, origin = placed.said, placed.origin
             if said.metadata and origin.kafka_key not in opened:
@@ -231,8 +231,7 @@ class Submitter:
                 name, step_id = "submit_steps", step.step_id
             reward = GiveReward(source="env", name=name, function_version="1", step_id=step_id, value=said.reward)
             rewards.append(recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name))
-        encoded = [Message(topic, p.origin.kafka_key, self._parts.codec.encode(step)) for p, step in steps]
-        return [*opened.values(), *encoded, *rewards, *ended.values()]
+        return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
 
 
 class Generator:
