@@ -6,14 +6,16 @@ One server serves the whole module: starting it takes most of a minute.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,14 @@ from transformers import AutoModelForCausalLM
 
 from demo import model
 from demo.agent import TOOLS
+from rollout.capture import BEAM_SEARCH
 from rollout.errors import EngineUnavailable, InvalidWeights, ServerFailed
 from rollout.server import VllmServer
 from rollout.weights import engine_label, load_version
+from schemas import capture
 from schemas.events import WeightFile
 from schemas.settings import RolloutSettings
+from schemas.tokens import unpack_ids, unpack_logprobs
 
 T = TypeVar("T")
 tokenizer = model.build_tokenizer()
@@ -64,16 +69,38 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """One choice of a chat reply, plain or put together from a stream."""
+class Sampled:
+    """One choice, as capture tells it."""
 
-    content: str | None
-    calls: list[tuple[str, str]]
-    finish_reason: str
     prompt_ids: list[int]
     ids: list[int]
     logprobs: list[float]
-    spans: list[dict[str, Any]]
+    finish: str | None
+    spans: list[capture.Span]
+
+    @property
+    def text(self) -> str:
+        """What the ids say, less the special tokens: so chat, completions and responses show it when they know of no tools."""
+        return str(tokenizer.decode(self.ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Told:
+    """A reply's own bytes, and the tokens beside it: choices by generation and index."""
+
+    own: bytes
+    choices: dict[tuple[int, int], Sampled]
+    absent: list[str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The one choice of a reply, plain or put together from a stream: what the client sees, and what capture tells."""
+
+    content: str | None
+    calls: list[tuple[str, str]]
+    finish_reason: str | None
+    tokens: Sampled
 
 
 def free_port() -> int:
@@ -136,66 +163,139 @@ def request(question: str = "price of k374 plus 2?", **more: Any) -> dict[str, A
         "model": "policy",
         "messages": [{"role": "user", "content": question}],
         "tools": TOOLS,
-        "logprobs": True,
-        "return_token_ids": True,
         "max_tokens": 24,
         **more,
     }
 
 
+async def post(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> tuple[Mapping[str, str], bytes]:
+    """Headers and bytes of a reply that must be one."""
+    async with engine.http.post(engine.url + path, json=body, headers=headers) as reply:
+        raw = await reply.read()
+        assert reply.status == 200, raw
+        assert reply.headers[capture.VERSION_START]
+        return reply.headers, raw
+
+
+async def captured(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> Told:
+    """Ask for capture, and take the reply apart."""
+    found, raw = await post(engine, path, body, **{capture.ASK: "1"}, **headers)
+    assert found[capture.ASK] == "1"
+    if body.get("stream"):
+        events = [event + b"\n\n" for event in raw.split(b"\n\n")[:-1]]
+        frames = [frame for event in events if capture.is_comment(event) for frame in capture.read_comment(event)]
+        own = b"".join(event for event in events if not capture.is_comment(event))
+    else:
+        own, frames = capture.split(raw, found[capture.OWN_BODY])
+    return folded(own, frames)
+
+
+def folded(own: bytes, frames: Sequence[capture.Frame]) -> Told:
+    prompts: dict[int, list[int]] = {}
+    choices: dict[tuple[int, int], Sampled] = {}
+    absent = []
+    for generation, prompt_ids, news, reason in frames:
+        if prompt_ids is not None:
+            assert generation not in prompts
+            prompts[generation] = unpack_ids(prompt_ids)
+        absent += [reason] if reason is not None else []
+        for which, ids, logprobs, finish, spans in news:
+            had = choices.get((generation, which), Sampled(prompts[generation], [], [], None, []))
+            assert had.finish is None
+            assert logprobs is not None
+            choices[generation, which] = Sampled(
+                had.prompt_ids,
+                had.ids + unpack_ids(ids),
+                had.logprobs + unpack_logprobs(logprobs),
+                finish,
+                list(spans or ()),
+            )
+    return Told(own, choices, absent)
+
+
 async def chat(engine: Engine, body: dict[str, Any]) -> Reply:
     """Ask, in the way that body["stream"] says."""
-    async with engine.http.post(f"{engine.url}/v1/chat/completions", json=body) as reply:
-        assert reply.status == 200, await reply.text()
-        assert reply.headers["x-clawstream-version-start"]
-        if body.get("stream"):
-            return from_stream(await reply.text())
-        answer = await reply.json()
-        (spans,) = json.loads(reply.headers["x-clawstream-versions"])
-    (choice,) = answer["choices"]
-    message = choice["message"]
-    return Reply(
-        content=message["content"],
-        calls=[(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []],
-        finish_reason=choice["finish_reason"],
-        prompt_ids=answer["prompt_token_ids"],
-        ids=choice["token_ids"],
-        logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
-        spans=spans,
-    )
+    told = await captured(engine, "/v1/chat/completions", body)
+    content, calls, finish = read_chat(told.own, bool(body.get("stream")))
+    return Reply(content, calls, finish, told.choices[0, 0])
 
 
-def from_stream(text: str) -> Reply:
-    """Put a stream together; the versions come as one comment, right before the end marker."""
-    events = text.strip().split("\n\n")
-    assert events[-1] == "data: [DONE]"
-    name, _, spans = events[-2].removeprefix(": ").partition(" ")
-    assert name == "clawstream-versions"
-    assert not any(event.startswith(":") for event in events[:-2])
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    calls: dict[int, tuple[str, str]] = {}
+Seen = tuple[str | None, list[tuple[str, str]], str | None]
+"""Content, calls (name and arguments), and the protocol's finish reason of a reply's only choice."""
+
+
+def data_of(stream: bytes) -> list[dict[str, Any]]:
+    """Data of all events but the end marker."""
+    lines = [line[6:] for line in stream.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def read_chat(body: bytes, stream: bool) -> Seen:
+    if not stream:
+        (choice,) = json.loads(body)["choices"]
+        message = choice["message"]
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+        return message["content"], calls, choice["finish_reason"]
+    assert body.endswith(b"data: [DONE]\n\n")
+    choices = [choice for chunk in data_of(body) for choice in chunk["choices"]]
+    made: dict[int, tuple[str, str]] = {}
     for choice in choices:
         for call in choice["delta"].get("tool_calls") or []:
-            had = calls.get(call["index"], ("", ""))
-            function = call["function"]
-            calls[call["index"]] = (had[0] + (function.get("name") or ""), had[1] + (function.get("arguments") or ""))
-    return Reply(
-        content="".join(choice["delta"].get("content") or "" for choice in choices) or None,
-        calls=[calls[i] for i in sorted(calls)],
-        finish_reason=next(choice["finish_reason"] for choice in choices if choice["finish_reason"]),
-        prompt_ids=chunks[0]["prompt_token_ids"],
-        ids=[i for choice in choices for i in choice.get("token_ids") or []],
-        logprobs=[e["logprob"] for choice in choices for e in (choice["logprobs"] or {"content": []})["content"]],
-        spans=json.loads(spans)[0],
-    )
+            had, function = made.get(call["index"], ("", "")), call["function"]
+            made[call["index"]] = (had[0] + (function.get("name") or ""), had[1] + (function.get("arguments") or ""))
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    finish = next(choice["finish_reason"] for choice in choices if choice["finish_reason"])
+    return text or None, [made[i] for i in sorted(made)], finish
+
+
+def read_completion(body: bytes, stream: bool) -> Seen:
+    choices = [choice for chunk in (data_of(body) if stream else [json.loads(body)]) for choice in chunk["choices"]]
+    return "".join(choice["text"] for choice in choices) or None, [], choices[-1]["finish_reason"]
+
+
+def read_response(body: bytes, stream: bool) -> Seen:
+    if not stream:
+        whole = json.loads(body)
+        calls = [(item["name"], item["arguments"]) for item in whole["output"] if item["type"] == "function_call"]
+        messages = [item for item in whole["output"] if item["type"] == "message"]
+        text = "".join(part["text"] for item in messages for part in item["content"])
+        return text or None, calls, whole["status"]
+    events = data_of(body)
+    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    arguments = "".join(e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta")
+    items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    assert arguments == "".join(argument for _, argument in calls)
+    return text or None, calls, events[-1]["response"]["status"]
+
+
+def read_message(body: bytes, stream: bool) -> Seen:
+    if not stream:
+        whole = json.loads(body)
+        calls = [(part["name"], json.dumps(part["input"])) for part in whole["content"] if part["type"] == "tool_use"]
+        text = "".join(part["text"] for part in whole["content"] if part["type"] == "text")
+        return text or None, calls, whole["stop_reason"]
+    events = data_of(body)
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    text = "".join(delta.get("text", "") for delta in deltas)
+    names = {e["index"]: e["content_block"].get("name") for e in events if e["type"] == "content_block_start"}
+    arguments = dict.fromkeys((index for index, name in names.items() if name), "")
+    for event in events:
+        if event["type"] == "content_block_delta" and event["index"] in arguments:
+            arguments[event["index"]] += event["delta"]["partial_json"]
+    (stop,) = (e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta")
+    return text or None, [(names[index], said) for index, said in arguments.items()], stop
+
+
+@functools.cache
+def network_of(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def logprobs_of(directory: Path, prompt: list[int], ids: list[int]) -> list[float]:
     """What transformers says in float32."""
-    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.inference_mode():
-        table = network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        table = network_of(directory)(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return [float(row[i]) for row, i in zip(table, ids, strict=True)]
 
 
@@ -203,64 +303,182 @@ def worst(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def spans_cover(reply: Reply) -> bool:
-    ends = [0, *(span["end"] for span in reply.spans)]
-    return [s["start"] for s in reply.spans] == ends[:-1] and ends[-1] == len(reply.ids) == len(reply.logprobs)
+def spans_cover(tokens: Sampled) -> bool:
+    ends = [0, *(end for _, _, end in tokens.spans)]
+    return [start for _, start, _ in tokens.spans] == ends[:-1] and ends[-1] == len(tokens.ids) == len(tokens.logprobs)
+
+
+RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+MESSAGE_TOOLS = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A protocol: where it is served, its body for a question, with tools or without, and how its replies are read."""
+
+    path: str
+    body: Callable[[str, bool], dict[str, Any]]
+    read: Callable[[bytes, bool], Seen]
+
+
+WIRES = {
+    "chat": Wire(
+        "/v1/chat/completions",
+        lambda said, tools: (
+            {"messages": [{"role": "user", "content": said}], "max_tokens": 60} | ({"tools": TOOLS} if tools else {})
+        ),
+        read_chat,
+    ),
+    "completions": Wire("/v1/completions", lambda said, _: {"prompt": said, "max_tokens": 60}, read_completion),
+    "responses": Wire(
+        "/v1/responses",
+        lambda said, tools: {"input": said, "max_output_tokens": 60} | ({"tools": RESPONSE_TOOLS} if tools else {}),
+        read_response,
+    ),
+    "messages": Wire(
+        "/v1/messages",
+        lambda said, tools: (
+            {"messages": [{"role": "user", "content": said}], "max_tokens": 60}
+            | ({"tools": MESSAGE_TOOLS} if tools else {})
+        ),
+        read_message,
+    ),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(engine: Engine, stream: bool) -> None:
-    for seed in range(4):
-        reply = engine.run(chat(engine, request(temperature=1.0, seed=seed, max_tokens=60, stream=stream)))
-        said = reply.ids[:-1] if reply.ids[-1] == IM_END else reply.ids
-        assert tokenizer.decode(said) == (reply.content or "")
-        text = tokenizer.apply_chat_template(
-            request()["messages"], tools=TOOLS, add_generation_prompt=True, tokenize=False
-        )
-        assert reply.prompt_ids == tokenizer.encode(text, add_special_tokens=False)
-        label = engine.run(engine_label(engine.http, engine.url))
-        assert reply.spans == [{"version": label, "start": 0, "end": len(reply.ids)}]
-        assert worst(reply.logprobs, logprobs_of(random_version(engine.work, 0), reply.prompt_ids, reply.ids)) < 1e-3
+@pytest.mark.parametrize("name", WIRES)
+def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(engine: Engine, name: str, stream: bool) -> None:
+    wire, question = WIRES[name], "price of k374 plus 2?"
+    for seed in range(2):
+        body = {"model": "policy", "temperature": 1.0, "seed": seed, "stream": stream} | wire.body(question, False)
+        told = engine.run(captured(engine, wire.path, body))
+        (tokens,) = told.choices.values()
+        content, calls, _ = wire.read(told.own, stream)
+        said = tokenizer.decode(tokens.ids).removesuffix("<|im_end|>") if name == "messages" else tokens.text
+        assert (content or "", calls) == (said, [])
+        assert tokenizer.decode(tokens.prompt_ids) == (question if name == "completions" else rendered(question, None))
+        assert tokens.finish == ("stop" if tokens.ids[-1] == IM_END else "length")
+        assert tokens.spans == [(engine.run(engine_label(engine.http, engine.url)), 0, len(tokens.ids))]
+        assert len(tokens.logprobs) == len(tokens.ids)
+        expected = logprobs_of(random_version(engine.work, 0), tokens.prompt_ids, tokens.ids)
+        assert worst(tokens.logprobs, expected) < 1e-3
 
 
-def test_every_choice_and_every_endpoint_has_its_spans(engine: Engine) -> None:
-    async def ask(path: str, body: dict[str, Any]) -> tuple[Any, str]:
-        async with engine.http.post(f"{engine.url}{path}", json=body) as reply:
-            assert reply.status == 200, await reply.text()
-            return json.loads(reply.headers.get("x-clawstream-versions", "null")), await reply.text()
+def rendered(question: str, tools: Any) -> str:
+    """The prompt that the chat template makes."""
+    messages = [{"role": "user", "content": question}]
+    return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
 
-    body = request(n=3, temperature=1.0, max_tokens=9)
-    spans, text = engine.run(ask("/v1/chat/completions", body))
-    choices = json.loads(text)["choices"]
-    assert [[s["end"] for s in choice] for choice in spans] == [[len(c["token_ids"])] for c in choices]
 
-    spans, text = engine.run(ask("/v1/chat/completions", body | {"stream": True}))
-    assert spans is None
-    (line,) = [line for line in text.splitlines() if line.startswith(": clawstream-versions ")]
-    counted = [0, 0, 0]
-    for event in text.split("\n\n"):
-        if event.startswith("data: {"):
-            for choice in json.loads(event[6:])["choices"]:
-                counted[choice["index"]] += len(choice.get("token_ids") or [])
-    assert [choice[-1]["end"] for choice in json.loads(line.split(" ", 2)[2])] == counted
+def test_every_choice_of_every_prompt_has_its_tokens(engine: Engine) -> None:
+    for stream in (False, True):
+        body = request(n=3, temperature=1.0, max_tokens=9, stream=stream, tools=None)
+        told = engine.run(captured(engine, "/v1/chat/completions", body))
+        assert seen_by_index(told.own) == {which: c.text for (_, which), c in told.choices.items()}
+        assert {c.finish for c in told.choices.values()} <= {"stop", "length"}
+        assert len(told.choices) == 3
 
-    prompts = {"model": "policy", "prompt": ["k1", "k2"], "n": 2, "temperature": 1.0, "ignore_eos": True}
-    spans, _ = engine.run(ask("/v1/completions", prompts | {"max_tokens": 3}))
-    assert [choice[-1]["end"] for choice in spans] == [3, 3, 3, 3]
+        body = {"model": "policy", "prompt": ["k1", "k2", "k3"], "n": 2, "temperature": 1.0, "max_tokens": 9}
+        told = engine.run(captured(engine, "/v1/completions", body | {"stream": stream}))
+        assert seen_by_index(told.own) == {2 * g + which: c.text for (g, which), c in told.choices.items()}
+        for (generation, _), choice in told.choices.items():
+            assert tokenizer.decode(choice.prompt_ids) == body["prompt"][generation]
+            assert spans_cover(choice)
+        assert len(told.choices) == 6
 
-    anthropic = {"model": "policy", "max_tokens": 5, "messages": [{"role": "user", "content": "k1"}], "stream": True}
-    _, text = engine.run(ask("/v1/messages", anthropic))
-    assert text.count(": clawstream-versions [[") == 1
+
+def seen_by_index(body: bytes) -> dict[int, str]:
+    """Text of each choice of chat or completions, plain or streamed."""
+    texts: dict[int, str] = {}
+    for chunk in [json.loads(body)] if body.startswith(b"{") else data_of(body):
+        for choice in chunk["choices"]:
+            said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            texts[choice["index"]] = texts.get(choice["index"], "") + (said.get("content") or "")
+    return texts
+
+
+def test_searched_beams_have_no_tokens_and_say_so(engine: Engine) -> None:
+    beams: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 5}
+    for path, body in (
+        ("/v1/chat/completions", request(**beams)),
+        ("/v1/completions", {"prompt": ["k1", "k2"], **beams}),
+    ):
+        told = engine.run(captured(engine, path, {"model": "policy", **body}))
+        assert told.choices == {}
+        assert told.absent == [BEAM_SEARCH]
+
+
+def test_any_request_is_answered_as_one_that_can_be_captured(engine: Engine) -> None:
+    async def probe() -> None:
+        async with engine.http.get(f"{engine.url}/version", headers={capture.ASK: "1"}) as reply:
+            assert reply.headers[capture.ASK] == "1"
+            assert capture.OWN_BODY not in reply.headers
+            assert set(await reply.json()) == {"version"}
+        async with engine.http.get(f"{engine.url}/version") as reply:
+            assert capture.ASK not in reply.headers
+
+    engine.run(probe())
+
+
+PASSING = re.compile(rb'"created(_at)?":[0-9.]+|(chatcmpl-tool-|call_|msg_|resp_|fc_)[0-9a-f]+')
+"""Times and ids that differ from call to call."""
+
+
+def shape(value: Any) -> Any:
+    """A JSON value without what it says: which fields there are, and of what type."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return sorted({json.dumps(shape(inner)) for inner in value})
+    return type(value).__name__
+
+
+def comparable(wire: Wire, reply: bytes, stream: bool) -> Any:
+    """A reply less what differs from call to call; of a stream, which vLLM cuts into events as it happens to be scheduled, what it says."""
+    if not stream:
+        return PASSING.sub(b"", reply)
+    shapes = {json.dumps(shape(event)) for event in data_of(reply)}
+    return shapes, seen_by_index(reply) if wire.read in (read_chat, read_completion) else wire.read(reply, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("chat", {}),
+        ("chat", {"n": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+        ("chat", {"stop": ["k"], "stream_options": {"include_usage": True}}),
+        ("completions", {"prompt": ["k1", "k2"], "n": 2}),
+        ("completions", {"echo": True, "logprobs": 2}),
+        ("responses", {}),
+        ("responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        ("messages", {}),
+    ],
+)
+def test_the_client_sees_the_same_with_and_without_capture(
+    engine: Engine, name: str, more: dict[str, Any], stream: bool
+) -> None:
+    wire, id_ = WIRES[name], {"x-request-id": "one"}
+    for tools in (False, True):
+        # With one candidate left the sampling is certain, and its path through the engine that of any other sampling.
+        body = {"model": "policy", "temperature": 1.0, "top_k": 1, "stream": stream} | wire.body("k1", tools) | more
+        if not stream:
+            body.pop("stream_options", None)
+        _, without = engine.run(post(engine, wire.path, body, **id_))
+        told = engine.run(captured(engine, wire.path, body, **id_))
+        assert comparable(wire, told.own, stream) == comparable(wire, without, stream)
+        assert told.choices
 
 
 def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engine) -> None:
     versions = {f"run/{i}.0": random_version(engine.work, i) for i in range(6)}
-    replies: list[Reply] = []
+    replies: list[Sampled] = []
 
     async def client(stream: bool, until: asyncio.Event) -> None:
         while not until.is_set():
             body = request(temperature=1.0, max_tokens=200, ignore_eos=True, stream=stream)
-            replies.append(await chat(engine, body))
+            replies.append((await chat(engine, body)).tokens)
 
     async def scenario() -> None:
         await engine.load("run/0.0", versions["run/0.0"])
@@ -280,16 +498,15 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
     for reply in replies:
         assert len(reply.ids) == 200
         assert spans_cover(reply)
-        seen = [order.index(span["version"]) for span in reply.spans]
+        seen = [order.index(version) for version, _, _ in reply.spans]
         assert seen == sorted(set(seen))
     crossing = [reply for reply in replies if len(reply.spans) > 1]
-    assert {span["version"] for reply in crossing for span in reply.spans} == set(order)
+    assert {version for reply in crossing for version, _, _ in reply.spans} == set(order)
     # A token's log-probability is that of the version its span names, over everything before it.
     for reply in crossing[:3] + crossing[-3:]:
-        for span in reply.spans:
-            start, end = span["start"], span["end"]
+        for version, start, end in reply.spans:
             prefix = reply.prompt_ids + reply.ids[:start]
-            expected = logprobs_of(versions[span["version"]], prefix, reply.ids[start:end])
+            expected = logprobs_of(versions[version], prefix, reply.ids[start:end])
             assert worst(reply.logprobs[start:end], expected) < 1e-3
 
 
@@ -336,8 +553,8 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     with pytest.raises(InvalidWeights, match=reason):
         engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
-    assert reply.spans == [{"version": "run/7.0", "start": 0, "end": 24}]
-    assert worst(reply.logprobs, logprobs_of(good, reply.prompt_ids, reply.ids)) < 1e-3
+    assert reply.tokens.spans == [("run/7.0", 0, 24)]
+    assert worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
 
 
 def test_an_update_left_open_by_a_killed_worker_is_no_obstacle(engine: Engine) -> None:
@@ -349,7 +566,7 @@ def test_an_update_left_open_by_a_killed_worker_is_no_obstacle(engine: Engine) -
     engine.run(leave_open())
     engine.run(engine.load("run/7.1", random_version(engine.work, 2)))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
-    assert reply.spans == [{"version": "run/7.1", "start": 0, "end": 24}]
+    assert reply.tokens.spans == [("run/7.1", 0, 24)]
 
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "k1"}}</tool_call>'
@@ -394,35 +611,86 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, parrot: Path) -> None:
-    engine.run(engine.load("run/9.0", parrot))
+FINISHES = {
+    "chat": ("tool_calls", "stop"),
+    "responses": ("completed", "completed"),
+    "messages": ("tool_use", "end_turn"),
+}
+
+
+@pytest.mark.parametrize("name", FINISHES)
+def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, parrot: Path, name: str) -> None:
+    engine.run(engine.load(f"run/9.{list(FINISHES).index(name)}", parrot))
+    wire = WIRES[name]
     for question, (said, calls, content) in REPLIES.items():
         for stream in (False, True):
-            reply = engine.run(chat(engine, request(question, temperature=0.0, max_tokens=60, stream=stream)))
-            assert tokenizer.decode(reply.ids) == said + "<|im_end|>", question
-            assert (reply.calls, reply.content) == (calls, content), (question, stream)
-            assert reply.finish_reason == ("tool_calls" if calls else "stop")
-            assert spans_cover(reply)
-            # Turn 2 starts with exactly the tokens of turn 1.
-            message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-            if reply.calls:
-                message["tool_calls"] = [
-                    {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                    for i, (name, arguments) in enumerate(reply.calls)
-                ]
-            again = request(question, max_tokens=1)
-            again["messages"] += [message, {"role": "user", "content": "price of k1"}]
-            second = engine.run(chat(engine, again))
-            turn = reply.prompt_ids + reply.ids
-            assert second.prompt_ids[: len(turn)] == turn
+            body = {"model": "policy", "temperature": 0.0, "stream": stream} | wire.body(question, True)
+            told = engine.run(captured(engine, wire.path, body))
+            tokens = told.choices[0, 0]
+            assert tokenizer.decode(tokens.prompt_ids) == rendered(question, TOOLS)
+            assert tokenizer.decode(tokens.ids) == said + "<|im_end|>", question
+            assert wire.read(told.own, stream) == (content, calls, FINISHES[name][0 if calls else 1]), (
+                question,
+                stream,
+            )
+            assert tokens.finish == "stop"
+            assert spans_cover(tokens)
+            assert worst(tokens.logprobs, logprobs_of(parrot, tokens.prompt_ids, tokens.ids)) < 1e-3
+
+
+def test_turn_two_starts_with_exactly_the_tokens_of_turn_one(engine: Engine, parrot: Path) -> None:
+    engine.run(engine.load("run/9.3", parrot))
+    for question in REPLIES:
+        first = engine.run(chat(engine, request(question, temperature=0.0, max_tokens=60)))
+        message: dict[str, Any] = {"role": "assistant", "content": first.content}
+        if first.calls:
+            message["tool_calls"] = [
+                {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for i, (name, arguments) in enumerate(first.calls)
+            ]
+        again = request(question, max_tokens=1)
+        again["messages"] += [message, {"role": "user", "content": "price of k1"}]
+        second = engine.run(chat(engine, again))
+        turn = first.tokens.prompt_ids + first.tokens.ids
+        assert second.tokens.prompt_ids[: len(turn)] == turn
 
 
 def test_tools_that_must_not_be_called_are_not(engine: Engine, parrot: Path) -> None:
-    engine.run(engine.load("run/9.1", parrot))
+    engine.run(engine.load("run/9.4", parrot))
     for stream in (False, True):
         body = request("price of k1", temperature=0.0, max_tokens=60, stream=stream, tool_choice="none")
         reply = engine.run(chat(engine, body))
         assert (reply.calls, reply.content) == ([], CALL)
+
+
+def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
+    async def counted(metric: str) -> float:
+        async with engine.http.get(f"{engine.url}/metrics") as reply:
+            lines = [line for line in (await reply.text()).splitlines() if line.startswith(metric)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    async def scenario() -> None:
+        before = await counted("vllm:generation_tokens_total")
+        body = request(max_tokens=230, ignore_eos=True, stream=True, tools=None)
+        headers, url = {capture.ASK: "1"}, f"{engine.url}/v1/chat/completions"
+        async with engine.http.post(url, json=body, headers=headers) as reply:
+            events = [await reply.content.readuntil(b"\n\n") for _ in range(8)]
+            reply.close()
+        frames = [frame for event in events if capture.is_comment(event) for frame in capture.read_comment(event)]
+        told = folded(b"".join(event for event in events if not capture.is_comment(event)), frames)
+        (tokens,) = told.choices.values()
+        shown = seen_by_index(told.own)[0]
+        assert shown
+        # All that was shown is told; of the last comment read, the event may be missing.
+        assert tokens.text.startswith(shown)
+        assert (tokens.finish, tokens.spans) == (None, [])
+        deadline = time.monotonic() + 60
+        while await counted("vllm:num_requests_running"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert 0 < await counted("vllm:generation_tokens_total") - before < 230, "the engine went on for nobody"
+
+    engine.run(scenario())
 
 
 def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
