@@ -16,15 +16,13 @@ from gateway.redaction.scan import Scan
 
 _TOKEN = re.compile(rb'"((?:[^"\\]++|\\.)*+)("?)(\s*+:\s*+)?|(?<![\w.+-])-?[0-9]++(?![.0-9eE])', re.S)
 _SHORTEST_NUMBER = 6
-_MAX_DEPTH = 6
-"""JSON in JSON in JSON: what lies deeper is read as text."""
 
 
 def redacted_body(raw: bytes, scan: Scan) -> bytes:
     """A JSON text without its secrets; the same object when it has none. What is no JSON is read as text."""
     if not scan.finders and not scan.anchors(raw):
         return raw
-    return _Body(raw, scan, 0).redacted() if _is_json(raw) else scan.text(raw)
+    return _Body(raw, scan).redacted() if _is_json(raw) else scan.text(raw)
 
 
 def _is_json(text: bytes) -> bool:
@@ -36,10 +34,10 @@ def _is_json(text: bytes) -> bool:
 
 
 class _Body:
-    """One JSON text. depth: how many texts it lies in."""
+    """One JSON text. JSON in JSON in JSON is no deeper than the logarithm of its length: each level doubles the backslashes."""
 
-    def __init__(self, raw: bytes, scan: Scan, depth: int) -> None:
-        self._raw, self._scan, self._depth = raw, scan, depth
+    def __init__(self, raw: bytes, scan: Scan) -> None:
+        self._raw, self._scan = raw, scan
         self._anchors = scan.anchors(raw)
         self._name, self._name_start, self._name_end = b"", -1, -1
 
@@ -74,8 +72,8 @@ class _Body:
         return None if new is value else _escaped(new)
 
     def _value(self, value: bytes, whole: int | None) -> bytes:
-        if whole is None and self._depth < _MAX_DEPTH and value.lstrip()[:1] in (b"{", b"[") and _is_json(value):
-            return _Body(value, self._scan, self._depth + 1).redacted()
+        if whole is None and value.lstrip()[:1] in (b"{", b"[") and _is_json(value):
+            return _Body(value, self._scan).redacted()
         return self._scan.text(value, whole)
 
     def _number(self, found: re.Match[bytes]) -> bytes | None:

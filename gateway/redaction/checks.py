@@ -18,6 +18,7 @@ _PLACEHOLDER = re.compile(
     re.S,
 )
 _TOKEN = re.compile(rb"[A-Za-z0-9+/=_.~:-]{12,}")
+_DOTTED_NAME = re.compile(rb"[A-Za-z_]\w{0,20}(?:\.[A-Za-z_]\w{0,20})+")
 _DIGIT = re.compile(rb"[0-9]")
 _LETTER = re.compile(rb"[A-Za-z]")
 _SYMBOL = re.compile(rb"[0-9!@#$%^*?~+|]")
@@ -74,19 +75,21 @@ def placeholder(value: bytes) -> bool:
 
 def password(value: bytes, quoted: bool) -> bool:
     """Whether what was given for a password is one, rather than prose or code about it."""
-    if placeholder(value):
-        return False
     if quoted:
-        return len(value) >= 4 and (_BLANK.search(value) is None or _DIGIT.search(value) is not None)
-    return len(value) >= 6 and value[:1] not in b"/." and _SYMBOL.search(value) is not None
+        likely = len(value) >= 4 and (_BLANK.search(value) is None or _DIGIT.search(value) is not None)
+    else:
+        likely = len(value) >= 6 and value[:1] not in b"/." and _SYMBOL.search(value) is not None
+        likely = likely and _DOTTED_NAME.fullmatch(value) is None
+    return likely and not placeholder(value)
 
 
 def token(value: bytes) -> bool:
     """Whether what was given for a key or token is one: 12 characters or more, letters and digits, no words."""
     return (
-        _TOKEN.fullmatch(value) is not None
-        and _DIGIT.search(value) is not None
+        _DIGIT.search(value) is not None
         and _LETTER.search(value) is not None
+        and _TOKEN.fullmatch(value) is not None
+        and _DOTTED_NAME.fullmatch(value) is None
         and not placeholder(value)
         and entropy(value) >= TOKEN_BITS
     )

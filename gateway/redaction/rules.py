@@ -23,7 +23,13 @@ NORMAL = bytes(
 )
 """For bytes.translate: the form in which anchors are searched. It keeps every position."""
 
-_START = rb"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt]))"  # or behind an escape, where JSON stands in a text
+
+def _not_behind(characters: bytes) -> bytes:
+    """Pattern of a place that none of the characters is before; the letter of an escape does not count, for JSON stands in texts."""
+    return rb"(?:(?<![" + characters + rb"])|(?<=\\[nrt]))"
+
+
+_START = _not_behind(rb"\w-")
 _NOT_DIGITS = bytes(b for b in range(256) if b not in b"0123456789")
 
 
@@ -62,10 +68,10 @@ def _has_digit(value: bytes) -> bool:
 
 # -- personal data
 
-_LOCAL = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.!#$%&*+/=?^_{|}~-"
-_DOMAIN = re.compile(rb"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}([A-Za-z]{2,24}))(?![A-Za-z0-9-])")
+_LOCAL = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._%+-"
+_DOMAIN = re.compile(rb"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}([A-Za-z]{2,24}))")
 _FILES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"css", b"js", b"py", b"so", b"service"))
-_LOGIN = re.compile(rb"://[^\s/@]{0,64}:\Z")
+_LOGIN = re.compile(rb":(?://|\\/\\/)[^\s/]{0,130}[:@]\Z")
 
 
 def _email(text: bytes, at: int) -> Span | None:
@@ -77,9 +83,9 @@ def _email(text: bytes, at: int) -> Span | None:
     start = at - len(local)
     if text[start - 1 : start] == b"\\" and local[:1] in b"nrt":  # the escape of a JSON text
         local = local[1:]
-    local = local.lstrip(b".!#$%&*+/=?^_{|}~-")
+    local = local.lstrip(b"._%+-")
     start = at - len(local)
-    if not local or local.lower() == b"git" or _LOGIN.search(text, max(0, start - 70), start):
+    if not local or local.lower() == b"git" or _LOGIN.search(text, max(0, start - 140), start):
         return None
     return start, domain.end()
 
@@ -88,7 +94,7 @@ def _card(value: bytes) -> bool:
     return checks.card(_digits(value))
 
 
-_IBAN = re.compile(rb"(?<![A-Za-z0-9])[A-Za-z]{2}[0-9]{2}(?:[ -]?[A-Za-z0-9]){11,30}")
+_IBAN = re.compile(_not_behind(rb"A-Za-z0-9") + rb"[A-Za-z]{2}[0-9]{2}(?:[ -]?[A-Za-z0-9]){11,30}")
 _IBAN_BACK, _IBAN_AHEAD = 30, 44
 
 
@@ -103,7 +109,7 @@ def _iban(text: bytes, at: int) -> Span | None:
     return None
 
 
-_IPV4 = re.compile(rb"(?<![\w.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w]|\.[0-9])")
+_IPV4 = re.compile(_not_behind(rb"\w.") + rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w]|\.[0-9])")
 
 
 def _ipv4(text: bytes, at: int) -> Span | None:
@@ -141,17 +147,18 @@ _URL_LOGIN = re.compile(rb":(?://|\\/\\/)([^\s/?#\"'<>\\\x00@:]{0,64}:([^\s/?#\"
 
 def _url_login(text: bytes, at: int) -> Span | None:
     found = _URL_LOGIN.match(text, at)
-    return found.span(1) if found and not checks.placeholder(found[2]) else None
+    return found.span(1) if found and not checks.placeholder(found[2]) and not checks.placeholder(found[1]) else None
 
 
 _WORD = rb"(pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|account[_-]?key|auth[_-]?key|credentials?)"
 _SUFFIX = rb"(?:[_-]?(?:access|account|api|auth|key|secret|token|value|hash|base64|b64)){0,3}[0-9]{0,2}"
 _ASSIGNED = re.compile(
-    rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\?[\"'])?[`*\])]{0,3}[ \t]{0,8}(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
-    rb"(?:\\\"([^\"\\\n\x00]{1,512})\\\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\"|'([^'\\\n\x00]{1,512})'"
+    rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\{0,7}[\"'])?[`*\])]{0,3}[ \t]{0,8}(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
+    rb"(?:\\{1,7}\"([^\"\\\n\x00]{1,512})\\{1,7}\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\"|'([^'\\\n\x00]{1,512})'"
     rb"|`([^`\\\n\x00]{1,512})`|([^\s\"'`\\,;&<>(){}\[\]\x00]{6,512}))"
 )  # fmt: skip
 _NAME = re.compile(rb"(?i:" + _WORD + _SUFFIX + rb")\Z")
+_LABEL = re.compile(rb"\[REDACTED:[A-Z_]*\Z")
 _UNQUOTED = 6
 _CALLED = (b"(", b"[")
 
@@ -166,14 +173,14 @@ def _given(word: bytes, value: bytes, quoted: bool) -> bool:
 
 def _secret(text: bytes, at: int) -> Span | None:
     found = _ASSIGNED.match(text, at)
-    if found is None or found.lastindex is None:
+    if found is None or found.lastindex is None or _LABEL.search(text, max(0, at - 32), at):
         return None
     start, end = found.span(found.lastindex)
     quoted = found.lastindex != _UNQUOTED
     if not quoted:
         if text[end : end + 1] in _CALLED:
             return None
-        end = start + len(text[start:end].rstrip(b".!?:*"))
+        end = start + len(text[start:end].rstrip(b".?:*"))
     return (start, end) if _given(found[1], text[start:end], quoted) else None
 
 
@@ -205,12 +212,12 @@ RULES: dict[str, Rule] = {
         Rule(
             "card",
             (b"0000 0000 0000", b"0000-0000-0000", b"0000 000000 0", b"0000-000000-0", b"0" * 14),
-            _at(rb"(?<![\w.+-])(?:[2-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5}"
+            _at(_not_behind(rb"\w.+-") + rb"(?:[2-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5}"
                 rb"|[2-6][0-9]{13,18})(?![\w-]|\.[0-9])", _card),
             _digits,
         ),
-        Rule("ssn", (b"000-00-0000",), _at(rb"(?<![\w-])(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
-        Rule("phone", (b"+0",), _at(rb"(?<![\w+/=.-])\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"), _digits),
+        Rule("ssn", (b"000-00-0000",), _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
+        Rule("phone", (b"+0",), _at(_not_behind(rb"\w+/.-") + rb"\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"), _digits),
         Rule("ipv4", (b"0.0",), _ipv4),
     )
 }  # fmt: skip

@@ -38,15 +38,15 @@ class Vocabulary:
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            data = file.read_bytes()
-            decoder = orjson.loads(data).get("decoder")
-            tokenizer = Tokenizer.from_buffer(data)
+            said = orjson.loads(file.read_bytes())
+            within = {name: _within_a_text(said.get(name)) for name in ("normalizer", "pre_tokenizer")}
+            tokenizer = Tokenizer.from_buffer(orjson.dumps(said | within))
         except Exception as error:
             raise TokenizerUnusable(f"{file}: {type(error).__name__}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # what a text says is text, whatever it looks like
-        read = _Pieces(decoder, str(file))
+        read = _Pieces(said.get("decoder"), str(file))
         added = tokenizer.get_added_tokens_decoder()
         vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
@@ -68,8 +68,6 @@ class Vocabulary:
     def encode(self, text: bytes) -> list[int]:
         """The ids of a text that stands within another one. Bytes that are no UTF-8 become U+FFFD."""
         ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
-        if len(ids) > 1 and self._pieces[ids[0]] == b" " and not text.startswith(b" "):
-            return ids[1:]  # the blank that some tokenizers put before every text
         return ids
 
 
@@ -100,6 +98,21 @@ class _Pieces:
         for old, new in self._replace:
             token = token.replace(old, new)
         return token.encode()
+
+
+def _within_a_text(step: Any) -> Any:
+    """A step of encoding without the blank that some tokenizers put before every text."""
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return step | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return step | {"add_prefix_space": False}
+        case {"type": "Sequence"}:
+            steps = next(name for name in step if name != "type")
+            return step | {steps: [inner for s in step[steps] if (inner := _within_a_text(s)) is not None]}
+    return step
 
 
 def _flat(decoder: Any) -> Iterator[Mapping[str, Any]]:
