@@ -21,9 +21,10 @@ MAX_HEAD = 1 << 20
 """Bytes of a reply's headers."""
 READ_AHEAD = 1 << 18
 """Bytes that wait for a slow reader of a stream before the engine is made to wait."""
+MAX_REPLY = 1 << 28
+"""Bytes of a reply that is read whole."""
 JOINED = 1 << 16
 """Up to here head and body of a request are written in one go."""
-COMPLETE = "complete"
 
 
 class Address(NamedTuple):
@@ -164,9 +165,13 @@ class Connection(asyncio.Protocol):
             self._keep = False
         if self.complete or (self._parts and not self._whole):
             self._wake()
-        if self._size > READ_AHEAD and not self._whole and not self.complete and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        if self._size > READ_AHEAD and not self.complete and self._transport is not None:
+            if self._whole:
+                if self._size > MAX_REPLY:
+                    self._fail(ConnectionError(f"the reply is larger than {MAX_REPLY} bytes"))
+            else:
+                self._paused = True
+                self._transport.pause_reading()
 
     def eof_received(self) -> None:
         self._ended()
