@@ -34,10 +34,11 @@ from gateway.journal import Journal
 from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
+from gateway.request_defaults import with_defaults
 from gateway.steps import Call, Engine, steps_of, unseen_steps
 from gateway.streaming import EventStream
 from gateway.tags import tags_of
-from gateway.token_limits import PromptLimit, bounded
+from gateway.token_limits import PromptLimit
 from gateway.tokens import NOT_TOLD, Captured
 from gateway.upstream import Response, Upstream
 from gateway.workers import Worker
@@ -172,7 +173,7 @@ class CallEndpoint:
         """The call that a request is. Raises BadRequest or WrongKey."""
         parts, dialect = self._parts, self._dialect
         received_at = parts.clock.micros()
-        request = bounded(dialect.request(body), dialect.name, parts.settings.gateway.default_max_tokens)
+        request = with_defaults(dialect.request(body), dialect.name, parts.settings.gateway.default_max_tokens)
         origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
         return Call(
             origin=origin,

@@ -101,8 +101,12 @@ class Curate(_Body):
     by: Text | None = None
 
 
-def _json(value: Any) -> bytes | None:
-    return None if value is None else orjson.dumps(value)
+def json_of(value: Any, field: str) -> bytes | None:
+    """A value as it is kept; None stays None. Raises Unprocessable for a number above 64 bits, half a surrogate pair, or too deep."""
+    try:
+        return None if value is None else orjson.dumps(value)
+    except TypeError as error:
+        raise Unprocessable(f"{field}: cannot be kept as JSON: {error}", field) from error
 
 
 class Recorder:
@@ -122,7 +126,7 @@ class Recorder:
             channel=origin.channel,
             group_size=said.group_size,
             round=said.round,
-            metadata_json=_json(said.metadata),
+            metadata_json=json_of(said.metadata, "metadata"),
             created_at=self._parts.clock.micros(),
         )
 
@@ -177,7 +181,7 @@ class Recorder:
             reason=said.reason,
             reward_revision=said.reward_revision,
             by=said.by or by,
-            detail_json=_json(said.detail),
+            detail_json=json_of(said.detail, "detail"),
             created_at=self._parts.clock.micros(),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.control import json_of
 from gateway.errors import NotConfigured, Unprocessable
 from gateway.seed_steps import TokenId
 from rewards.rule import Rule
@@ -43,10 +44,6 @@ def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
     """What the function gets. text: of the response. Raises Unprocessable."""
     prompt, response = pack_ids(said.prompt_ids), pack_ids(said.response_ids)
     metadata = {**said.dataset_fields, "num_turns": said.num_turns, "extra_fields": said.extra_fields}
-    try:
-        metadata_json = orjson.dumps(metadata)
-    except TypeError as error:  # a number above 64 bits, half a surrogate pair, or too deep
-        raise Unprocessable(f"dataset_fields: cannot be kept as JSON: {error}", "dataset_fields") from error
     step = TrajectoryStep(
         step_id=STEP_ID, index=0, segment=1, status="ok", drift="root", prompt_tokens=len(said.prompt_ids),
         response_tokens=len(said.response_ids), response_json=orjson.dumps({"role": "assistant", "content": text}),
@@ -54,7 +51,7 @@ def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
     )  # fmt: skip
     return Trajectory(
         run_id=run_id, trajectory_key="compute-reward", trajectory_id="compute-reward", group_id="compute-reward", channel="train",
-        outcome="completed", opened_at=0, closed_at=0, metadata_json=metadata_json, part=0, parts=1, steps=(step,),
+        outcome="completed", opened_at=0, closed_at=0, metadata_json=json_of(metadata, "dataset_fields"), part=0, parts=1, steps=(step,),
         segments=(Segment(token_ids=prompt), Segment(parent=0, step_index=0, token_ids=response)),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Bounds in tokens that the gateway's settings give to model calls: of prompts, and of replies whose client named none.
+"""The bound in tokens that gateway.max_prompt_tokens gives to the prompts of model calls.
 
 An over-long prompt is refused with its length, never cut. Only the engine knows how long a prompt is once its template has rendered it,
 so it is asked: one more request, and only for a body that may exceed the bound. A prompt of token ids is counted here. Responses, and
@@ -8,24 +8,16 @@ providers that cannot count, have the engine's own bound alone, whose 400 passes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
 
 from gateway.errors import BadRequest
 from gateway.protocol import Request
-from gateway.request_body import with_fields
 from gateway.sessions import Origin
 from gateway.upstream import Upstream
 from schemas.settings import GatewaySettings
 
-REPLY_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "openai.chat": ("max_tokens", "max_completion_tokens"),
-    "openai.completions": ("max_tokens",),
-    "openai.responses": ("max_output_tokens",),
-}
-"""By dialect: the field for the bound of a reply, then its other names. Messages always name one."""
 TEMPLATE_TOKENS = 512
 """So much a template may add to a prompt that is shorter than its body."""
 MEDIA = (b"image", b"video", b"audio")
@@ -55,15 +47,6 @@ MESSAGES = Counting(
     "input_tokens",
 )
 COUNTED: Mapping[str, Counting] = {"openai.chat": CHAT, "anthropic.messages": MESSAGES}
-
-
-def bounded(request: Request, dialect: str, default_max_tokens: int | None) -> Request:
-    """The call, with the default bound of replies where the client named none. Its own bytes stay otherwise."""
-    names = REPLY_FIELDS.get(dialect)
-    if default_max_tokens is None or names is None or any(request.said.get(name) is not None for name in names):
-        return request
-    added = {names[0]: default_max_tokens}
-    return replace(request, body=with_fields(request, added), said={**request.said, **added})
 
 
 def may_exceed(body: bytes, limit: int) -> bool:

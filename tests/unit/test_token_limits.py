@@ -20,7 +20,8 @@ from gateway.openai_chat import OpenAIChat
 from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
 from gateway.protocol import Dialect
-from gateway.token_limits import bounded, may_exceed, prompts_of
+from gateway.request_defaults import with_defaults
+from gateway.token_limits import may_exceed, prompts_of
 from gateway.trial import running
 from gateway.workers import WorkerTable
 from schemas.codec import Codec
@@ -142,16 +143,29 @@ def test_prompts_of_completions() -> None:
 )
 def test_a_reply_without_a_bound_gets_the_default(dialect: Dialect, body: bytes, name: str) -> None:
     request = dialect.request(body)
-    made = bounded(request, dialect.name, 77)
+    made = with_defaults(request, dialect.name, 77)
     assert orjson.loads(made.body) == made.said == {**orjson.loads(body), name: 77}
-    assert bounded(request, dialect.name, None) is request
+    assert with_defaults(request, dialect.name, None) is request
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_clients_own_bound_stays(name: str) -> None:
     request = OpenAIChat().request(b'{"messages":[],"%s":5}' % name.encode())
-    assert bounded(request, "openai.chat", 77) is request
-    assert bounded(request, "anthropic.messages", 77) is request
+    assert with_defaults(request, "openai.chat", 77) is request
+    assert with_defaults(request, "anthropic.messages", 77) is request
+
+
+@pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()])
+def test_the_model_default_is_the_engines_own(dialect: Dialect) -> None:
+    said = {"prompt": "a", "messages": [], "temperature": 0.5}
+    request = dialect.request(orjson.dumps({"model": "default", **said}))
+    made = with_defaults(request, dialect.name, 5)
+    assert (made.model, orjson.loads(made.body), made.said) == (
+        None,
+        said | {"max_tokens": 5},
+        said | {"max_tokens": 5},
+    )
+    assert with_defaults(request, "anthropic.messages", None) is request
 
 
 def test_the_default_reaches_the_engine(tmp_path: Path) -> None:
