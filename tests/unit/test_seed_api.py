@@ -510,6 +510,17 @@ def test_init_trajectory_gives_a_base_url_that_works(play: Play) -> None:
     play(scenario, Script([HI]))
 
 
+def test_the_model_default_of_its_agents_is_the_engines_own(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        asked = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
+        assert (await post(w, "/t1/g1/v1/chat/completions", asked))[0] == 200
+        assert w.engine.requests == [{"messages": asked["messages"]}]
+        (found,) = w.steps()
+        assert (found.model, json.loads(found.request_json)) == ("policy", asked)
+
+    play(scenario, Script([HI]))
+
+
 def test_the_base_url_is_the_one_that_agents_can_reach(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         _, said = await post(w, "/init_trajectory", b"")
