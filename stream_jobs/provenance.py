@@ -67,10 +67,16 @@ def _why_not(step: Step, count: int, spans: tuple[VersionSpan, ...], known: list
         return "no sampled tokens"
     if tokens.count(step.response_logprobs) != count:
         return f"{tokens.count(step.response_logprobs)} log-probabilities for {count} tokens"
-    if not math.isfinite(sum(tokens.unpack_logprobs(step.response_logprobs))):
-        return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
+    logprobs = tokens.unpack_logprobs(step.response_logprobs)
     if step.redacted_response:
-        return "sampled tokens were redacted"
+        redacted = {i for span in step.redacted_response for i in range(span.start, span.end)}
+        if any(i >= count or not math.isnan(logprobs[i]) for i in redacted):
+            return "log-probabilities of redacted tokens"  # NaN is what tells the trainer which ones not to train
+        if len(redacted) == count:
+            return "all sampled tokens were redacted"
+        logprobs = [p for i, p in enumerate(logprobs) if i not in redacted]
+    if not math.isfinite(sum(logprobs)):
+        return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
     if not spans:
         return "version not certain"
     if len({str(v) for v in known}) != distinct:

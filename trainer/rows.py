@@ -7,6 +7,7 @@ trainable step is trained exactly once, and a linear conversation is one row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ Advantages = Callable[[Sequence[float]], list[float]]
 class Row:
     """One sequence to train on. All per-token fields have the length of token_ids.
 
-    mask: the token was sampled by the policy and is trained in this row. logprobs: at sampling time, 0.0 where the mask is
-    off. versions: which weight version sampled trained tokens, as index ranges of this row; gaps: not known. advantage: the
-    same for all its tokens.
+    mask: the token was sampled by the policy, not redacted, and is trained in this row. logprobs: at sampling time, 0.0 where
+    the mask is off. versions: which weight version sampled trained tokens, as index ranges of this row; gaps: not known.
+    advantage: the same for all its tokens.
     """
 
     trajectory_id: str
@@ -166,8 +167,9 @@ def _row(
         start = len(ids)
         ids += tokens
         if index in trained and segment.step_index is not None and segment.logprobs is not None:
-            mask += [True] * len(tokens)
-            logprobs += unpack_logprobs(segment.logprobs)
+            sampled = unpack_logprobs(segment.logprobs)
+            mask += [not math.isnan(p) for p in sampled]  # NaN: redacted, it was not sampled and has none
+            logprobs += [0.0 if math.isnan(p) else p for p in sampled]
             versions += _versions(
                 segment, start, len(tokens), of_step.get(segment.step_index, 0), steps[segment.step_index]
             )

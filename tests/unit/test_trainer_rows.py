@@ -51,6 +51,15 @@ def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str =
     )  # fmt: skip
 
 
+def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
+    sampled = Segment(
+        parent=0, step_index=0, token_ids=pack_ids([3, 4, 5]), logprobs=pack_logprobs([-0.5, float("nan"), -1.0])
+    )
+    (row,) = rows_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
+    assert row.mask == (False, True, False, True)
+    assert row.logprobs == (0.0, -0.5, 0.0, -1.0)
+
+
 def test_a_linear_conversation_is_one_row() -> None:
     tree = trajectory([env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)])
     (row,) = rows_of(tree, (), 0.5)
