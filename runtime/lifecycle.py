@@ -40,9 +40,11 @@ def exit_code(error: BaseException) -> int:
 
 def die(error: BaseException) -> None:
     """Log and end at once, without any clean-up that could write something more. A crash is what recovery is made for."""
-    logger().error("process_died", exit_code=exit_code(error), error=str(error), exc_info=error)
-    sys.stderr.flush()
-    os._exit(exit_code(error))
+    try:
+        logger().error("process_died", exit_code=exit_code(error), error=str(error), exc_info=error)
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code(error))
 
 
 def run_async(process: str, settings: Settings, main: Callable[[Settings, asyncio.Event], Awaitable[None]]) -> None:

@@ -312,3 +312,45 @@ def test_two_gateways_need_two_spools(tmp_path: Path) -> None:
     one.close()
     two.open()
     two.close()
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def test_bytes_in_flight_are_bounded_and_given_back(play: Play) -> None:
+    gate = asyncio.Semaphore(0)
+    large = ASK | {"messages": [{"role": "user", "content": "x" * 6000}]}
+
+    async def scenario(w: Trial) -> None:
+        held = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=large))
+        await w.until(lambda: w.engine.requests)
+        for _ in range(2):
+            async with w.http.post(w.url + "/t/g/chat/completions", json=large) as r:
+                assert r.status == 503 and r.headers["retry-after"]
+                error = (await r.json())["error"]
+                assert error["code"] == "overloaded" and "max_in_flight_bytes" in error["message"]
+        async with w.http.post(w.url + "/t/g/chat/completions", data=b"x" * 8001) as r:
+            assert r.status == 413
+        gate.release()
+        assert (await held).status == 200
+        gate.release()
+        async with w.http.post(w.url + "/t/g/chat/completions", json=large) as r:
+            assert r.status == 200
+        assert len(w.engine.requests) == 2
+
+    play(scenario, Script([HI], gate=gate), max_in_flight_bytes=10_000, max_body_bytes=8_000)
+
+
+def test_a_producer_that_takes_nothing_more_is_what_the_spool_is_for(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        w.bus.gate.clear()
+        w.bus.acknowledges = False
+        calls = [asyncio.create_task(w.http.post(w.url + f"/t{i}/g/chat/completions", json=ASK)) for i in range(5)]
+        await w.until(lambda: len(w.engine.requests) == 5)
+        w.bus.gate.set()
+        assert [(await call).status for call in calls] == [200] * 5
+        assert len(w.spooled()) == 5
+        w.bus.acknowledges = True
+        await w.until(lambda: len(w.steps()) == 5)
+
+    play(scenario, Script([HI]))

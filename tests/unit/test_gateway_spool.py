@@ -6,6 +6,9 @@ import asyncio
 import errno
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from gateway.bus import MemoryBus, Message
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool, frame, frames
+from gateway.spool import DISK_RESERVE_BYTES, Spool, frame, frames
 
 messages = st.builds(Message, st.text(max_size=20), st.binary(max_size=30), st.binary(max_size=200))
 
@@ -292,3 +295,236 @@ def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
 
     assert journal(tmp_path, body).messages == [note(1), note(2)]
     assert [m.value for m, _ in frames((tmp_path / "refused").read_bytes())] == [b"x" * 200]
+
+
+# ---------------------------------------------------------------- callers that leave
+
+
+def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.gate.clear()
+        for n in (1, 2):  # the second one will not be acknowledged
+            caller = asyncio.create_task(it.record([note(n, b"%d" % n)]))
+            await asyncio.sleep(0)
+            caller.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+            if n == 1:
+                bus.gate.set()
+                await asyncio.sleep(0.01)
+                bus.gate.clear()
+        bus.acknowledges = False
+        bus.gate.set()
+        while not it.spooled_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        bus.acknowledges = True
+
+    assert journal(tmp_path, body).messages == [note(1, b"1"), note(2, b"2")]
+
+
+# ---------------------------------------------------------------- too old to be sent by itself
+
+
+class At:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lives(directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal], Awaitable[None]]) -> Metrics:
+    """Processes one after the other over one spool: started, done something with, closed. Gives the last one's metrics."""
+
+    async def run() -> Metrics:
+        metrics = Metrics()
+        for body in bodies:
+            metrics = Metrics()
+            it = Journal(bus, Spool(directory, 10_000, now=clock), metrics, max_behind=100, max_age_s=3600)
+            await it.start()
+            await body(it)
+            await it.close()
+        return metrics
+
+    return asyncio.run(run())
+
+
+def held(directory: Path) -> list[Message]:
+    return [m for path in sorted((directory / "held").glob("*.spool")) for m, _ in frames(path.read_bytes())]
+
+
+def held_bytes(metrics: Metrics) -> float:
+    value = metrics.registry.get_sample_value("clawstream_gateway_spool_held_bytes")
+    assert value is not None
+    return value
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "others", "was_sent", "sent_by_itself"),
+    [
+        (50.0, 10**6, True, True),  # as young as this it is not asked
+        (600.0, 100, True, True),
+        (600.0, 101, True, False),  # the lake may have forgotten the copy that may be there
+        (600.0, 10**6, False, True),  # there is no copy
+        (3601.0, 0, False, False),  # its trajectories are closed or forgotten
+    ],
+)
+def test_a_segment_that_is_too_old_is_held_back(
+    tmp_path: Path, age_s: float, others: int, was_sent: bool, sent_by_itself: bool
+) -> None:
+    clock, bus = At(), MemoryBus()
+
+    async def before(it: Journal) -> None:
+        bus.reachable, bus.acknowledges = was_sent, False
+        await it.record([note(1)])
+        bus.reachable = False
+
+    async def after(it: Journal) -> None:
+        bus.reachable = bus.acknowledges = True
+        bus.others = others
+        clock.now += age_s
+        await wait_for(lambda: not it.spooled_bytes)
+        assert await it.record([note(2)]) == "acknowledged", "what is held back holds nothing up"
+
+    metrics = lives(tmp_path, clock, bus, before, after)
+    assert bus.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
+    assert held(tmp_path) == ([] if sent_by_itself else [note(1)])
+    assert held_bytes(metrics) == (0 if sent_by_itself else len(frame(note(1))))
+
+
+def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_path: Path) -> None:
+    clock, size = At(), len(frame(note(1)))
+    spool = Spool(tmp_path, 2 * size, now=clock)
+    spool.open()
+    append(spool, note(1))
+    path = spool.hold(spool.segments[0])
+    append(spool, note(2))
+    with pytest.raises(SpoolFull):
+        append(spool, note(3))
+    path.unlink()
+    append(spool, note(3))
+    assert drain(spool) == [note(2), note(3)]
+    spool.close()
+
+
+def test_numbers_are_never_used_again_while_a_segment_has_them(tmp_path: Path) -> None:
+    for n in range(3):
+        spool = Spool(tmp_path, 10_000, now=At())
+        spool.open()
+        append(spool, note(n))
+        spool.hold(spool.segments[0])
+        spool.close()
+    assert held(tmp_path) == [note(0), note(1), note(2)]
+
+
+def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) -> None:
+    clock, bus = At(), MemoryBus()
+
+    async def before(it: Journal) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+
+    async def within(it: Journal) -> None:
+        bus.gate.clear()
+        bus.reachable = True
+        await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
+        bus.reachable = False  # and dies: what it has sent is not known
+        bus.gate.set()
+
+    lives(tmp_path, clock, bus, before, within)
+    assert [m for path in tmp_path.glob("*-sent.spool") for m, _ in frames(path.read_bytes())] == [note(1)]
+
+
+# ---------------------------------------------------------------- the disk
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+from gateway.bus import MemoryBus, Message
+from gateway.errors import SpoolFailed
+from gateway.journal import Journal
+from gateway.metrics import Metrics
+from gateway.spool import Spool
+from runtime.telemetry import configure
+
+async def main():
+    bus, spool = MemoryBus(), Spool(Path(sys.argv[1]), 1 << 20)
+    it = Journal(bus, spool, Metrics())
+    await it.start()
+    bus.reachable = False
+    assert await it.record([Message("t", b"k", b"before")]) == "spooled"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # real writes that stop midway, those of the log too
+    for i in range(20):
+        try:
+            await it.record([Message("t", b"k", b"x" * 4000)])
+        except SpoolFailed as error:
+            assert "File too large" in str(error), error
+        else:
+            raise AssertionError("it fitted")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert await it.record([Message("t", b"k", b"after")]) == "spooled"
+    bus.reachable = True
+    await it.close()
+    print([m.value.decode() for m in bus.messages])
+
+configure("gateway")
+asyncio.run(main())
+"""
+
+
+def test_a_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "spool")], stdout=subprocess.PIPE, stderr=log, timeout=120
+        )
+    assert (done.returncode, done.stdout.decode().strip()) == (0, "['before', 'after']"), (tmp_path / "log").read_text()
+
+
+def test_the_free_space_of_the_disk_bounds_the_spool_before_anything_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statvfs = os.statvfs
+
+    def nearly_full(path: Path) -> os.statvfs_result:
+        real = list(statvfs(path))
+        real[1], real[4] = 4096, (DISK_RESERVE_BYTES // 4096) + 1  # f_frsize, f_bavail
+        return os.statvfs_result(real)
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", nearly_full)
+            assert spool.free_bytes == 4096
+            with pytest.raises(NoRoom), it.reserve(5000):
+                pass
+            with pytest.raises(SpoolFull):
+                await it.record([Message("t", b"k", b"x" * 5000)])
+        with it.reserve(5000):
+            assert await it.record([note(1)]) == "spooled"
+        bus.reachable = True
+
+    assert journal(tmp_path, body).messages == [note(1)]
+
+
+def test_a_spool_that_has_gone_says_so_and_does_not_hang(tmp_path: Path) -> None:
+    directory = tmp_path / "spool"
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        shutil.rmtree(directory)
+        with pytest.raises(NotRecorded):
+            await it.record([note(1)])
+        bus.reachable = True
+        assert await it.record([note(2)]) == "acknowledged"
+
+    assert journal(directory, body).messages == [note(2)]
