@@ -19,7 +19,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.calls import FORWARDED, IDEMPOTENCY, NO_TOKENS, RETURNED, Parts, read_body
+from gateway.calls import FORWARDED, NO_TOKENS, RETURNED, Parts, read_body
 from gateway.control import Complete, GiveReward, Recorder, Register
 from gateway.disconnect import Client
 from gateway.door import Caller
@@ -184,10 +184,7 @@ class Submitter:
         self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> tuple[int, list[Event]]:
         parts = self._parts
-        request = SubmitRequest(
-            parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"),
-            next((headers[name] for name in IDEMPOTENCY if name in headers), None),
-        )  # fmt: skip
+        request = SubmitRequest(parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"))
         placed = in_order(
             self._place(caller, headers, at, said, channel) for at, said in enumerate(read_as(Submission, body).steps)
         )

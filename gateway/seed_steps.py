@@ -91,12 +91,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What all steps of a request share. received_at: microseconds."""
+    """What all steps of a request share. received_at: microseconds. An idempotency key is of a request, not of a step: the ids do its work."""
 
     gateway_id: str
     received_at: int
     user_agent: str | None = None
-    idempotency_key: str | None = None
 
 
 def misplaced(at: int, error: GatewayError) -> GatewayError:
@@ -147,7 +146,6 @@ def step_of(placed: Placed, request: Request, text: str | None) -> Step:
         versions=_spans(placed, len(said.response_ids)),
         version_first=stated,
         version_last=stated,
-        idempotency_key=request.idempotency_key,
         user_agent=request.user_agent,
         gateway_id=request.gateway_id,
         received_at=request.received_at,
