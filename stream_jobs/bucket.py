@@ -27,7 +27,7 @@ from schemas.events import Step
 from stream_jobs.index import StepEntry
 from stream_jobs.prefix import ends_in, hash_of
 from stream_jobs.retries import ended_badly, idempotency_hash, request_hash
-from stream_jobs.turns import link, reply_of, turns_of
+from stream_jobs.turns import call_in, link, reply_of, turns_of
 
 Place = tuple[str, int]
 """Trajectory id and position of a step in it."""
@@ -86,7 +86,11 @@ class Choice(NamedTuple):
 def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
     """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
     turns, reply = turns_of(step.request_json), reply_of(step.response_json)
-    leads = link([*(turns or ()), reply]) if reply is not None and (turns is not None or reply.call) else None
+    leads = (
+        link([*(turns or ()), reply])
+        if reply is not None and (turns is not None or call_in(reply) is not None)
+        else None
+    )
     if (known := bucket.calls.get(call_of(tail))) is not None:
         return Choice(known, None, leads)
     if (retried := _asked_before(bucket, steps_of, step)) is not None:
@@ -128,7 +132,7 @@ def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None, by_t
     """Of several steps the one that a request goes on from. by_tokens: only one that its prompt begins with."""
     if len(places) <= 1 and not by_tokens:
         return places[0] if places else None
-    begins = ends_in(prompt, (steps_of(t)[i] for t, i in places))
+    begins = ends_in(prompt, [steps_of(t)[i] for t, i in places])
     if by_tokens:
         places = [(t, i) for t, i in places if steps_of(t)[i].offset in begins]
 

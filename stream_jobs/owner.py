@@ -39,7 +39,7 @@ READ_LOG_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the owners of a worker have in common. cache_bytes: for each partition."""
+    """What the owners of a worker have in common. cache_bytes: for each partition. slice_bytes: see `SLICE_BYTES`."""
 
     cluster: Cluster
     producer: Producer
@@ -49,6 +49,7 @@ class Shared:
     worker: str
     cache_bytes: int
     snapshot_min_bytes: int
+    slice_bytes: int = SLICE_BYTES
 
     def input(self, source: Source) -> str:
         return self.topics.steps if source == STEPS else self.topics.rewards
@@ -265,7 +266,7 @@ class Owner:
         if not pending:
             return
         facts: list[Entry] = []
-        for keys in slices({k: payload_bytes(t) for k, t in pending.closings.items()}, SLICE_BYTES):
+        for keys in slices({k: payload_bytes(t) for k, t in pending.closings.items()}, self._shared.slice_bytes):
             facts += await self._send_closings(keys)
         acks = [
             send(topics.trajectories, key_of_trajectory(mark.key[1]).encode(), self._encode(_step_mark(mark)))

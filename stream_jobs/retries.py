@@ -47,12 +47,7 @@ def ended_badly(entry: StepEntry) -> bool:
 def retry_of(steps: Sequence[StepEntry], new: int, step: Step) -> Retry | None:
     """Whether the step at `new`, the last one, is an earlier one's retry."""
     entry = steps[new]
-    call = entry.tail.rpartition(".")[0]
-    earlier = [
-        i for i, s in enumerate(steps[:new])
-        if s.retried is None and s.choice == entry.choice and s.tail.rpartition(".")[0] != call
-    ]  # fmt: skip
-    old = _twin(steps, earlier, entry, step)
+    old = _twin(steps, new, step)
     if old is None:
         return None
     if _continued(steps, old) or (ended_badly(entry) and not ended_badly(steps[old])):
@@ -80,20 +75,26 @@ def why_retried(steps: Sequence[StepEntry], at: int) -> str:
     return f"retried as {other.tail}: {how}"
 
 
-def _twin(steps: Sequence[StepEntry], earlier: Sequence[int], entry: StepEntry, step: Step) -> int | None:
-    if entry.idem is not None:
-        for i in reversed(earlier):
-            lengths = (steps[i].prompt, entry.prompt)
-            if steps[i].idem == entry.idem and (0 in lengths or lengths[0] == lengths[1]):
-                return i
-    said_so = (step.retry_count or 0) > 0
-    body: int | None = None
-    for i in reversed(earlier):
-        if not ended_badly(steps[i]) and (not said_so or _continued(steps, i)):
-            continue
-        if steps[i].end_hash is None and body is None:
-            body = request_hash(step)
-        if steps[i].asked == (entry.asked if steps[i].end_hash is not None else body):
+def _twin(steps: Sequence[StepEntry], new: int, step: Step) -> int | None:
+    """The earlier step that the one at `new` asks for again."""
+    entry, said_so = steps[new], (step.retry_count or 0) > 0
+    suspects = [
+        i for i, s in enumerate(steps[:new])
+        if s.status != "ok" or said_so or (s.idem == entry.idem and s.idem is not None)
+    ]  # fmt: skip
+    call = entry.tail.rpartition(".")[0]
+    suspects = [
+        i for i in reversed(suspects)
+        if steps[i].retried is None and steps[i].choice == entry.choice and steps[i].tail.rpartition(".")[0] != call
+    ]  # fmt: skip
+    for i in suspects:
+        lengths = (steps[i].prompt, entry.prompt)
+        if entry.idem is not None and steps[i].idem == entry.idem and (0 in lengths or lengths[0] == lengths[1]):
+            return i
+    body = request_hash(step) if any(steps[i].end_hash is None for i in suspects) else None
+    for i in suspects:
+        identical = steps[i].asked == (entry.asked if steps[i].end_hash is not None else body)
+        if identical and (ended_badly(steps[i]) or (said_so and not _continued(steps, i))):
             return i
     return None
 

@@ -14,24 +14,19 @@ Chat completions, Messages and Responses are read alike. Nothing trusts a shape:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
 from stream_jobs.prefix import hash_of
 
-CALLS = frozenset(
-    {"function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call"}
-)
+CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call")
 """Items of Responses that the client has to answer. Other calls were done by the server; clients may leave them out."""
 TEXT_TYPES = ("text", "output_text", "refusal")
 
 
-class Turn(NamedTuple):
-    """What the model said in one turn. call: its last tool call, None without one."""
-
-    text: str
-    call: bytes | None
+Turn = Sequence[Mapping[str, Any]]
+"""What the model said in one turn: messages or items, as they stand in the request. Read only as far as needed: histories are long."""
 
 
 def turns_of(request_json: bytes) -> list[Turn] | None:
@@ -53,14 +48,19 @@ def reply_of(response_json: bytes) -> Turn | None:
     return turns[-1] if turns else None
 
 
+def call_in(turn: Turn) -> bytes | None:
+    """The last call of a tool in a turn; None without one."""
+    return next((call for item in reversed(turn) if (call := _last_call(item)) is not None), None)
+
+
 def link(turns: Sequence[Turn]) -> int | None:
     """What a request shows that goes on from these turns of the model. None: nothing was said."""
     if not turns:
         return None
-    if (call := turns[-1].call) is not None:
+    if (call := call_in(turns[-1])) is not None:
         return hash_of(b"call\x1f", call)
-    parts = (turn.call or turn.text.encode("utf-8", "surrogatepass") for turn in turns)
-    return hash_of(b"said\x1f", *(part for turn in parts for part in (len(turn).to_bytes(8, "little"), turn)))
+    said = [call_in(turn) or _text(turn).encode("utf-8", "surrogatepass") for turn in turns]
+    return hash_of(b"said\x1f", *(part for turn in said for part in (len(turn).to_bytes(8, "little"), turn)))
 
 
 def _loaded(packed: bytes) -> Any:
@@ -72,20 +72,25 @@ def _loaded(packed: bytes) -> Any:
 
 def _turns(items: Sequence[Any]) -> Iterator[Turn]:
     """Neighbouring items of the model are one turn; one that says nothing is none."""
-    text: list[str] = []
-    call: bytes | None = None
-    for item in (*items, None):
-        kind = str(item.get("type")) if isinstance(item, dict) else ""
-        if isinstance(item, dict) and (kind in CALLS or item.get("role") == "assistant"):
-            text += _texts(item)
-            call = _last_call(item, kind) or call
-            continue
-        if kind == "reasoning" or kind.endswith("_call"):
-            continue
-        said = "\n".join(text).strip()
-        if said or call is not None:
-            yield Turn(said, call)
-        text, call = [], None
+    turn: list[Mapping[str, Any]] = []
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALLS):
+            turn.append(item)
+        elif kind != "reasoning" and not str(kind).endswith("_call"):
+            if any(map(_says, turn)):
+                yield turn
+            turn = []
+    if any(map(_says, turn)):
+        yield turn
+
+
+def _says(item: Mapping[str, Any]) -> bool:
+    return bool(item.get("tool_calls") or _text([item]) or _last_call(item) is not None)
+
+
+def _text(turn: Turn) -> str:
+    return "\n".join(text for item in turn for text in _texts(item)).strip()
 
 
 def _texts(item: Mapping[str, Any]) -> Iterator[str]:
@@ -102,9 +107,9 @@ def _texts(item: Mapping[str, Any]) -> Iterator[str]:
                     yield found
 
 
-def _last_call(item: Mapping[str, Any], kind: str) -> bytes | None:
+def _last_call(item: Mapping[str, Any]) -> bytes | None:
     """The last call of a tool in a message or an item."""
-    if kind in CALLS:
+    if item.get("type") in CALLS:
         return _call(item.get("call_id") or item.get("id"), item)
     content, made = item.get("content"), item.get("tool_calls")
     uses = (

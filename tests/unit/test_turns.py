@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.turns import Turn, link, reply_of, turns_of
+from stream_jobs.turns import link, reply_of, turns_of
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'}}
 CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "ls", "arguments": '{"a":1}'}
@@ -73,9 +73,9 @@ def test_a_reply_and_the_request_that_goes_on_from_it_meet(name: str) -> None:
 
 
 def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> None:
-    a, b, call = Turn("a", None), Turn("b", None), Turn("", b"c")
+    a, b, call = ([{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], [CODEX_CALL])
     assert link([a, b]) != link([b, b]) != link([b])
-    assert link([a, call]) == link([b, call]) == link([Turn("x", b"c")])
+    assert link([a, call]) == link([b, call]) == link([[*a, CODEX_CALL]])
     assert link([call, a]) != link([a])
     assert link([]) is None
 
@@ -85,7 +85,7 @@ def test_turns_are_what_the_model_said_only() -> None:
         {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
         {"role": "tool", "content": "t"}, {"role": "assistant", "content": ""}, USER,
     ]  # fmt: skip
-    assert turns_of(orjson.dumps({"messages": items})) == [Turn("a\nb", None)]
+    assert turns_of(orjson.dumps({"messages": items})) == [[{"role": "assistant", "content": c} for c in "ab"]]
     assert turns_of(b'{"input": "hello"}') == []
     assert turns_of(b'{"prompt": "hello"}') is None and turns_of(b"\xff") is None and turns_of(b"[]") is None
     assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None and reply_of(b'{"text": "x"}') is None

@@ -1,0 +1,119 @@
+"""Stream jobs as real processes on a real Kafka, for the integration tests: an installation, its workers, what they put out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.config import words_of
+from runtime.kafka import Cluster, Record
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import Candidate, Curation, Reward, SessionEvent, Step
+from schemas.ids import new_call_id, new_event_id
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+
+ROOT = Path(__file__).parents[1]
+RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
+Eventually = Callable[..., Any]
+
+
+def step(key: str, prompt: list[int], response: list[int], **more: Any) -> Step:
+    call = new_call_id(key)
+    return Step(
+        step_id=f"{call}.0", run_id="run", trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
+        status="ok", streamed=False, request_json=b"{}", response_json=b'{"content":"x"}', prompt_token_ids=pack_ids(prompt),
+        response_token_ids=pack_ids(response), response_logprobs=pack_logprobs([-0.5] * len(response)), version_first="run/2.0",
+        version_last="run/2.0", gateway_id="g", received_at=0, finished_at=0, **more,
+    )  # fmt: skip
+
+
+def session(key: str, kind: Any, **more: Any) -> SessionEvent:
+    return SessionEvent(event_id=new_event_id(), run_id="run", trajectory_key=key, kind=kind, created_at=0, **more)
+
+
+def reward(key: str, value: float, **more: Any) -> Reward:
+    return Reward(
+        event_id=new_event_id(), run_id="run", trajectory_key=key, source="env", name="score", function_version="1", value=value,
+        reward_revision=0, created_at=0, **more,
+    )  # fmt: skip
+
+
+@dataclass
+class Jobs:
+    """An installation with its topics, and the workers that a test starts."""
+
+    settings: Settings
+    cluster: Cluster
+    logs: Path
+    codec: Codec = field(default_factory=Codec)
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        create_topics(self.cluster, self.settings)
+        self.topics = self.settings.kafka.topics
+        self.producer = self.cluster.producer()
+
+    def start(self, worker: str = "0", job: str = "assemble", **jobs: Any) -> subprocess.Popen[bytes]:
+        tuned = self.settings.model_copy(
+            update={"jobs": self.settings.jobs.model_copy(update={"worker_id": worker, **jobs})}
+        )
+        with (self.logs / f"{job}-{worker}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", RUN.format(job), *words_of(tuned)], cwd=ROOT, stdout=log, stderr=log
+            )
+        self.workers.append(process)
+        return process
+
+    def put(self, *events: Any, key: bytes | None = None) -> None:
+        for event in events:
+            topic = self.topics.rewards if isinstance(event, Reward | Curation) else self.topics.steps
+            self.producer.put(topic, key or event.trajectory_key.encode(), self.codec.encode(event))
+
+    def records(self, topic: str, *kinds: type) -> list[tuple[Record, Any]]:
+        found = [
+            (r, self.codec.decode(r.value))
+            for p in range(self.cluster.topics(topic)[topic])
+            for r in self.cluster.read_all(topic, p)
+        ]
+        return [(r, e) for r, e in found if isinstance(e, kinds)]
+
+    def candidates(self) -> dict[str, Candidate]:
+        """The last candidate of each trajectory."""
+        out: dict[str, Candidate] = {}
+        for _, c in self.records(self.topics.candidates, Candidate):
+            if c.trajectory_id not in out or c.revision > out[c.trajectory_id].revision:
+                out[c.trajectory_id] = c
+        return out
+
+    def conversation(self, key: str, turns: int = 3) -> list[Any]:
+        """A whole trajectory: opened, steps, completed."""
+        events: list[Any] = [
+            session(key, "opened", metadata_json=b'{"gold":"x"}', group_id=f"g-{key[0]}", group_size=4)
+        ]
+        ids = [1, 2, len(key)]
+        for turn in range(turns):
+            events.append(step(key, ids, [10 + turn, 11]))
+            ids = [*ids, 10 + turn, 11, 7, 7]
+        return [*events, session(key, "completed")]
+
+
+@contextmanager
+def running(settings: Settings, cluster: Cluster, logs: Path, **jobs: Any) -> Iterator[Jobs]:
+    """An installation; its workers are killed at the end."""
+    tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3, **jobs})})
+    made = Jobs(tuned, cluster, logs)
+    try:
+        yield made
+    finally:
+        for worker in made.workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+        made.producer.close()
