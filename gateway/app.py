@@ -28,6 +28,7 @@ from gateway.model_calls import App, ModelCalls
 from gateway.openai_chat import OpenAIChat
 from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
+from gateway.openapi import with_model_calls
 from gateway.passing import PassEndpoint
 from gateway.protocol import Dialect, Errors
 from gateway.redaction.shell import redaction_of
@@ -98,16 +99,26 @@ def create_app(
     app.state.bury = bury
     app.include_router(control_routes(parts))
     app.include_router(seed_routes(parts))
-    app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app)
     app.add_middleware(ControlBodyLimit)
-    app.add_middleware(
-        ModelCalls,
-        calls={d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS},
-        passed={p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED},
-    )
+    calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
+    passed = {p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
+    app.add_middleware(ModelCalls, calls=calls, passed=passed)
+    _describe(app, [*(("POST", tail) for tail in calls), *((p.method, tail) for tail, p in passed.items())])
     return app
+
+
+def _describe(app: FastAPI, tails: list[tuple[str, str]]) -> None:
+    """/openapi.json tells of the model calls too."""
+    told = app.openapi
+
+    def page() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = with_model_calls(told(), tails)
+        return app.openapi_schema
+
+    app.openapi = page  # type: ignore[method-assign]
 
 
 def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:

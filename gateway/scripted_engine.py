@@ -64,7 +64,11 @@ class ScriptedEngine:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def _count_tokens(self, http: web.Request) -> web.Response:
-        if not orjson.loads(await http.read()).get("messages"):
+        try:
+            messages = orjson.loads(await http.read())["messages"]
+        except (ValueError, KeyError, TypeError):
+            messages = None
+        if not messages:
             # vLLM checks a body before it knows whose endpoint this is.
             error = {"message": "messages: missing", "type": "Bad Request", "param": "body.messages", "code": 400}
             return web.json_response({"error": error}, status=400)

@@ -1,0 +1,53 @@
+"""The model calls in the OpenAPI page: they are served before the web framework, so it does not know them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+TEXT: Schema = {"type": "string"}
+CHOICES: Schema = {"type": "integer", "minimum": 1, "maximum": 128}
+MESSAGES: Schema = {"type": "array", "items": {"type": "object"}}
+REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
+    "/chat/completions": (["messages"], {"messages": MESSAGES, "n": CHOICES}),
+    "/completions": (["prompt"], {"prompt": {}, "n": CHOICES}),
+    "/responses": (["input"], {"input": {"type": ["string", "array"]}}),
+    "/messages": (["messages", "max_tokens"], {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}}),
+    "/messages/count_tokens": (["messages"], {"messages": MESSAGES}),
+}
+"""What the gateway itself relies on; everything else goes to the engine as it is. Required fields, properties."""
+PREFIXES = ("", "/v1", "/{trajectory}/{prompt}", "/{trajectory}/{prompt}/v1")
+JSON = "application/json"
+
+
+def with_model_calls(page: dict[str, Any], tails: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The page with the model calls. tails: (method, tail of the path)."""
+    for method, tail in tails:
+        for prefix in PREFIXES:
+            page["paths"].setdefault(prefix + tail, {})[method.lower()] = _operation(prefix, method, tail)
+    return page
+
+
+def _operation(prefix: str, method: str, tail: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": f"{method} {tail}",
+        "operationId": f"{method}{prefix}{tail}".replace("/", "_").replace("{", "").replace("}", ""),
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in ("trajectory", "prompt")
+            if f"{{{name}}}" in prefix
+        ],
+        "responses": {
+            "200": {"description": "The engine's reply.", "content": {JSON: {}, "text/event-stream": {}}},
+            "4XX": {"description": "What is wrong, in the protocol's own shape.", "content": {JSON: {}}},
+            "5XX": {"description": "No engine, or nothing could be recorded; try again.", "content": {JSON: {}}},
+        },
+    }
+    if tail in REQUESTS:
+        required, properties = REQUESTS[tail]
+        common: dict[str, Schema] = {"model": TEXT, "stream": {"type": "boolean"}}
+        schema = {"type": "object", "required": required, "properties": common | dict(properties)}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return operation
