@@ -42,7 +42,8 @@ class Script:
 
     versions: per choice; None: the engine does not know. status: an error instead of a reply. die_after: the connection breaks
     after so many chunks. fail_after: an error event after so many chunks. gate: acquired before each chunk behind the first.
-    no_tokens: an engine that tells neither ids nor log-probabilities.
+    no_tokens: an engine that tells neither ids nor log-probabilities. number: the reply's ids are made of it; agents take replies with
+    one id for one reply.
     """
 
     says: Sequence[Say]
@@ -54,6 +55,7 @@ class Script:
     fail_after: int | None = None
     gate: asyncio.Semaphore | None = None
     no_tokens: bool = False
+    number: int = 1
 
 
 class Event(NamedTuple):

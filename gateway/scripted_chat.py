@@ -45,7 +45,7 @@ def plain(request: Json, script: Script) -> Json:
     """The reply that vLLM would write."""
     ids, logprobs = (request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs"))
     return {
-        "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": request.get("model") or "policy",
+        "id": f"chatcmpl-{script.number}", "object": "chat.completion", "created": 1, "model": request.get("model") or "policy",
         "choices": [
             {
                 "index": i, "message": say.message(), "logprobs": _logprobs(say, 0, len(say.ids)) if logprobs else None,
@@ -65,7 +65,7 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
     unshown = [0] * len(script.says)
     ids, logprobs = (request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs"))
     head: Json = {
-        "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": request.get("model") or "policy"
+        "id": f"chatcmpl-{script.number}", "object": "chat.completion.chunk", "created": 1, "model": request.get("model") or "policy"
     }  # fmt: skip
     for i in range(len(script.says)):
         first: Json = {

@@ -9,7 +9,7 @@ import orjson
 from gateway.openai_completions import prompts_of
 from gateway.scripted import Event, Json, Say, Script
 
-_HEAD: Json = {"id": "cmpl-1", "object": "text_completion", "created": 1}
+_HEAD: Json = {"object": "text_completion", "created": 1}
 _FINGERPRINT = "vllm-0.32.0-scripted"
 
 
@@ -24,7 +24,7 @@ class CompletionsVoice:
     def plain(self, request: Json, script: Script) -> Json:
         ids = _asks_ids(request, script)
         return {
-            **_HEAD, "model": request.get("model") or "policy",
+            **_HEAD, "id": f"cmpl-{script.number}", "model": request.get("model") or "policy",
             "choices": [
                 {
                     "index": i, "text": _echo(request) + say.text, "logprobs": _logprobs(request, script, say, 0, len(say.ids)),
@@ -39,7 +39,7 @@ class CompletionsVoice:
         }  # fmt: skip
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
-        head = _HEAD | {"model": request.get("model") or "policy"}
+        head = _HEAD | {"id": f"cmpl-{script.number}", "model": request.get("model") or "policy"}
         ids = _asks_ids(request, script)
         usage = bool((request.get("stream_options") or {}).get("include_usage"))
         for at in range(max(len(s.ids) for s in script.says)):

@@ -25,7 +25,7 @@ class MessagesVoice:
         content = _blocks(say)
         reason = _STOP_REASONS.get(say.finish_reason)
         return {
-            "id": "chatcmpl-1", "type": "message", "role": "assistant",
+            "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant",
             "content": content or [{"type": "text", "text": ""}], "model": request.get("model") or "policy",
             **({} if reason is None else {"stop_reason": reason}), "usage": _usage(script, len(say.ids)),
         }  # fmt: skip
@@ -33,7 +33,7 @@ class MessagesVoice:
     def events(self, request: Json, script: Script) -> Iterator[Event]:
         (say,) = script.says
         message: Json = {
-            "id": "chatcmpl-1", "type": "message", "role": "assistant", "content": [],
+            "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant", "content": [],
             "model": request.get("model") or "policy", "stop_reason": None, "stop_sequence": None,
             "usage": _usage(script, 0),
         }  # fmt: skip

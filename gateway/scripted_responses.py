@@ -61,7 +61,7 @@ def _response(request: Json, script: Script, status: str, output: list[Json]) ->
     }  # fmt: skip
     tools = request.get("tools") or []
     return {
-        "id": "resp_1", "created_at": 1,
+        "id": f"resp_{script.number}", "created_at": 1,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": request.get("instructions"), "metadata": request.get("metadata"),
         "model": request.get("model") or "policy", "object": "response", "output": output,
@@ -76,23 +76,23 @@ def _response(request: Json, script: Script, status: str, output: list[Json]) ->
     }  # fmt: skip
 
 
-def _reasoning(index: int, status: str, content: list[Json] | None) -> Json:
+def _reasoning(id_: str, status: str, content: list[Json] | None) -> Json:
     return {
-        "id": f"rs_{index}", "summary": [], "type": "reasoning", "content": content, "encrypted_content": None,
+        "id": id_, "summary": [], "type": "reasoning", "content": content, "encrypted_content": None,
         "status": status,
     }  # fmt: skip
 
 
-def _message(index: int, status: str, content: list[Json]) -> Json:
+def _message(id_: str, status: str, content: list[Json]) -> Json:
     return {
-        "id": f"msg_{index}", "content": content, "role": "assistant", "status": status, "type": "message", "phase": None,
+        "id": id_, "content": content, "role": "assistant", "status": status, "type": "message", "phase": None,
     }  # fmt: skip
 
 
-def _call(index: int, status: str, call: Json, arguments: str) -> Json:
+def _call(id_: str, status: str, call: Json, arguments: str) -> Json:
     return {
         "arguments": arguments, "call_id": call["id"], "name": call["function"]["name"], "type": "function_call",
-        "id": f"fc_{index}", "async": None, "caller": None, "namespace": call.get("namespace"), "status": status,
+        "id": id_, "async": None, "caller": None, "namespace": call.get("namespace"), "status": status,
     }  # fmt: skip
 
 
@@ -117,12 +117,12 @@ def _items(request: Json, script: Script) -> list[Json]:
     (say,) = script.says
     items: list[Json] = []
     if thought := "".join(t for t in say.texts[: say.reasoning] if t):
-        items.append(_reasoning(0, "completed", [{"text": thought, "type": "reasoning_text"}]))
+        items.append(_reasoning(f"rs_{script.number}_0", "completed", [{"text": thought, "type": "reasoning_text"}]))
     part = _text_part(request, script, say)
     if part["text"]:
-        items.append(_message(len(items), "completed", [part]))
+        items.append(_message(f"msg_{script.number}_{len(items)}", "completed", [part]))
     for call in say.tool_calls:
-        items.append(_call(len(items), "completed", call, call["function"]["arguments"]))
+        items.append(_call(f"fc_{script.number}_{len(items)}", "completed", call, call["function"]["arguments"]))
     return items
 
 
@@ -163,7 +163,7 @@ def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, 
     place = {"content_index": 0, **_place(index, item)}
     pieces = [(at, t) for at, t in enumerate(say.texts[: say.reasoning]) if t]
     first, end = pieces[0][0] + 1, pieces[-1][0] + 1
-    yield _added(index, _reasoning(index, "in_progress", None)), first
+    yield _added(index, _reasoning(item["id"], "in_progress", None)), first
     yield place | {"part": {"text": "", "type": "reasoning_text"}, "type": "response.content_part.added"}, first
     for at, piece in pieces:
         yield place | {"delta": piece, "type": "response.reasoning_text.delta"}, at + 1
@@ -177,7 +177,7 @@ def _message_events(index: int, item: Json, request: Json, script: Script) -> It
     place = {"content_index": 0, **_place(index, item)}
     pieces = [(at, t) for at, t in enumerate(say.texts) if t and at >= say.reasoning]
     first, end = pieces[0][0] + 1, pieces[-1][0] + 1
-    yield _added(index, _message(index, "in_progress", [])), first
+    yield _added(index, _message(item["id"], "in_progress", [])), first
     empty = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
     yield place | {"part": empty, "type": "response.content_part.added"}, first
     for at, piece in pieces:
@@ -190,7 +190,7 @@ def _message_events(index: int, item: Json, request: Json, script: Script) -> It
 
 def _call_events(index: int, item: Json, call: Json, sampled: int) -> Iterator[tuple[Json, int]]:
     place, arguments = _place(index, item), item["arguments"]
-    yield _added(index, _call(index, "in_progress", call, "")), sampled
+    yield _added(index, _call(item["id"], "in_progress", call, "")), sampled
     yield place | {"delta": arguments, "type": "response.function_call_arguments.delta"}, sampled
     done = {"arguments": arguments, "type": "response.function_call_arguments.done", "name": item["name"]}
     yield place | done, sampled
