@@ -50,10 +50,13 @@ from schemas.settings import Settings
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Scope = MutableMapping[str, Any]
 
-FORWARDED = frozenset(
-    {"traceparent", "tracestate", "x-request-id", "x-session-id", "x-vllm-priority", "x-data-parallel-rank"}
-)
+FORWARDED = frozenset({
+    "traceparent", "tracestate", "x-request-id", "x-session-id", "x-vllm-priority", "x-data-parallel-rank",
+    "anthropic-version", "anthropic-beta", "openai-beta", "openai-organization", "openai-project",
+})  # fmt: skip
 """Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
+CREDENTIALS = ("authorization", "x-api-key")
+"""Sent on only where gateway.upstreams says so."""
 RETURNED = ("content-type", "retry-after", "x-request-id")
 IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
 NO_TOKENS: Mapping[Kind, str] = {
@@ -204,6 +207,7 @@ class Exchange:
     ) -> None:
         self._parts, self._dialect, self._call = parts, dialect, call
         self._client, self._send = client, send
+        self._credentials = {k: headers[k] for k in CREDENTIALS if k in headers}
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
         self._asked: Worker | None = None
         self._engine = Engine()
@@ -242,7 +246,7 @@ class Exchange:
         return self._parts.upstream.ask(
             "POST", self._dialect.path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
-            on_asking=self._asking,
+            on_asking=self._asking, credentials=self._credentials,
         )  # fmt: skip
 
     def _asking(self, worker: Worker | None) -> None:
