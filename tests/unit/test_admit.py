@@ -370,3 +370,20 @@ def test_straggler_blocks_nobody_and_costs_nothing() -> None:
     (refused,) = state.fold(Entry(99_999, tick(5010)))
     assert isinstance(refused, Refused) and refused.trajectory_ids == ("straggler",)
     assert refused.input_from == 100_000
+
+
+def test_a_policy_leaves_tagged_steps_out_of_training() -> None:
+    titled = CandidateStep(step_id="a~2.0", index=1, response_tokens=3, trainable=True, tags=("title", "x"))
+    a = cand("a", trainable_tokens=8, steps=(*cand("a").steps, titled))
+    b = cand("b", value=0.0, trainable_tokens=3, steps=(dataclasses.replace(titled, step_id="b~1.0"),))
+    (batch,) = fold(policy(), a, b)
+    assert isinstance(batch, ReadyBatch) and batch.trainable_tokens == 11
+    (batch,) = fold(policy(untrained_tags=("title",), min_members=1, algorithm="sft", drop_zero_variance=False), a, b)[
+        1:
+    ]
+    assert isinstance(batch, ReadyBatch)
+    (member,) = batch.groups[0].members
+    assert (member.untrainable_steps, member.trainable_tokens, batch.trainable_tokens) == (("a~2.0",), 5, 5)
+    later = policy(policy_version=2, untrained_tags=())
+    decisions = fold(policy(untrained_tags=("title",)), a, later, b)  # judged again under the new one
+    assert [d.trainable_tokens for d in decisions if isinstance(d, ReadyBatch)] == [11]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given
@@ -11,10 +12,11 @@ from schemas.codec import Codec
 from schemas.events import Segment, Tag, Trajectory, TrajectoryStep
 from schemas.parts import joined
 from schemas.topics import MAX_CANDIDATE_BYTES
-from stream_jobs.index import Closed, ClosedStep, Folded, Marks, RewardEntry
-from stream_jobs.payload import PayloadCache
+from stream_jobs.index import STEPS, Closed, ClosedStep, Folded, Marks, RewardEntry
+from stream_jobs.payload import Payload, PayloadCache
 from stream_jobs.rewarder import Gather
-from stream_jobs.trajectory import candidate, in_parts
+from stream_jobs.trajectory import candidate, in_parts, payload_bytes, slices
+from stream_jobs.trial import Worker, session, step
 
 CODEC = Codec()
 
@@ -113,3 +115,30 @@ def test_cache_stays_within_its_bytes_and_loses_the_oldest(puts: list[tuple[int,
 def test_equal_state_gives_equal_bytes() -> None:
     trajectory = whole([3, 4], [5])
     assert CODEC.encode(trajectory) == CODEC.encode(replace(trajectory))
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_slices_keep_order_and_bound(sizes: list[int], limit: int) -> None:
+    given = {("r", str(i)): size for i, size in enumerate(sizes)}
+    found = list(slices(given, limit))
+    assert [key for run in found for key in run] == list(given)
+    for run in found:
+        assert len(run) == 1 or sum(given[key] for key in run) <= limit
+    for run, after in itertools.pairwise(found):
+        assert sum(given[key] for key in (*run, after[0])) > limit
+
+
+def test_tags_of_a_step_come_out_with_their_evidence_and_with_their_names() -> None:
+    tags = (Tag(name="sub_agent", evidence="header"), Tag(name="title", evidence="prompt"))
+    w = Worker().feed((STEPS, 0, step("k", 0, tags=tags)), (STEPS, 1, session("k", "completed")))
+    assert w.trajectories["k"].steps[0].tags == tags
+    assert w.last("k").steps[0].tags == ("sub_agent", "title")
+
+
+def test_what_a_slice_counts_is_what_the_payload_takes() -> None:
+    w = Worker()
+    first = step("k", 0, [1] * 3000, [2] * 1000, response_json=b'"%s"' % (b"x" * 50_000))
+    w.decide([(STEPS, 0, 0, first), (STEPS, 1, 1, step("k", 1, [1] * 3000 + [2] * 1000 + [3] * 500, [4] * 10))])
+    (trajectory,) = w.state.opened.values()
+    kept = sum(p.size for p in w.payload.values() if isinstance(p, Payload))
+    assert abs(payload_bytes(trajectory) - kept) < 2048
