@@ -126,6 +126,11 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/")
+    @app.head("/api/hello")
+    async def greeting() -> Response:
+        return Response()  # Claude Code opens its connection with one of them
+
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
         state = {"kafka": bus.reachable, "worker": bool(parts.upstream.ready)}

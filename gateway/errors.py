@@ -48,6 +48,10 @@ class WrongMethod(GatewayError):
     """The path is there, but not for this method."""
 
 
+class NoWebSocket(GatewayError):
+    """Model calls are HTTP requests, streamed by server-sent events. Codex asks for a WebSocket first, and at this status goes on without."""
+
+
 class BodyTooLarge(GatewayError):
     """The request body exceeds gateway.max_body_bytes."""
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gateway.calls import CallEndpoint, Scope, Send, send_reply
 from gateway.disconnect import Receive
-from gateway.error_reply import reply_of
-from gateway.errors import WrongMethod
+from gateway.error_reply import Reply, reply_of
+from gateway.errors import NoWebSocket, WrongMethod
 from gateway.passing import PassEndpoint
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -57,7 +57,15 @@ class ModelCalls:
             if passed is not None and passed.method == scope["method"]:
                 await passed.serve(scope, receive, send, place.trajectory, place.prompt)
                 return
-            error = WrongMethod(f"{scope['method']} {scope['path']}: not with this method")
-            await send_reply(send, reply_of(error))
+            await send_reply(send, _refusal(scope))
             return
         await self._app(scope, receive, send)
+
+
+def _refusal(scope: Scope) -> Reply:
+    asked = f"{scope['method']} {scope['path']}"
+    if (b"upgrade", b"websocket") in ((name, value.lower()) for name, value in scope["headers"]):
+        reply = reply_of(NoWebSocket(f"{asked}: no WebSockets here, use HTTP"))
+        reply.headers.append((b"upgrade", b"HTTP/1.1"))  # the status must name what to use
+        return reply
+    return reply_of(WrongMethod(f"{asked}: not with this method"))
