@@ -108,8 +108,12 @@ class KafkaBus:
 
     def _told(self, sent: Sent, error: kafka.KafkaError | None) -> None:
         if error is None:
-            self._ok_at = time.monotonic()
-            sent(None)
+            now = time.monotonic()
+            if now - self._ok_at < SILENT_AFTER_S:
+                self._ok_at = now
+                sent(None)
+            else:  # the probe has not looked yet whether this is still the same log
+                sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers} acknowledged out of a silence"))
         elif isinstance(error, kafka.TooLarge):
             sent(RecordTooLarge(f"a record is larger than Kafka takes: {error}"))
         else:

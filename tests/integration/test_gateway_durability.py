@@ -1,0 +1,313 @@
+"""The journal on a real Kafka that stops, dies or loses its data: what was answered is on the log, in order, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_ports import free_port
+from tests_up import call
+
+from gateway.blobs import Blobs
+from gateway.bus import KafkaBus, Message
+from gateway.journal import Journal
+from gateway.metrics import Metrics
+from gateway.spool import Spool, frame
+from runtime.blob_store import BlobStore
+from runtime.broker import EmbeddedBroker
+from runtime.config import words_of
+from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import Step
+from schemas.settings import Settings
+from stream_jobs.lake import LakeMissing, dataset, open_table
+
+TOPIC = "steps"
+CODEC = Codec()
+Eventually = Callable[..., Any]
+
+
+@asynccontextmanager
+async def journal(broker: EmbeddedBroker, directory: Path, topic: str = TOPIC) -> AsyncIterator[Journal]:
+    """A started journal on a Kafka that is seen to be there."""
+    bus = KafkaBus(Cluster(broker.bootstrap_servers), topic, produce_timeout_s=3.0)
+    bus.start()
+    blobs = Blobs(BlobStore(str(directory / "blobs")), CODEC, 30.0)
+    it = Journal(bus, Spool(directory / "spool", 1 << 30), Metrics(), blobs=blobs)
+    await it.start()
+    async with asyncio.timeout(60):
+        while not bus.reachable:  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.01)
+    yield it
+    await it.close(drain_timeout_s=60)
+    await asyncio.to_thread(bus.close)
+
+
+def on_the_log(broker: EmbeddedBroker, topic: str = TOPIC) -> dict[bytes, list[bytes]]:
+    """Values of each key in order, the first copy of each."""
+    cluster, found = Cluster(broker.bootstrap_servers), defaultdict[bytes, dict[bytes, None]](dict)
+    for partition in range(cluster.topics(topic)[topic]):
+        for record in cluster.read_all(topic, partition):
+            found[record.key or b""].setdefault(record.value or b"")
+    return {key: list(values) for key, values in found.items()}
+
+
+async def wait(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(90):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def pause(broker: EmbeddedBroker) -> Callable[[], None]:
+    (pid,) = broker.pids.values()
+    os.kill(pid, signal.SIGSTOP)
+    return lambda: os.kill(pid, signal.SIGCONT)
+
+
+def kill(broker: EmbeddedBroker) -> Callable[[], None]:
+    broker.kill()
+    return broker.restart
+
+
+@pytest.mark.parametrize("stop", [pause, kill])
+def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
+    tmp_path: Path, stop: Callable[[EmbeddedBroker], Callable[[], None]]
+) -> None:
+    answered: dict[bytes, list[bytes]] = defaultdict(list)
+    longest = 0.0
+
+    async def agent(it: Journal, key: bytes, until: asyncio.Event) -> None:
+        nonlocal longest
+        number = 0
+        while not until.is_set():
+            value = b"%s-%d-" % (key, number) + b"x" * 2000
+            began = time.monotonic()
+            await it.record([Message(TOPIC, key, value)])
+            longest = max(longest, time.monotonic() - began)
+            answered[key].append(value)
+            number += 1
+            await asyncio.sleep(0.02)
+
+    async def body(broker: EmbeddedBroker) -> None:
+        async with journal(broker, tmp_path) as it:
+            until = asyncio.Event()
+            agents = [asyncio.create_task(agent(it, b"k%d" % i, until)) for i in range(32)]
+            await wait(lambda: all(len(answered[b"k%d" % i]) > 5 for i in range(32)))
+            go_on = await asyncio.to_thread(stop, broker)
+            await asyncio.sleep(20)
+            await wait(lambda: it.spooled_keys == 32)
+            await asyncio.to_thread(go_on)
+            await wait(lambda: not it.spooled_bytes)
+            before = sum(map(len, answered.values()))
+            await wait(lambda: sum(map(len, answered.values())) > before + 100)
+            until.set()
+            await asyncio.gather(*agents)
+        assert not list((tmp_path / "spool").rglob("*.spool"))
+
+    with EmbeddedBroker(tmp_path / "kafka", free_port()) as broker:
+        Cluster(broker.bootstrap_servers).create_topic(TOPIC, 4, {})
+        asyncio.run(body(broker))
+        assert on_the_log(broker) == answered
+    assert longest < 30, "a call waits for the acknowledgement, then for a disk, and no longer"
+
+
+def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path) -> None:
+    """A fresh broker gives the producer id of the gateway's bus to somebody else, and would take its records for that one's."""
+    port = free_port()
+
+    def fresh(name: str) -> EmbeddedBroker:
+        broker = EmbeddedBroker(tmp_path / name, port)
+        broker.start()
+        Cluster(broker.bootstrap_servers).create_topic(TOPIC, 1, {})
+        return broker
+
+    def say(text: str) -> Message:
+        return Message(TOPIC, b"k", text.encode())
+
+    async def body() -> None:
+        broker = await asyncio.to_thread(fresh, "first")
+        async with journal(broker, tmp_path) as it:
+            for i in range(3):
+                assert await it.record([say(f"before {i}")]) == "acknowledged"
+            await asyncio.to_thread(broker.kill)
+            within = [asyncio.create_task(it.record([say(f"within {i}")])) for i in range(3)]
+            assert [await task for task in within] == ["spooled"] * 3
+            broker.stop()
+            broker = await asyncio.to_thread(fresh, "second")
+            try:
+                others = Cluster(broker.bootstrap_servers).producer()
+                for i in range(5):  # the batches that a broker remembers of a producer id
+                    await others.send(TOPIC, b"o", b"other %d" % i)
+                receipts = [await it.record([say(f"after {i}")]) for i in range(5)]
+                await wait(lambda: not it.spooled_bytes)
+                receipts.append(await it.record([say("last")]))
+                assert receipts[-1] == "acknowledged"
+                others.close()
+                wanted = [*(f"within {i}" for i in range(3)), *(f"after {i}" for i in range(5)), "last"]
+                assert on_the_log(broker)[b"k"] == [text.encode() for text in wanted]
+            finally:
+                await it.close()
+                broker.stop()
+
+    asyncio.run(body())
+
+
+# ---------------------------------------------------------------- outbox
+
+
+def post(outbox: Outbox, topic: str, *values: bytes) -> asyncio.Future[KafkaError | None]:
+    done: asyncio.Future[KafkaError | None] = asyncio.get_running_loop().create_future()
+    outbox.post([(topic, b"k", value) for value in values], done.set_result)
+    return done
+
+
+def test_outbox_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.steps
+    cluster.create_topic(topic, 4, {})
+
+    async def body() -> None:
+        outbox = cluster.outbox(30.0)
+        posts = [post(outbox, topic, b"%d" % i, b"%d too" % i) for i in range(200)]
+        assert await asyncio.gather(*posts) == [None] * 200
+        assert isinstance(await post(outbox, topic, b"small", bytes(11 << 20)), KafkaError)
+        assert await post(outbox, topic, b"after") is None
+        outbox.close()
+
+    asyncio.run(body())
+    values = [r.value for p in range(4) for r in cluster.read_all(topic, p)]
+    assert values[:400] == [v for i in range(200) for v in (b"%d" % i, b"%d too" % i)] and values[-1] == b"after"
+
+
+def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(cluster: Cluster, settings: Settings) -> None:
+    topic = settings.kafka.topics.steps
+    cluster.create_topic(topic, 1, {})
+
+    async def body() -> None:
+        outbox = cluster.outbox(30.0)
+        assert await post(outbox, topic, b"1") is None
+        waiting = post(outbox, topic, b"2")
+        outbox.renew_soon("the test says so")
+        error = await waiting
+        assert isinstance(error, Unavailable) and "the test says so" in str(error)
+        assert await post(outbox, topic, b"3") is None
+        outbox.close()
+
+    asyncio.run(body())
+
+
+def test_outbox_without_kafka_gives_up_in_time_and_takes_only_so_much() -> None:
+    async def body() -> None:
+        outbox = Cluster(f"127.0.0.1:{free_port()}").outbox(2.0, queue_buffering_max_kbytes=100)
+        posts = [post(outbox, "t", bytes(10_000)) for _ in range(30)]
+        full = [p for p in posts if p.done()]
+        assert len(full) > 15 and all("queue is full" in str(p.result()) for p in full)
+        assert all(isinstance(error, Unavailable) for error in await asyncio.gather(*posts))
+        outbox.close(0.1)
+
+    asyncio.run(body())
+
+
+# ---------------------------------------------------------------- blobs
+
+
+def a_step(number: int, request: bytes = b"{}") -> Step:
+    return Step(
+        step_id=f"k~{number:08d}.0", run_id="r", trajectory_key="k", call_id=f"k~{number:08d}", choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=request, response_json=b"{}",
+        gateway_id="g", received_at=number, finished_at=number,
+    )  # fmt: skip
+
+
+def encoded(settings: Settings, step: Step) -> Message:
+    return Message(settings.kafka.topics.steps, step.trajectory_key.encode(), CODEC.encode(step))
+
+
+def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: Settings, tmp_path: Path) -> None:
+    create_topics(cluster, settings)
+    topic, request = settings.kafka.topics.steps, b"q" * (20 << 20)
+
+    async def body() -> None:
+        bus = KafkaBus(cluster, topic, 30.0)
+        bus.start()
+        store = BlobStore(settings.blob_uri)
+        it = Journal(bus, Spool(tmp_path / "spool", 1 << 30), Metrics(), blobs=Blobs(store, CODEC, 30.0))
+        await it.start()
+        await wait(lambda: bus.reachable)
+        assert await it.record([encoded(settings, a_step(1, request))]) == "acknowledged"
+        await it.close()
+        await asyncio.to_thread(bus.close)
+        (step,) = [CODEC.decode(r.value) for p in range(4) for r in cluster.read_all(topic, p)]
+        assert isinstance(step, Step) and store.get(step.blobs[0].sha256) == request
+
+    asyncio.run(body())
+
+
+# ---------------------------------------------------------------- clawstream spool drain
+
+
+@contextmanager
+def lake_writer(settings: Settings) -> Iterator[None]:
+    code = "import sys; from runtime.config import load; from stream_jobs.lake import main; main(load(None, sys.argv[1:], {}))"
+    with (settings.data_dir / "lake.log").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-c", code, *words_of(settings)], stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def in_lake(settings: Settings) -> list[str]:
+    try:
+        table = dataset(open_table(settings.lake_uri, "steps", {}), {}).to_table(columns=["step_id"])
+    except LakeMissing:
+        return []
+    return sorted(table.column("step_id").to_pylist())
+
+
+def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    small = Settings.model_validate(
+        settings.model_dump(exclude_unset=True) | {"lake": {"dedupe_window": 4, "flush_interval_s": 0.1}}
+    )
+    create_topics(cluster, small)
+    steps = [a_step(n) for n in range(14)]
+    producer = cluster.producer()
+    for step in steps[:10]:  # the first ones are out of the lake's window by the end
+        producer.put(*encoded(small, step))
+    producer.flush()
+
+    directory = small.spool_dir / "gateway-0"
+    for name, first, last in (("held", 0, 2), (".", 2, 3), ("held", 10, 12), (".", 12, 14)):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        path = directory / name / f"{first + 1:012d}-1000000-sent.spool"
+        path.write_bytes(b"".join(frame(encoded(small, s)) for s in steps[first:last]))
+
+    told = call("spool", "drain", *words_of(small))
+    assert told.returncode == 1 and "records behind" in told.stderr, told.stdout + told.stderr
+    with lake_writer(small):
+        eventually(lambda: len(in_lake(small)) == 10)
+        gateway = Spool(directory, 1 << 20)
+        gateway.open()
+        held = call("spool", "drain", *words_of(small))
+        assert "gateway-0: 2 sent, 2 in the lake already, runs" in held.stdout, held.stdout + held.stderr
+        gateway.close()
+        assert call("spool", "drain", "--gateway-id", "nobody", *words_of(small)).returncode == 1
+        eventually(lambda: len(in_lake(small)) == 12)
+        rest = call("spool", "drain", "--gateway-id", "gateway-0", *words_of(small))
+        assert "gateway-0: 2 sent, 1 in the lake already\n" in rest.stdout, rest.stdout + rest.stderr
+        eventually(lambda: len(in_lake(small)) >= 14)
+    assert in_lake(small) == [s.step_id for s in steps]
+    assert not list(directory.rglob("*.spool"))
