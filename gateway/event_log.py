@@ -24,7 +24,7 @@ class EventLog:
     async def record(self, events: Sequence[Event]) -> Receipt:
         """Durable when it returns, in this order for each key and topic. Raises NotRecorded."""
         if self._redaction is not None:
-            events = [await self._redaction.redacted(event) for event in events]  # type: ignore[type-var]
+            events = [await self._redaction.redacted(event) for event in events]
         return await self._journal.record([self._message(event) for event in events])
 
     def _message(self, event: Event) -> Message:

@@ -68,7 +68,7 @@ class Scan:
         """Where anchors begin, ascending, hidden ASCII characters of a JSON text among them. No secret is without one in its range
         or within a few bytes around it, but for those of finders.
         """
-        return sorted(start for start, _ in self._hits(text))
+        return sorted(start for start, ranks in self._hits(text) if ranks or text.startswith(b"00", start + 2))
 
     def find(self, text: bytes, whole: int | None = None) -> list[Found]:
         """The secrets of a text, apart from each other, ascending. whole: all of it is a secret of the rule of this rank."""

@@ -35,15 +35,16 @@ class Edit:
     ids: tuple[int, ...]
 
 
-def edits_of(ids: Sequence[int], vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
-    """What has to change in a sequence, ascending and apart. Raises UnknownToken."""
-    pieces = vocabulary.pieces(ids)
+def edits_of(packed: bytes, vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
+    """What has to change in a sequence of packed ids, ascending and apart. Raises UnknownToken."""
+    pieces = vocabulary.pieces(packed)
     text = b"".join(pieces)
     anchors = scan.anchors(text)
     if not anchors and not scan.finders:
         return []
+    ids = unpack_ids(packed)
     ends = list(accumulate(map(len, pieces)))
-    borders = [-1, *(i for i, number in enumerate(ids) if number in vocabulary.special), len(ids)]
+    borders = [-1, *_places(ids, vocabulary.special), len(ids)]
     edits: list[Edit] = []
     for before, after in pairwise(borders):
         first, last = before + 1, after
@@ -53,6 +54,17 @@ def edits_of(ids: Sequence[int], vocabulary: Vocabulary, scan: Scan) -> list[Edi
         if scan.finders or bisect_left(anchors, begin) < bisect_left(anchors, end):
             edits += _edits_between(first, text[begin:end], [e - begin for e in ends[first:last]], vocabulary, scan)
     return edits
+
+
+def _places(ids: Sequence[int], special: frozenset[int]) -> list[int]:
+    """Where special tokens are, ascending."""
+    places: list[int] = []
+    for number in special.intersection(ids):
+        at = -1
+        for _ in range(ids.count(number)):
+            at = ids.index(number, at + 1)
+            places.append(at)
+    return sorted(places)
 
 
 def _edits_between(first: int, text: bytes, ends: Sequence[int], vocabulary: Vocabulary, scan: Scan) -> Iterable[Edit]:
@@ -108,7 +120,7 @@ def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Token
     prompt, response = tokens.prompt or b"", tokens.response or b""
     if tokens.logprobs is not None and len(tokens.logprobs) != len(response):
         raise ValueError(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids")
-    edits = edits_of(unpack_ids(prompt + response), vocabulary, scan)
+    edits = edits_of(prompt + response, vocabulary, scan)
     if not edits:
         return tokens
     border = len(prompt) // WIDTH

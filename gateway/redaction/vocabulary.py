@@ -5,9 +5,10 @@ redaction that imports tokenizers, and only when a step with token ids comes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
@@ -25,9 +26,9 @@ class UnknownToken(ValueError):
 
 
 class Vocabulary:
-    """Pieces: the bytes of each id, None for ids that are none. special: ids that stand for no text, e.g. the end of a turn."""
+    """pieces: the bytes of each id. special: ids that stand for no text, e.g. the end of a turn."""
 
-    def __init__(self, tokenizer: Any, pieces: Sequence[bytes | None], special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, pieces: Mapping[int, bytes], special: frozenset[int]) -> None:
         self._tokenizer, self._pieces = tokenizer, pieces
         self.special = special
 
@@ -49,21 +50,18 @@ class Vocabulary:
         read = _Pieces(said.get("decoder"), str(file))
         added = tokenizer.get_added_tokens_decoder()
         vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-        for token, number in vocabulary.items():
-            pieces[number] = token.encode() if number in added else read(token)
+        pieces = {number: token.encode() if number in added else read(token) for token, number in vocabulary.items()}
         return cls(tokenizer, pieces, frozenset(number for number, token in added.items() if token.special))
 
-    def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each token. Raises UnknownToken."""
+    def pieces(self, packed: bytes) -> list[bytes]:
+        """The bytes of each token, from packed ids. Raises UnknownToken."""
+        ids = struct.unpack(f"<{len(packed) // 4}I", packed)  # unsigned: a negative one is out of range too
         try:
-            pieces = list(map(self._pieces.__getitem__, ids))
-        except IndexError as error:
-            raise UnknownToken(f"token id {max(ids)} is not in the tokenizer") from error
-        if None in pieces or min(ids, default=0) < 0:
-            wrong = next(n for n, piece in zip(ids, pieces, strict=True) if piece is None or n < 0)
-            raise UnknownToken(f"token id {wrong} is not in the tokenizer")
-        return cast(list[bytes], pieces)
+            return list(map(self._pieces.__getitem__, ids))
+        except KeyError as error:
+            raise UnknownToken(
+                f"token id {next(n for n in ids if n not in self._pieces)} is not in the tokenizer"
+            ) from error
 
     def encode(self, text: bytes) -> list[int]:
         """The ids of a text that stands within another one. Bytes that are no UTF-8 become U+FFFD."""
