@@ -309,7 +309,8 @@ class Exchange:
     async def _finish_stream(self, stream: EventStream) -> str:
         steps = self._steps(stream.whole(), "ok" if stream.failure is None else "error")
         if stream.failure is not None:
-            steps = [s for s in steps if s.response_token_ids or s.finish_reason]
+            # A choice that the engine told no token of was not begun; without its word the text has to do.
+            steps = [s for s in steps if s.response_token_ids != b"" or s.finish_reason]
         try:
             if steps:
                 await self._record(steps)

@@ -8,13 +8,14 @@ nothing else; so do we, and a client cannot tell the difference.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from gateway.error_reply import OPENAI
 from gateway.errors import BadRequest, GatewayError, UpstreamFailed
 from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
+from gateway.reply_body import array, array_or_none, mapping, number, text_or_none
 from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
 
@@ -40,13 +41,14 @@ class OpenAIChat:
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
         try:
-            said = orjson.loads(body)
+            said = mapping(orjson.loads(body))
+            model = text_or_none(said.get("model"))
             prompt_ids = said.get("prompt_token_ids")
             choices = tuple(
                 Choice(
-                    index=c["index"],
-                    message_json=orjson.dumps(c["message"]),
-                    finish_reason=c.get("finish_reason"),
+                    index=number(c["index"]),
+                    message_json=orjson.dumps(mapping(c["message"])),
+                    finish_reason=text_or_none(c.get("finish_reason")),
                     tokens=packed_tokens(prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs")))
                     if kind == "vllm"
                     else None,
@@ -57,7 +59,7 @@ class OpenAIChat:
             raise UpstreamFailed(f"the engine's reply is no chat completion: {error!r}") from error
         if kind == "vllm" and _strip(said, request.said):
             body = orjson.dumps(said)
-        return Answer(choices, said.get("model"), body)
+        return Answer(choices, model, body)
 
     def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:
         return OpenAIChatFold(request, kind)
@@ -89,89 +91,122 @@ def _strip(reply: dict[str, Any], asked: Any) -> bool:
     return True
 
 
-def logprobs_of(said: dict[str, Any] | None) -> list[float] | None:
+def logprobs_of(said: object) -> list[Any] | None:
     """The sampled tokens' log-probabilities."""
-    if said is None or said.get("content") is None:
-        return None
-    return [entry["logprob"] for entry in said["content"]]
+    content = array_or_none(mapping(said).get("content")) if said is not None else None
+    return None if content is None else [entry["logprob"] for entry in content]
+
+
+class _Piece(NamedTuple):
+    """What a chunk says of one choice. texts: pieces of strings by field; fields: values that replace; calls: by index, parts of tool calls."""
+
+    which: int
+    texts: list[tuple[str, str]]
+    fields: list[tuple[str, Any]]
+    calls: list[tuple[int, dict[str, Any]]]
+    finish_reason: str | None
+    ids: list[Any] | None
+    logprobs: list[Any] | None
+
+
+def _piece(choice: Any, kind: Kind) -> _Piece:
+    texts, fields, calls = [], [], []
+    for name, value in mapping(choice["delta"]).items():
+        if name == "content" and isinstance(value, str):
+            texts.append((name, value))
+        elif name == "tool_calls":
+            calls += [_call(part) for part in array(value)]
+        elif name != "role" and isinstance(value, str):
+            texts.append((name, value))
+        else:
+            fields.append((name, value))
+    finish = text_or_none(choice.get("finish_reason"))
+    if kind != "vllm":
+        return _Piece(number(choice["index"]), texts, fields, calls, finish, None, None)
+    ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
+    return _Piece(number(choice["index"]), texts, fields, calls, finish, ids, logprobs)
+
+
+def _call(part: Any) -> tuple[int, dict[str, Any]]:
+    part = mapping(part)
+    function = part.get("function")
+    if function is not None:
+        text_or_none(mapping(function).get("arguments"))
+    return number(part.get("index") or 0), part
 
 
 class _Building:
     """One choice of a stream, growing. Values of a delta: strings are appended to, tool calls merged by index, others replaced."""
 
+    __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
+
     def __init__(self) -> None:
-        self.message: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}
         self.texts: dict[str, list[str]] = {}
         self.calls: dict[int, dict[str, Any]] = {}
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.has_ids = self.has_logprobs = False
+        self.ids: list[Any] | None = None
+        self.logprobs: list[Any] | None = None
         self.finish_reason: str | None = None
 
-    def add(self, choice: dict[str, Any]) -> None:
-        for name, value in choice["delta"].items():
-            if name == "tool_calls":
-                for part in value or ():
-                    self._add_call(part)
-            elif name != "role" and isinstance(value, str):
-                self.texts.setdefault(name, []).append(value)
-            elif value is not None or name not in self.message:
-                self.message[name] = value
-        ids = choice.get("token_ids")
-        if ids is not None:
-            self.ids += ids
-            self.has_ids = True
-        logprobs = logprobs_of(choice.get("logprobs"))
-        if logprobs is not None:
-            self.logprobs += logprobs
-            self.has_logprobs = True
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+    def add(self, piece: _Piece) -> None:
+        for name, text in piece.texts:
+            self.texts.setdefault(name, []).append(text)
+        for name, value in piece.fields:
+            if value is not None or name not in self.fields:
+                self.fields[name] = value
+        for at, part in piece.calls:
+            self._add_call(self.calls.setdefault(at, {}), part)
+        if piece.ids is not None:
+            self.ids = self.ids or []
+            self.ids += piece.ids
+        if piece.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason or self.finish_reason
 
-    def _add_call(self, part: dict[str, Any]) -> None:
-        call = self.calls.setdefault(part.get("index", 0), {})
+    def _add_call(self, call: dict[str, Any], part: dict[str, Any]) -> None:
         for name, value in part.items():
             if name == "function" and isinstance(value, dict):
-                function = call.setdefault("function", {})
+                function = call.get("function")
+                if not isinstance(function, dict):
+                    function = call["function"] = {}
                 for key, piece in value.items():
-                    both_text = key == "arguments" and isinstance(piece, str)
-                    function[key] = function.get(key, "") + piece if both_text else piece or function.get(key)
+                    if key == "arguments" and piece is not None:
+                        function[key] = (function.get(key) or "") + piece
+                    elif piece or key not in function:
+                        function[key] = piece
             elif name != "index" and (value is not None or name not in call):
                 call[name] = value
 
-    def choice(self, index: int, tokens: bool, prompt_ids: list[int] | None) -> Choice:
-        message = {"role": "assistant", "content": None} | self.message
+    def choice(self, index: int, kind: Kind, prompt_ids: list[Any] | None) -> Choice:
+        message = {"role": "assistant", "content": None} | self.fields
         message |= {name: "".join(parts) for name, parts in self.texts.items()}
         if self.calls:
             message["tool_calls"] = [self.calls[i] for i in sorted(self.calls)]
-        return Choice(
-            index=index,
-            message_json=orjson.dumps(message),
-            finish_reason=self.finish_reason,
-            tokens=packed_tokens(
-                prompt_ids, self.ids if self.has_ids else None, self.logprobs if self.has_logprobs else None
-            )
-            if tokens
-            else None,
-        )
+        tokens = packed_tokens(prompt_ids, self.ids, self.logprobs) if kind == "vllm" else None
+        return Choice(index, orjson.dumps(message), self.finish_reason, tokens)
 
 
 class OpenAIChatFold:
     """A streamed reply: see `protocol.Fold`."""
 
     def __init__(self, request: Request, kind: Kind) -> None:
-        self._n, self._asked, self._tokens = request.n, request.said, kind == "vllm"
+        self._n, self._asked, self._kind = request.n, request.said, kind
         self._choices: dict[int, _Building] = {}
-        self._prompt_ids: list[int] | None = None
+        self._prompt_ids: list[Any] | None = None
         self._model: str | None = None
 
     def read(self, event: bytes, data: bytes) -> Part:
         if data == DONE:
             return Part(None, event, last=True)
-        chunk = orjson.loads(data)
+        chunk = mapping(orjson.loads(data))
         if "error" in chunk:
             return Part(None, event, failure=error_text(chunk["error"]))
-        ends = any(c.get("finish_reason") for c in chunk.get("choices") or ())
-        return Part(chunk, self._shown(chunk, event) if self._tokens else event, ends)
+        pieces = [_piece(c, self._kind) for c in array(chunk.get("choices"))]
+        payload = (text_or_none(chunk.get("model")), array_or_none(chunk.get("prompt_token_ids")), pieces)
+        if self._kind == "vllm":  # the pieces have what is taken out
+            event = self._shown(chunk, event)
+        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
 
     def _shown(self, chunk: dict[str, Any], event: bytes) -> bytes:
         choices = chunk.get("choices") or []
@@ -179,22 +214,25 @@ class OpenAIChatFold:
             only = choices[0]
             if not only["delta"] and not only.get("finish_reason") and "token_ids" in only:
                 return b""  # the engine sends such a chunk only because it was asked for tokens
-        shown = chunk | {"choices": [dict(c) for c in choices]}
-        return b"data: " + orjson.dumps(shown) + b"\n\n" if _strip(shown, self._asked) else event
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
 
     def add(self, payload: Any) -> None:
-        if payload.get("prompt_token_ids") is not None:
-            self._prompt_ids = payload["prompt_token_ids"]
-        self._model = payload.get("model") or self._model
-        for choice in payload.get("choices") or ():
-            self._choices.setdefault(choice["index"], _Building()).add(choice)
+        model, prompt_ids, pieces = payload
+        self._model = model or self._model
+        if prompt_ids is not None:
+            self._prompt_ids = prompt_ids
+        for piece in pieces:
+            building = self._choices.get(piece.which)
+            if building is None:
+                building = self._choices[piece.which] = _Building()
+            building.add(piece)
 
     def answer(self) -> Answer:
-        choices = tuple(b.choice(i, self._tokens, self._prompt_ids) for i, b in sorted(self._choices.items()))
+        choices = tuple(b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items()))
         return Answer(choices, self._model, b"")
-
-    def error(self, error: GatewayError) -> bytes:
-        return b"data: " + OPENAI.body(error) + b"\n\n"
 
     def unfinished(self) -> int:
         return self._n - sum(1 for b in self._choices.values() if b.finish_reason)
+
+    def error(self, error: GatewayError) -> bytes:
+        return b"data: " + OPENAI.body(error) + b"\n\n"

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_dialects import broken, takes_or_refuses
 
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.openai_chat import OpenAIChat
@@ -174,6 +175,11 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     out = stream.feed(b': clawstream eHg=\n\ndata: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
     assert b'"x"' in out and stream.failure is None
     assert (captured.tokens(0, 1).absent or "").startswith("the engine's account of the tokens is unreadable")
+
+
+@given(broken(ChatVoice(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
+def test_no_event_breaks_the_fold(events: list[Any], kind: Kind) -> None:
+    takes_or_refuses(CHAT, orjson.dumps(ASK | {"stream": True}), kind, events)
 
 
 # ---------------------------------------------------------------- replies and steps
