@@ -9,7 +9,7 @@ export DO_NOT_TRACK = 1
 unexport PIP_FIND_LINKS UV_FIND_LINKS
 SEED ?= 0
 
-.PHONY: help install demo up down test test-unit test-long lint format lock bench clean
+.PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,13 @@ test-unit: install ## no network, a few seconds
 
 test-long: install ## faults and soak, many minutes
 	$(PY) -m pytest -m "long" -q --timeout=3600
+
+bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
+	@bash infra/install-peers.sh
+	@$(PY) -m benchmarks.gateway
+
+bench-check: install ## whether the benchmarks still work, without peers and in seconds
+	@$(PY) -m benchmarks.gateway --check
 
 lint: install ## format, style, types
 	.venv/bin/ruff format --check .
