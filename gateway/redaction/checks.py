@@ -27,6 +27,9 @@ TOKEN_BITS = 2.7
 """Least Shannon entropy of a random token, in bits a character: 12 random hex digits have 2.8 or more nine times out of ten."""
 
 
+_LETTERS_AND_DIGITS = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+
+
 def luhn(digits: bytes) -> bool:
     """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
     numbers = [d - 48 for d in reversed(digits)]
@@ -53,6 +56,8 @@ def iban_end(text: bytes) -> int:
     for at, char in enumerate(text):
         if char in b" -":
             continue
+        if char not in _LETTERS_AND_DIGITS:
+            return 0
         plain.append(char)
         if len(plain) == wanted:
             end = at + 1

@@ -103,8 +103,9 @@ def _iban(text: bytes, at: int) -> Span | None:
         return None  # an anchor at the beginning of these digits was tried
     first, last = max(0, at - _IBAN_BACK), at + _IBAN_AHEAD
     while found := _IBAN.search(text, first, last):
-        if end := checks.iban_end(text[found.start() : last]):
-            return found.start(), found.start() + end
+        end = found.start() + checks.iban_end(text[found.start() : last])
+        if end > at:  # else there is none, or it is one before this anchor's
+            return found.start(), end
         first = found.start() + 1
     return None
 

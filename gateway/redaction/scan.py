@@ -68,7 +68,8 @@ class Scan:
         """Where anchors begin, ascending, hidden ASCII characters of a JSON text among them. No secret is without one in its range
         or within a few bytes around it, but for those of finders.
         """
-        return sorted(start for start, ranks in self._hits(text) if ranks or text.startswith(b"00", start + 2))
+        hits = self._hits(text)
+        return sorted(at for at, ranks in hits if ranks or text.startswith(b"00", at + 2)) if hits else []
 
     def find(self, text: bytes, whole: int | None = None) -> list[Found]:
         """The secrets of a text, apart from each other, ascending. whole: all of it is a secret of the rule of this rank."""
@@ -108,13 +109,15 @@ class Scan:
             at = one.end
         return b"".join((*pieces, text[at:]))
 
-    def _hits(self, text: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Anchors and the ranks of their rules, by end. A large text in slices: how many anchors there are is up to who wrote it."""
-        if len(text) <= _SLICE_BYTES:
-            normal = text.translate(NORMAL)
-            for which, start, _ in self._automaton.find_matches_as_indexes(normal, overlapping=True):
-                yield start, self._ranks[which]
-            return
+    def _hits(self, text: bytes) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """Anchors and the ranks of their rules, by end."""
+        if len(text) > _SLICE_BYTES:
+            return self._sliced_hits(text)
+        ranks, found = self._ranks, self._automaton.find_matches_as_indexes(text.translate(NORMAL), overlapping=True)
+        return [(start, ranks[which]) for which, start, _ in found] if found else ()
+
+    def _sliced_hits(self, text: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """A large text in slices: how many anchors it has is up to who wrote it."""
         for begin in range(0, len(text), _SLICE_BYTES):
             normal = text[begin : begin + _SLICE_BYTES + self._overlap].translate(NORMAL)
             for which, start, _ in self._automaton.find_matches_as_indexes(normal, overlapping=True):

@@ -37,8 +37,7 @@ class Edit:
 
 def edits_of(packed: bytes, vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
     """What has to change in a sequence of packed ids, ascending and apart. Raises UnknownToken."""
-    pieces = vocabulary.pieces(packed)
-    text = b"".join(pieces)
+    pieces, text = vocabulary.spell(packed)
     anchors = scan.anchors(text)
     if not anchors and not scan.finders:
         return []

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ class UnknownToken(ValueError):
 
 
 class Vocabulary:
-    """pieces: the bytes of each id. special: ids that stand for no text, e.g. the end of a turn."""
+    """pieces: the bytes of each id, None for ids that are none. special: ids that stand for no text, e.g. the end of a turn."""
 
-    def __init__(self, tokenizer: Any, pieces: Mapping[int, bytes], special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, pieces: Sequence[bytes | None], special: frozenset[int]) -> None:
         self._tokenizer, self._pieces = tokenizer, pieces
         self.special = special
 
@@ -50,18 +51,21 @@ class Vocabulary:
         read = _Pieces(said.get("decoder"), str(file))
         added = tokenizer.get_added_tokens_decoder()
         vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        pieces = {number: token.encode() if number in added else read(token) for token, number in vocabulary.items()}
+        pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        for token, number in vocabulary.items():
+            pieces[number] = token.encode() if number in added else read(token)
         return cls(tokenizer, pieces, frozenset(number for number, token in added.items() if token.special))
 
-    def pieces(self, packed: bytes) -> list[bytes]:
-        """The bytes of each token, from packed ids. Raises UnknownToken."""
+    def spell(self, packed: bytes) -> tuple[Sequence[bytes], bytes]:
+        """The bytes of each token, and all of them, from packed ids. Raises UnknownToken."""
         ids = struct.unpack(f"<{len(packed) // 4}I", packed)  # unsigned: a negative one is out of range too
         try:
-            return list(map(self._pieces.__getitem__, ids))
-        except KeyError as error:
-            raise UnknownToken(
-                f"token id {next(n for n in ids if n not in self._pieces)} is not in the tokenizer"
-            ) from error
+            pieces: Any = itemgetter(*ids)(self._pieces) if len(ids) > 1 else [self._pieces[n] for n in ids]
+            return pieces, b"".join(pieces)
+        except (IndexError, TypeError) as error:
+            known = len(self._pieces)
+            wrong = next(n for n in ids if n >= known or self._pieces[n] is None)
+            raise UnknownToken(f"token id {wrong} is not in the tokenizer") from error
 
     def encode(self, text: bytes) -> list[int]:
         """The ids of a text that stands within another one. Bytes that are no UTF-8 become U+FFFD."""

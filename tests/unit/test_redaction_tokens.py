@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(known: Vocabulary, ids: list[int]) -> bytes:
-    return b"".join(known.pieces(pack_ids(ids)))
+    return known.spell(pack_ids(ids))[1]
 
 
 def redacted(prompt: list[int], response: list[int], known: Vocabulary, scan: Scan = SCAN) -> Tokens:
@@ -191,7 +191,7 @@ def test_tokens_say_what_the_redacted_text_says(kind: str, folder: Path, data: s
         new = redacted(prompt, response, known)
         ids = [*unpack_ids(new.prompt or b""), *unpack_ids(new.response or b"")]
         special = {tokenizer(kind).token_to_id(s) for s in SPECIAL}
-        pieces = known.pieces(pack_ids([*prompt, *response]))
+        pieces = known.spell(pack_ids([*prompt, *response]))[0]
         wanted, segment = b"", b""
         for number, piece in zip([*prompt, *response, None], [*pieces, b""], strict=True):
             if number is None or number in special:
