@@ -152,12 +152,16 @@ class Recorder:
             name="complete_trajectory",
             function_version="1",
             value=said.reward,
+            trajectory_id=origin.trajectory_key,
             step_id=said.step_id if is_bucket(origin.trajectory_key) else None,
         )
         return [self.reward(origin, reward, "reward"), event]
 
     def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Reward:
-        """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable."""
+        """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable.
+
+        In a bucket a step says which trajectory is meant; with the bucket as trajectory id the reward is of all of that trajectory.
+        """
         limits = self._parts.settings.gateway
         if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
             raise Unprocessable(
@@ -165,7 +169,9 @@ class Recorder:
                 "gateway.reward_max",
                 field,
             )
-        target, parts = said.step_id or "", (said.source, said.name, said.function_version)
+        named = said.trajectory_id if is_bucket(origin.trajectory_key) else None
+        target = ",".join(filter(None, (named, said.step_id)))
+        parts = (said.source, said.name, said.function_version)
         return Reward(
             event_id=stable_id(
                 origin.run_id, origin.trajectory_key, "reward", target, *parts,
@@ -173,6 +179,7 @@ class Recorder:
             ),
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
+            trajectory_id=named,
             step_id=said.step_id,
             source=said.source,
             name=said.name,
@@ -191,6 +198,7 @@ class Recorder:
             event_id=event_id,
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
+            trajectory_id=said.trajectory_id if is_bucket(origin.trajectory_key) else None,
             step_id=said.step_id,
             quality=said.quality,
             trainable=said.trainable,

@@ -176,6 +176,29 @@ def test_register_and_complete_by_path(play: Play) -> None:
     play(scenario, Script([HI]))
 
 
+def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(play: Play) -> None:
+    bucket = "bucket-" + "0" * 32
+    step = f"{bucket}~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
+
+    async def scenario(w: Trial) -> None:
+        base = {"source": "rule", "name": "x", "function_version": "1", "value": 1.0, "step_id": step}
+        for path, said in (
+            ("/rewards", base),
+            ("/rewards", base | {"trajectory_id": bucket}),
+            (f"/complete_trajectory/{bucket}", {"step_id": step, "reward": 0.5}),
+        ):
+            async with w.http.post(w.url + path, json=said) as r:
+                assert r.status in (200, 201), await r.text()
+        of_step, of_all, of_all_at_end, ended = w.records()
+        assert [(r.trajectory_id, r.step_id) for r in (of_step, of_all, of_all_at_end)] == [
+            (None, step), (bucket, step), (bucket, step),
+        ]  # fmt: skip
+        assert of_step.event_id != of_all.event_id
+        assert (ended.kind, ended.trajectory_key, ended.step_id) == ("completed", bucket, step)
+
+    play(scenario, Script([HI]))
+
+
 def test_rewards_of_trajectories_and_steps(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         base = {"source": "rule", "name": "exact", "function_version": "2"}
