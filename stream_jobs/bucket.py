@@ -26,7 +26,8 @@ from typing import NamedTuple
 from schemas.events import Step
 from stream_jobs.index import StepEntry
 from stream_jobs.prefix import ends_in, hash_of
-from stream_jobs.retries import ended_badly, idempotency_hash, request_hash
+from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
+from stream_jobs.tree import WIDTH
 from stream_jobs.turns import call_in, link, reply_of, turns_of
 
 Place = tuple[str, int]
@@ -114,8 +115,10 @@ def _evidence(step: StepEntry) -> list[int]:
 def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
     """The trajectory of the step whose retry this is."""
     by_key = idempotency_hash(step)
-    if by_key is not None and by_key in bucket.evidence:
-        return bucket.evidence[by_key][0][0]
+    length = len(step.prompt_token_ids or b"") // WIDTH
+    for t, i in bucket.evidence.get(by_key, ()) if by_key is not None else ():
+        if as_long(steps_of(t)[i].prompt, length):
+            return t
     if not bucket.failed:
         return None
     asked = [request_hash(step)]

@@ -39,6 +39,11 @@ def request_hash(step: Step) -> int:
     return hash_of(b"request\x1f", step.request_json)
 
 
+def as_long(prompt: int, other: int) -> bool:
+    """Whether two prompts may be the same, by their tokens; 0 is not known. Some clients send one idempotency key with every call."""
+    return 0 in (prompt, other) or prompt == other
+
+
 def ended_badly(entry: StepEntry) -> bool:
     """Whether the client has no whole answer from this step: asking again is what it would do."""
     return entry.status != "ok"
@@ -88,8 +93,7 @@ def _twin(steps: Sequence[StepEntry], new: int, step: Step) -> int | None:
         if steps[i].retried is None and steps[i].choice == entry.choice and steps[i].tail.rpartition(".")[0] != call
     ]  # fmt: skip
     for i in suspects:
-        lengths = (steps[i].prompt, entry.prompt)
-        if entry.idem is not None and steps[i].idem == entry.idem and (0 in lengths or lengths[0] == lengths[1]):
+        if entry.idem is not None and steps[i].idem == entry.idem and as_long(steps[i].prompt, entry.prompt):
             return i
     body = request_hash(step) if any(steps[i].end_hash is None for i in suspects) else None
     for i in suspects:

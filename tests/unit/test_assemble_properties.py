@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -12,9 +13,9 @@ from schemas.events import Tick
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS, Source
 from stream_jobs.state_log import StateLog
-from stream_jobs.trial import CODEC, Worker, content, curation, reward, session, step
+from stream_jobs.trial import BUCKET, CODEC, Worker, content, curation, reward, session, step
 
-KEYS = ("a", "b", "c")
+KEYS = ("a", "b", BUCKET)
 MOMENT = st.integers(0, 400)
 
 
@@ -31,18 +32,25 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
             n = numbers[key]
             numbers[key] += 1
             prompt = chains[key] if kind != "fork" else [1, 7]
-            more = {"prompt_token_ids": None} if kind == "blind" else {}
+            more: dict[str, Any] = {"prompt_token_ids": None} if kind == "blind" else {}
+            more["status"] = draw(st.sampled_from(["ok", "ok", "aborted"]))
+            more["idempotency_key"] = draw(st.sampled_from([None, None, "i"]))
             steps.append(step(key, n, prompt, [n + 10], **more))
             chains[key] = [*prompt, n + 10, 2]
-        elif kind == "tick":
+        elif kind == "tick" or (key == BUCKET and kind == "opened"):
             steps.append(Tick(partition=0))
+        elif key == BUCKET:
+            n = draw(st.integers(0, 4))
+            steps.append(session(key, kind, f"{n}-{kind}", step_id=f"{key}~C{n}.0"))
         else:
             steps.append(session(key, kind, f"{key}-{kind}-{draw(st.integers(0, 1))}", metadata_json=b"{}"))
     rewards: list[Any] = []
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
+        n = 0 if n is None and key == BUCKET else n
         if draw(st.booleans()):
-            rewards.append(reward(key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2))))
+            made = reward(key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2)))
+            rewards.append(replace(made, trajectory_id=draw(st.sampled_from([None, key]))))
         else:
             rewards.append(curation(key, f"e{i}", n, trainable=draw(st.booleans())))
     logs = []

@@ -124,6 +124,8 @@ def test_a_retried_first_call_begins_no_trajectory_of_its_bucket() -> None:
     assert marked(w) == {"C0.0": "retried as C1.0: same idempotency key"}
     w = closed(spoken(0, TASK, a, status="aborted", tokens=False), spoken(1, TASK, b))
     assert marked(w).keys() == {"C0.0"}
+    w = closed(spoken(0, TASK, a, idempotency_key="i"), spoken(1, [*TASK, *TASK], b, idempotency_key="i"))
+    assert len(w.trajectories) == 1 and marked(w) == {}
     w = closed(spoken(0, TASK, a), spoken(1, TASK, b, retry_count=1))  # as likely another rollout's
     assert len(w.trajectories) == 1 and marked(w) == {}
 
