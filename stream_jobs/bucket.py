@@ -6,7 +6,7 @@ one task, side by side. A step goes, by the first rule that finds something,
 1. to the trajectory that has its call already: another choice of it, or the record once more;
 2. to that of the step whose retry it is: same idempotency key, or the identical prompt after a step that ended badly;
 3. if the model has not said anything in its conversation yet: to a new trajectory. So rollouts of one prompt are never merged;
-4. to that of the step whose reply is the model's last turn in its request (`turns.link`);
+4. to that of the step whose reply is the model's last turn in its request (`turns`);
 5. to that of the step whose prompt and response are the longest beginning of its prompt, token for token;
 6. to a new trajectory.
 
@@ -28,7 +28,7 @@ from stream_jobs.index import StepEntry
 from stream_jobs.prefix import ends_in, hash_of
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
-from stream_jobs.turns import call_in, link, reply_of, turns_of
+from stream_jobs.turns import links_of, reply_of, turns_of
 
 Place = tuple[str, int]
 """Trajectory id and position of a step in it."""
@@ -86,19 +86,14 @@ class Choice(NamedTuple):
 
 def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
     """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
-    turns, reply = turns_of(step.request_json), reply_of(step.response_json)
-    leads = (
-        link([*(turns or ()), reply])
-        if reply is not None and (turns is not None or call_in(reply) is not None)
-        else None
-    )
+    turns = turns_of(step.request_json)
+    shown, leads = links_of(turns, reply_of(step.response_json))
     if (known := bucket.calls.get(call_of(tail))) is not None:
         return Choice(known, None, leads)
     if (retried := _asked_before(bucket, steps_of, step)) is not None:
         return Choice(retried, None, leads)
     if turns == []:
         return Choice(None, None, leads)
-    shown = link(turns or ())
     places = bucket.evidence.get(shown, ()) if shown is not None else ()
     found = _best(places, steps_of, step.prompt_token_ids, False)
     if found is None and step.prompt_token_ids is not None:

@@ -13,12 +13,13 @@ Chat completions, Messages and Responses are read alike. Nothing trusts a shape:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from stream_jobs.prefix import hash_of
+from stream_jobs.prefix import hash_of, number
 
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call")
 """Items of Responses that the client has to answer. Other calls were done by the server; clients may leave them out."""
@@ -53,14 +54,39 @@ def call_in(turn: Turn) -> bytes | None:
     return next((call for item in reversed(turn) if (call := _last_call(item)) is not None), None)
 
 
-def link(turns: Sequence[Turn]) -> int | None:
-    """What a request shows that goes on from these turns of the model. None: nothing was said."""
-    if not turns:
-        return None
-    if (call := call_in(turns[-1])) is not None:
-        return hash_of(b"call\x1f", call)
-    said = [call_in(turn) or _text(turn).encode("utf-8", "surrogatepass") for turn in turns]
-    return hash_of(b"said\x1f", *(part for turn in said for part in (len(turn).to_bytes(8, "little"), turn)))
+class Links(NamedTuple):
+    """shown: by a request. leads: what a request will show that goes on from its reply. None: nothing was said, or it can't be read."""
+
+    shown: int | None
+    leads: int | None
+
+
+def links_of(turns: Sequence[Turn] | None, reply: Turn | None) -> Links:
+    """The links of a request with these turns of the model, and of the reply to it."""
+    last = turns[-1] if turns else None
+    shown = _of_call(call_in(last)) if last is not None else None
+    leads = _of_call(call_in(reply)) if reply is not None else None
+    if turns is None or ((last is None or shown is not None) and (reply is None or leads is not None)):
+        return Links(shown, leads)
+    hashed = hashlib.sha256(b"said")
+    for turn in turns:
+        _add(hashed, turn)
+    if last is not None and shown is None:
+        shown = number(hashed.digest())
+    if reply is not None and leads is None:
+        _add(hashed, reply)
+        leads = number(hashed.digest())
+    return Links(shown, leads)
+
+
+def _of_call(call: bytes | None) -> int | None:
+    return hash_of(b"call", call) if call is not None else None
+
+
+def _add(hashed: hashlib._Hash, turn: Turn) -> None:
+    said = call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
+    hashed.update(len(said).to_bytes(8, "little"))
+    hashed.update(said)
 
 
 def _loaded(packed: bytes) -> Any:
@@ -86,7 +112,13 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
 
 
 def _says(item: Mapping[str, Any]) -> bool:
-    return bool(item.get("tool_calls") or _text([item]) or _last_call(item) is not None)
+    """Whether there is any text or call in it: looked at for every message of a history, so nothing is put together."""
+    if item.get("type") in CALLS or item.get("tool_calls") or item.get("function_call"):
+        return True
+    if any(text and not text.isspace() for text in _texts(item)):
+        return True
+    content = item.get("content")
+    return isinstance(content, list) and any(isinstance(b, dict) and b.get("type") == "tool_use" for b in content)
 
 
 def _text(turn: Turn) -> str:

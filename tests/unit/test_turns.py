@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.turns import link, reply_of, turns_of
+from stream_jobs.turns import links_of, reply_of, turns_of
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'}}
 CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "ls", "arguments": '{"a":1}'}
@@ -18,13 +18,13 @@ CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name"
 def linked(request: Any) -> int | None:
     turns = turns_of(orjson.dumps(request))
     assert turns is not None
-    return link(turns)
+    return links_of(turns, None).shown
 
 
 def leads(request: Any, reply: Any) -> int | None:
     turn = reply_of(orjson.dumps(reply))
     assert turn is not None
-    return link([*(turns_of(orjson.dumps(request)) or []), turn])
+    return links_of(turns_of(orjson.dumps(request)), turn).leads
 
 
 USER = {"role": "user", "content": "u"}
@@ -74,10 +74,12 @@ def test_a_reply_and_the_request_that_goes_on_from_it_meet(name: str) -> None:
 
 def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> None:
     a, b, call = ([{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], [CODEX_CALL])
-    assert link([a, b]) != link([b, b]) != link([b])
-    assert link([a, call]) == link([b, call]) == link([[*a, CODEX_CALL]])
-    assert link([call, a]) != link([a])
-    assert link([]) is None
+    shown = [links_of(turns, None).shown for turns in ([a, b], [b, b], [b], [call, a], [a])]
+    assert len(set(shown)) == len(shown)
+    assert links_of([a], b) == (links_of([a], None).shown, links_of([a, b], None).shown)
+    by_call = [links_of(turns, None).shown for turns in ([a, call], [b, call], [[*a, CODEX_CALL]])]
+    assert len(set(by_call)) == 1 and links_of(None, call).leads == by_call[0]
+    assert links_of([], None) == links_of(None, a) == links_of(None, None) == (None, None)
 
 
 def test_turns_are_what_the_model_said_only() -> None:
@@ -121,4 +123,4 @@ def test_turns_are_what_the_model_said_only() -> None:
 def test_no_shape_is_too_strange(value: Any) -> None:
     packed = orjson.dumps(value)
     turns, reply = turns_of(packed), reply_of(packed)
-    link([*(turns or []), *([reply] if reply else [])])
+    links_of(turns, reply)
