@@ -21,7 +21,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from gateway.bus import Message
-from gateway.scripted_engine import Say, Script, ScriptedEngine
+from gateway.scripted import Say, Script
+from gateway.scripted_engine import ScriptedEngine
 from gateway.spool import frame, frames
 from runtime.broker import EmbeddedBroker
 from runtime.config import words_of
