@@ -27,7 +27,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_ASK = wire.ASK.encode()
+_ASKED = (wire.ASK.encode(), b"1")
 BEAM_SEARCH = "beam search: its tokens are searched, not sampled"
 EMBEDDINGS = "the prompt is embeddings, not tokens"
 _BEAM = re.compile(r"-beam-\d+$")
@@ -219,7 +219,7 @@ class Capture:
         if self._tap is None:
             self._tap = EngineTap(scope["app"].state.engine_client)
         label = (wire.VERSION_START.encode(), (await self._tap.label()).encode())
-        if not any(name == _ASK for name, _ in scope["headers"]):
+        if _ASKED not in scope["headers"]:
             await self._app(scope, receive, _labelled(label, send))
             return
         call = Call()
@@ -265,7 +265,7 @@ class Reply:
             await self._send(message)
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
-        headers = [*message.get("headers", ()), self._label, (_ASK, b"1")]
+        headers = [*message.get("headers", ()), self._label, _ASKED]
         message = {**message, "headers": headers}
         self._stream = any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
         if not self._stream and message["status"] == 200 and self._call.generations:
