@@ -21,7 +21,7 @@ _BLANKS = b" \t\r\n"
 
 def redacted_body(raw: bytes, scan: Scan) -> bytes:
     """A JSON text without its secrets; the same object when it has none. What is no JSON is read as text."""
-    anchors = scan.anchors(raw)
+    anchors = scan.json_anchors(raw)
     if not scan.finders and not anchors:
         return raw
     return _Body(raw, scan, anchors).redacted() if _is_json(raw) else scan.text(raw)
@@ -97,7 +97,7 @@ class _Body:
         value = _unescaped(self._raw[start + 1 : end])
         whole = None if name is None else self._scan.member(name, value, True)
         if whole is None and value.lstrip(_BLANKS)[:1] in (b"{", b"[") and _is_json(value):
-            new = _Body(value, self._scan, self._scan.anchors(value)).redacted()
+            new = _Body(value, self._scan, self._scan.json_anchors(value)).redacted()
         else:
             new = self._scan.text(value, whole)
         if new is not value:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from gateway.redaction.body import redacted_body
 from gateway.redaction.scan import Scan
-from gateway.redaction.token_edits import Tokens, redacted_tokens
+from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
 from schemas.events import Curation, Reward, SessionEvent, Step, Tag
 
@@ -33,7 +33,7 @@ class RuleRedactor:
         self._scan, self._vocabulary = scan, vocabulary
 
     def redact(self, record: R) -> R:
-        """Raises whatever a rule of somebody else's does, and ValueError when a step contradicts itself."""
+        """Raises whatever a rule of somebody else's does."""
         return cast(R, self._any(record))
 
     def _any(self, record: Record) -> Record:
@@ -70,7 +70,7 @@ class RuleRedactor:
                 return _without_tokens(f"redaction is on and has no tokenizer for model {step.model[:80]}")
             old = Tokens(step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.versions)
             new = redacted_tokens(old, vocabulary, self._scan)
-        except (TokenizerUnusable, UnknownToken) as error:
+        except (TokenizerUnusable, UnknownToken, TokensDisagree) as error:
             return _without_tokens(f"redaction is on and cannot read the tokens: {error}")
         if new is old:
             return {}

@@ -25,8 +25,8 @@ NORMAL = bytes(
 
 
 def _not_behind(characters: bytes) -> bytes:
-    """Pattern of a place that none of the characters is before; the letter of an escape does not count, for JSON stands in texts."""
-    return rb"(?:(?<![" + characters + rb"])|(?<=\\[nrt]))"
+    """Pattern of a place that none of the characters is before; those of an escape do not count, for JSON stands in texts."""
+    return rb"(?:(?<![" + characters + rb"])|(?<=\\[nrt])|(?<=\\u[0-9A-Fa-f]{4}))"
 
 
 _START = _not_behind(rb"\w-")
@@ -36,7 +36,9 @@ _NOT_DIGITS = bytes(b for b in range(256) if b not in b"0123456789")
 @dataclass(frozen=True, slots=True)
 class Rule:
     """name: in the settings; in capitals, in the replacement. anchors: in normal form. same: values that are the same secret become
-    equal. key: which names of a JSON member make its whole value a secret, given (name, value, whether it is a string).
+    equal. key: which names of a JSON member make its whole value a secret, given (name, value, whether it is a string). in_json: whether
+    an anchor in a JSON text, with its escapes, may be one of a secret in a string of it; None: it may. It spares nearly all texts with
+    an anchor a second look, so it must err on the side of looking.
     """
 
     name: str
@@ -44,6 +46,16 @@ class Rule:
     find: Find
     same: Callable[[bytes], bytes] = bytes
     key: Callable[[bytes, bytes, bool], bool] | None = None
+    in_json: Callable[[bytes, int], object] | None = None
+
+
+def _plain(name: str, anchors: tuple[bytes, ...], find: Find, same: Callable[[bytes], bytes] = bytes) -> Rule:
+    """A rule whose secrets have no character that JSON writes in another way, but as `\\u00..`, which is an anchor itself."""
+    return Rule(name, anchors, find, same, in_json=find)
+
+
+def _maybe(pattern: bytes) -> Callable[[bytes, int], object]:
+    return re.compile(pattern).match
 
 
 def _at(pattern: bytes, check: Callable[[bytes], bool] | None = None) -> Find:
@@ -71,7 +83,7 @@ def _has_digit(value: bytes) -> bool:
 _LOCAL = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._%+-"
 _DOMAIN = re.compile(rb"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}([A-Za-z]{2,24}))")
 _FILES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"css", b"js", b"py", b"so", b"service"))
-_LOGIN = re.compile(rb":(?://|\\/\\/)[^\s/]{0,130}[:@]\Z")
+_LOGIN = re.compile(rb":\\{0,15}/\\{0,15}/[^\s/\\]{0,130}[:@]\Z")
 
 
 def _email(text: bytes, at: int) -> Span | None:
@@ -115,7 +127,7 @@ _IPV4 = re.compile(_not_behind(rb"\w.") + rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w
 
 def _ipv4(text: bytes, at: int) -> Span | None:
     found = _IPV4.search(text, max(0, at - 2), at + 16)
-    return found.span() if found and checks.public_ipv4(found[0]) else None
+    return found.span() if found and found.start() <= at and checks.public_ipv4(found[0]) else None
 
 
 # -- credentials
@@ -123,18 +135,18 @@ def _ipv4(text: bytes, at: int) -> Span | None:
 _PREFIXES = (
     rb"sk-", rb"gh[pousr]_", rb"github_pat_", rb"gl(?:pat|ptt|rt|dt)-", rb"xox[abeoprs]-", rb"xapp-", rb"AIza", rb"ya29\.", rb"GOCSPX-",
     rb"[sr]k_(?:live|test)_", rb"whsec_", rb"hf_", rb"npm_", rb"pypi-", rb"SG\.", rb"do[opr]_v1_", rb"shp(?:at|ss|ca|pa)_", rb"gsk_", rb"xai-",
-    rb"r8_", rb"nvapi-", rb"tvly-", rb"pplx-", rb"lin_api_", rb"ntn_", rb"hvs\.", rb"dapi", rb"ATATT3", rb"AGE-SECRET-KEY-1",
+    rb"r8_", rb"nvapi-", rb"tvly-", rb"pplx-", rb"lin_api_", rb"ntn_", rb"hvs\.", rb"dapi", rb"ATATT3", rb"AGE-SECRET-KEY-1", rb"claw-(?=[\w-]{40})",
 )  # fmt: skip
 _PREFIX_ANCHORS = (
     b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"github_pat_", b"glpat-", b"glptt-", b"glrt-", b"gldt-", b"xox", b"xapp-",
     b"aiza", b"ya00.", b"gocspx-", b"sk_live_", b"sk_test_", b"rk_live_", b"rk_test_", b"whsec_", b"hf_", b"npm_", b"pypi-", b"sg.",
     b"doo_v0_", b"dop_v0_", b"dor_v0_", b"shpat_", b"shpss_", b"shpca_", b"shppa_", b"gsk_", b"xai-", b"r0_", b"nvapi-", b"tvly-", b"pplx-",
-    b"lin_api_", b"ntn_", b"hvs.", b"dapi", b"atatt0", b"age-secret-key-0",
+    b"lin_api_", b"ntn_", b"hvs.", b"dapi", b"atatt0", b"age-secret-key-0", b"claw-",
 )  # fmt: skip
 _API_KEY = _at(_START + rb"(?:" + b"|".join(_PREFIXES) + rb")[\w-]{16,}+(?:\.[\w-]{8,}+)*+", _has_digit)
 _AWS_ID = rb"A(?:KIA|SIA|BIA|CCA)[A-Z0-9]{16}(?![A-Za-z0-9])"
 
-_GAP = rb"(?:\s|\\[nrt])*+"
+_GAP = rb"(?:\s|\\++[nrt])*+"
 _PEM = (
     rb"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
     rb"(?:" + _GAP + rb"[A-Z][A-Za-z-]{2,20}+: [^\n\\\x00]{0,200}+)*+"
@@ -143,7 +155,7 @@ _PEM = (
     rb"(?:" + _GAP + rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)?+"
 )  # fmt: skip
 
-_URL_LOGIN = re.compile(rb":(?://|\\/\\/)([^\s/?#\"'<>\\\x00@:]{0,64}:([^\s/?#\"'<>\\\x00]{1,256}))@")
+_URL_LOGIN = re.compile(rb":\\{0,15}/\\{0,15}/([^\s/?#\"'<>\\\x00@:]{0,64}:([^\s/?#\"'<>\\\x00]{1,256}))@")
 
 
 def _url_login(text: bytes, at: int) -> Span | None:
@@ -157,6 +169,9 @@ _ASSIGNED = re.compile(
     rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\{0,7}[\"'])?[`*\])]{0,3}[ \t]{0,8}(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
     rb"(?:\\{1,7}\"([^\"\\\n\x00]{1,512})\\{1,7}\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\"|'([^'\\\n\x00]{1,512})'"
     rb"|`([^`\\\n\x00]{1,512})`|([^\s\"'`\\,;&<>(){}\[\]\x00]{6,512}))"
+)  # fmt: skip
+_ASSIGNING = (
+    rb"(?i:" + _WORD + _SUFFIX + rb")(?:\\*+\"\s*+:|(?:\\*+[\"'])?[`*\])]{0,3}(?: |\\*t|\t){0,8}(?i::|=|is\b|was\b))"
 )  # fmt: skip
 _NAME = re.compile(rb"(?i:" + _WORD + _SUFFIX + rb")\Z")
 _LABEL = re.compile(rb"\[REDACTED:[A-Z_]*\Z")
@@ -201,23 +216,23 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("private_key", (b"-----begin ",), _at(_PEM)),
-        Rule("url_login", (b"://", b":\\/\\/"), _url_login),
+        Rule("url_login", (b"://", b":\\"), _url_login, in_json=_maybe(rb":\\*+/\\*+/[^\s/?#\"'<>\x00]{1,2000}@")),
         Rule("aws_secret", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID + rb"[^A-Za-z0-9+/\x00]{1,12}(?P<v>[A-Za-z0-9+/]{40})(?![A-Za-z0-9+/=])")),
-        Rule("aws_key", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID)),
-        Rule("api_key", _PREFIX_ANCHORS, _API_KEY),
-        Rule("jwt", (b"eyj",), _at(_START + rb"eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?")),
+        _plain("aws_key", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID)),
+        _plain("api_key", _PREFIX_ANCHORS, _API_KEY),
+        _plain("jwt", (b"eyj",), _at(_START + rb"eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?")),
         Rule("bearer", (b"bearer ", b"basic "), _at(rb"(?i:bearer|basic)[ ]{1,4}(?P<v>[A-Za-z0-9._~+/-]{16,}+=*+)", _has_digit)),
-        Rule("secret", _SECRET_ANCHORS, _secret, key=_secret_member),
-        Rule("email", (b"@",), _email, bytes.lower),
-        Rule("iban", (b"00000000", b"0000 0000", b"0000-0000"), _iban, lambda v: v.translate(None, b" -").upper()),
-        Rule(
+        Rule("secret", _SECRET_ANCHORS, _secret, key=_secret_member, in_json=_maybe(_ASSIGNING)),
+        _plain("email", (b"@",), _email, bytes.lower),
+        _plain("iban", (b"00000000", b"0000 0000", b"0000-0000"), _iban, lambda v: v.translate(None, b" -").upper()),
+        _plain(
             "card",
             (b"0000 0000 0000", b"0000-0000-0000", b"0000 000000 0", b"0000-000000-0", b"0" * 14),
             _at(_not_behind(rb"\w.+-") + rb"(?:[2-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5}"
                 rb"|[2-6][0-9]{13,18})(?![\w-]|\.[0-9])", _card),
             _digits,
         ),
-        Rule("ssn", (b"000-00-0000",), _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
+        _plain("ssn", (b"000-00-0000",), _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
         Rule("phone", (b"+0",), _at(_not_behind(rb"\w+/.-") + rb"\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"), _digits),
         Rule("ipv4", (b"0.0",), _ipv4),
     )

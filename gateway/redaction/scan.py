@@ -65,11 +65,21 @@ class Scan:
         self._keyed = [(rank, rule.key) for rank, rule in enumerate(self.rules) if rule.key is not None]
 
     def anchors(self, text: bytes) -> list[int]:
-        """Where anchors begin, ascending, hidden ASCII characters of a JSON text among them. No secret is without one in its range
-        or within a few bytes around it, but for those of finders.
-        """
+        """Where anchors begin, ascending. No secret is without one in its range or a few bytes around it, but for those of finders."""
         hits = self._hits(text)
-        return sorted(at for at, ranks in hits if ranks or text.startswith(b"00", at + 2)) if hits else []
+        return sorted(at for at, ranks in hits if ranks) if hits else []
+
+    def json_anchors(self, raw: bytes) -> list[int]:
+        """Where a JSON text has anchors that may be those of a secret in a string of it, hidden characters among them; ascending."""
+        found = []
+        for at, ranks in self._hits(raw):
+            if not ranks:
+                if raw.startswith(b"00", at + 2):
+                    found.append(at)
+            elif any((check := self.rules[rank].in_json) is None or check(raw, at) for rank in ranks):
+                found.append(at)
+        found.sort()
+        return found
 
     def find(self, text: bytes, whole: int | None = None) -> list[Found]:
         """The secrets of a text, apart from each other, ascending. whole: all of it is a secret of the rule of this rank."""

@@ -26,6 +26,10 @@ ABSENT = struct.pack("<f", float("nan"))
 """In place of a log-probability where there is none: not a number, so nothing computed from it passes for one."""
 
 
+class TokensDisagree(ValueError):
+    """Ids and log-probabilities of a step do not fit together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """Tokens [start, end) of a sequence become `ids`."""
@@ -114,11 +118,13 @@ class Tokens:
 def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Tokens:
     """A step's tokens without secrets; the same object when they show none. A redacted token has no log-probability (`ABSENT`).
 
-    Raises UnknownToken, and ValueError when the lengths of ids and log-probabilities differ.
+    Raises UnknownToken and TokensDisagree.
     """
     prompt, response = tokens.prompt or b"", tokens.response or b""
+    if len(prompt) % WIDTH or len(response) % WIDTH:
+        raise TokensDisagree(f"{len(prompt)} and {len(response)} bytes of ids are no whole number of ids")
     if tokens.logprobs is not None and len(tokens.logprobs) != len(response):
-        raise ValueError(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids")
+        raise TokensDisagree(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids")
     edits = edits_of(prompt + response, vocabulary, scan)
     if not edits:
         return tokens

@@ -49,6 +49,7 @@ SECRETS = [
     ("npm_0123456789abcdefghijABCDEFGHIJ012345", "API_KEY"),
     ("SG.abcdefghijklmnop0123.abcdefghijklmnopqrstuvwxyz", "API_KEY"),
     ("sk-claw-eyJyIjoiYSJ9abcdef012345.c2lnbmF0dXJlMTIzNDU2Nzg5MA", "API_KEY"),
+    ("claw-0123456789abcdefghijABCDEFGHIJ0123456789_-a", "API_KEY"),
     (JWT, "JWT"),
     (PEM, "PRIVATE_KEY"),
     (PEM.replace("\n", "\\n"), "PRIVATE_KEY"),
@@ -95,7 +96,7 @@ NO_SECRETS = [
     '"password": {"type": "string"}', '"password": "The password of the user"', "password == other2", "reset your password", "password: null",
     "api_key=YOUR_API_KEY", "api_key: os.environ['KEY12345']", "secret santa is 12", "the secret to 42", "secret_key = base64.encode",
     "Bearer authentication-of-all", "basic authorization", "sk-estimator-something-long", "task-0123456789abcdef0123", "risk_" "live_a",
-    "https://example.com:8080/x", "postgres://user:password@host/db", "http://host/a:b@c", "the AKIA prefix", "AKIAshort",
+    "https://example.com:8080/x", "postgres://user:password@host/db", "http://host/a:b@c", "claw-machine-of-the-arcade-2024", "the AKIA prefix", "AKIAshort",
     "-----BEGIN PRIVATE KEY----- is how it begins", "-----BEGIN CERTIFICATE-----\nMIIEpAIBAAKCAQEA1234567890\n-----END CERTIFICATE-----",
     HEX40, "eyJ is base64 of {\"", "commit " + HEX40, "[REDACTED:EMAIL:3f9a12bc]", "password=[REDACTED:SECRET:3f9a12bc]",
 ]  # fmt: skip

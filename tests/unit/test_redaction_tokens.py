@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from gateway.redaction.rules import RULES
 from gateway.redaction.scan import Named, Scan
-from gateway.redaction.token_edits import Tokens, redacted_tokens
+from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
 from schemas.events import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -286,9 +286,16 @@ def test_one_side_alone(folder: Path) -> None:
     )
 
 
-def test_lengths_that_differ_are_an_error(folder: Path) -> None:
-    with pytest.raises(ValueError, match="log-probabilities"):
-        redacted_tokens(Tokens(None, pack_ids([1, 2]), pack_logprobs([0.0]), ()), vocabulary("bytes", folder), SCAN)
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        (Tokens(None, pack_ids([1, 2]), pack_logprobs([0.0]), ()), "4 bytes of log-probabilities for 8"),
+        (Tokens(b"abc", b"abcd", None, ()), "3 and 4 bytes of ids"),
+    ],
+)
+def test_ids_and_log_probabilities_that_do_not_fit_are_an_error(folder: Path, tokens: Tokens, why: str) -> None:
+    with pytest.raises(TokensDisagree, match=why):
+        redacted_tokens(tokens, vocabulary("bytes", folder), SCAN)
 
 
 @pytest.mark.parametrize("number", [-1, 100_000])
