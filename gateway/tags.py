@@ -80,9 +80,8 @@ PROMPTS = (
     PromptSign("opencode", "system prompt", "anchored context summarization assistant", "compaction"),  # compaction.txt
     PromptSign("opencode", "system prompt", "tasked with summarizing conversations", "compaction"),  # its older wording
     PromptSign("opencode", "system prompt", "Summarize what was done in this conversation", "summary"),  # summary.txt
-    PromptSign(
-        "openclaw", "anywhere in the system prompt", "You are a **subagent** spawned by", "sub_agent"
-    ),  # its last part
+    PromptSign("openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"),  # measured, 2026.9.6
+    PromptSign("openclaw", "anywhere in the system prompt", "You are a **subagent** spawned by", "sub_agent"),  # before
     PromptSign(
         "openclaw", "system prompt", "You are a context summarization assistant", "compaction"
     ),  # its compaction

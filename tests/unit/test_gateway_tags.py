@@ -149,6 +149,14 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     ),
     (
         TRACE,
+        chat(
+            "... running inside OpenClaw ...\n# Subagent Context\n\nSubagent spawned by main agent; one specific task.",
+            "x",
+        ),
+        {"sub_agent": "anywhere in the system prompt: Subagent spawned by"},
+    ),
+    (
+        TRACE,
         chat("You are a context summarization assistant. Your task", "x"),
         {"compaction": "system prompt: You are a context summarization assistant"},
     ),
