@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from gateway.clock import Clock
 from gateway.disconnect import Client, Receive
 from gateway.door import Caller, Door
@@ -309,8 +311,7 @@ class Exchange:
     async def _finish_stream(self, stream: EventStream) -> str:
         steps = self._steps(stream.whole(), "ok" if stream.failure is None else "error")
         if stream.failure is not None:
-            # A choice that the engine told no token of was not begun; without its word the text has to do.
-            steps = [s for s in steps if s.response_token_ids != b"" or s.finish_reason]
+            steps = [s for s in steps if s.response_token_ids or s.finish_reason or _has_text(s)]
         try:
             if steps:
                 await self._record(steps)
@@ -349,6 +350,12 @@ class Exchange:
             parts.metrics.steps_recorded.labels(step.status).inc()
         if receipt == "spooled":
             parts.metrics.steps_spooled.inc(len(steps))
+
+
+def _has_text(step: Step) -> bool:
+    """Whether the client got anything of a choice whose tokens are not known."""
+    said = orjson.loads(step.response_json)
+    return step.response_token_ids is None and any(value for name, value in said.items() if name != "role")
 
 
 def _ending_of(error: GatewayError) -> str:
