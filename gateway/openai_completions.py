@@ -24,6 +24,10 @@ ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed p
 NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
 
 
+MAX_CHOICES = 1024
+"""Steps that one call may make."""
+
+
 class OpenAICompletions:
     """The dialect."""
 
@@ -33,7 +37,10 @@ class OpenAICompletions:
 
     def request(self, body: bytes) -> Request:
         said = object_of(body)
-        return Request(model_of(said), stream_of(said), prompts_of(said) * n_of(said), body, said)
+        prompts, each = prompts_of(said), n_of(said)
+        if prompts * each > MAX_CHOICES:
+            raise BadRequest(f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices", "prompt")
+        return Request(model_of(said), stream_of(said), prompts * each, body, said, prompts)
 
     def engine_body(self, request: Request, kind: Kind) -> bytes:
         return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
@@ -104,6 +111,11 @@ def _strip(choices: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> bool:
     return stripped
 
 
+def _samples_nothing(asked: Mapping[str, Any]) -> bool:
+    """The prompt is only to be repeated. vLLM samples a token even so, which nobody sees."""
+    return bool(asked.get("echo")) and asked.get("max_tokens") == 0
+
+
 class _Piece(NamedTuple):
     """What a reply or a chunk says of one choice."""
 
@@ -152,11 +164,11 @@ class _Building:
 
     def choice(self, index: int, asked: Mapping[str, Any], kind: Kind) -> Choice:
         message = orjson.dumps({"text": "".join(self.texts)})
+        if _samples_nothing(asked):
+            return Choice(index, message, self.finish_reason, Tokens(absent=NOTHING_SAMPLED))
         return Choice(index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None)
 
     def _tokens(self, asked: Mapping[str, Any]) -> Tokens:
-        if asked.get("echo") and asked.get("max_tokens") == 0:
-            return Tokens(absent=NOTHING_SAMPLED)
         if asked.get("echo") and not asked.get("return_token_ids"):
             return Tokens(absent=ECHOED)
         return packed_tokens(self.prompt_ids, self.ids, self.logprobs)

@@ -31,13 +31,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's call. model: None when it named none. n: choices it will get. body: its own bytes; said: what they say."""
+    """A client's call. model: None when it named none. n: choices it will get, of all its prompts. body: its own bytes; said: what they say."""
 
     model: str | None
     stream: bool
     n: int
     body: bytes
     said: Mapping[str, Any]
+    prompts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

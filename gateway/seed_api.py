@@ -262,8 +262,8 @@ class Generator:
         if not answer.choices:
             raise UpstreamFailed("the engine's completion has no choice")
         choice = answer.choices[0]
-        finish = captured.finish(0, 1)
-        tokens = choice.tokens or captured.tokens(0, 1)
+        finish = captured.finish(0, asked)
+        tokens = choice.tokens or captured.tokens(0, asked)
         reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
         return Response(orjson.dumps(reply), media_type="application/json")
 

@@ -68,9 +68,9 @@ def _step(
     answered_model: str,
     finished_at: int,
 ) -> Step:
-    tokens = choice.tokens or captured.tokens(choice.index, call.request.n)
+    tokens = choice.tokens or captured.tokens(choice.index, call.request)
     # Some protocols tell a reply that the engine broke off as if it had ended well.
-    told = captured.finish(choice.index, call.request.n)
+    told = captured.finish(choice.index, call.request)
     finish_reason = told if told in BROKEN_OFF else choice.finish_reason
     return Step(
         step_id=step_id(call.call_id, choice.index),

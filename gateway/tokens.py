@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
-from gateway.protocol import Tokens
+from gateway.protocol import Request, Tokens
 from schemas import capture
 from schemas.events import VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs
@@ -107,27 +107,19 @@ class Captured:
                 if finish is not None:
                     told.finish, told.spans = finish, spans
 
-    def _place(self, index: int, of: int) -> tuple[int, int] | None:
-        """Generation and choice within it. Several generations share the choices of a call evenly, as prompts of a batch do."""
-        generations = max(len(self._prompts), len(self._why))
-        if generations < 2:
-            return 0, index
-        each, rest = divmod(of, generations)
-        return None if rest or not each else divmod(index, each)
-
-    def finish(self, index: int, of: int) -> str | None:
-        """The engine's own finish reason of a choice, of so many the call has; None: not told."""
-        place = self._place(index, of)
-        told = self._choices.get(place) if place is not None else None
+    def finish(self, index: int, request: Request) -> str | None:
+        """The engine's own finish reason of a choice; None: not told."""
+        told = self._choices.get(divmod(index, request.n // request.prompts))
         return told.finish if told is not None else None
 
-    def tokens(self, index: int, of: int) -> Tokens:
-        """The tokens of a choice, of so many the call has."""
+    def tokens(self, index: int, request: Request) -> Tokens:
+        """The tokens of a choice. Every prompt of the request is a generation of the engine, with its share of the choices."""
         if self.wrong is not None:
             return Tokens(absent=f"the engine's account of the tokens is unreadable: {self.wrong}")
-        place = self._place(index, of)
-        if place is None:
-            return Tokens(absent=f"{len(self._prompts)} generations for {of} choices")
+        generations = max(len(self._prompts), len(self._why))
+        if generations > request.prompts:  # tools that run in the engine: their turns are no single sequence
+            return Tokens(absent=f"{generations} generations for {request.prompts} prompts")
+        place = divmod(index, request.n // request.prompts)
         prompt, told = self._prompts.get(place[0]), self._choices.get(place)
         absent = self._why.get(place[0])
         if told is None or absent is not None:

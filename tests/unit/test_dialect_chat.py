@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -142,16 +143,16 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
     out = in_pieces(data, stream, incoming)
     assert stream.ended and stream.failure is None and b'"finish_reason":"' not in out
     for i in range(len(stream.sent().choices)):
-        told = captured.tokens(i, len(script))
+        told = captured.tokens(i, a_request(**more))
         assert len(told.ids or b"") < 4 * len(script[i].ids)  # the last token is held
     answer = stream.whole()
     assert out + stream.held() == own
     for choice, say in zip(answer.choices, script, strict=True):
-        told = captured.tokens(choice.index, len(script))
+        told = captured.tokens(choice.index, a_request(**more))
         assert (told.prompt_ids, told.ids, told.logprobs) == (
             pack_ids([1, 2, 3]), pack_ids(say.ids), pack_logprobs(say.logprobs)
         )  # fmt: skip
-        assert captured.finish(choice.index, len(script)) == say.finish_reason
+        assert captured.finish(choice.index, a_request(**more)) == say.finish_reason
 
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b"1", b'{"choices":[{"index":0}]}', b'{"choices":[7]}'])
@@ -174,7 +175,7 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     stream = EventStream(CHAT.fold(a_request(stream=True), "captured"), captured)
     out = stream.feed(b': clawstream eHg=\n\ndata: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
     assert b'"x"' in out and stream.failure is None
-    assert (captured.tokens(0, 1).absent or "").startswith("the engine's account of the tokens is unreadable")
+    assert (captured.tokens(0, a_request()).absent or "").startswith("the engine's account of the tokens is unreadable")
 
 
 @given(broken(ChatVoice(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
@@ -201,7 +202,7 @@ def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
     answer = CHAT.answer(request, "captured", body)
     assert answer.body == own and orjson.loads(told.body) == plain(ASK, script)
     assert answer.choices[0].message_json == told.choices[0].message_json
-    assert captured.tokens(0, 1) == told.choices[0].tokens == packed_tokens([1, 2, 3], say.ids, say.logprobs)
+    assert captured.tokens(0, a_request()) == told.choices[0].tokens == packed_tokens([1, 2, 3], say.ids, say.logprobs)
 
 
 def a_call(**more: Any) -> Call:
@@ -270,6 +271,7 @@ def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
     for g in (0, 1):
         choices = tuple(capture.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop") for i in (0, 1))
         captured.add([capture.Frame(g, pack_ids([g]), choices)])
-    assert [unpack_ids(captured.tokens(i, 4).ids or b"") for i in range(4)] == [[0], [1], [10], [11]]
-    assert [unpack_ids(captured.tokens(i, 4).prompt_ids or b"") for i in range(4)] == [[0], [0], [1], [1]]
-    assert (captured.tokens(0, 3).absent or "").startswith("2 generations for 3 choices")
+    request = replace(a_request(), n=6, prompts=3)  # of the third prompt nothing came yet
+    assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [[0], [1], [10], [11], [], []]
+    assert [unpack_ids(captured.tokens(i, request).prompt_ids or b"") for i in range(4)] == [[0], [0], [1], [1]]
+    assert (captured.tokens(0, a_request()).absent or "").startswith("2 generations for 1 prompts")

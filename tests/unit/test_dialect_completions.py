@@ -243,7 +243,11 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     stream.close()
     assert len(stream.whole().choices) == 3
     assert sent + stream.held() == b"".join(events)
-    assert [unpack_ids(captured.tokens(i, 3).ids or b"") for i in range(3)] == [[4], [7, 8, 9], [5, 6]]
+    assert [unpack_ids(captured.tokens(i, DIALECT.request(orjson.dumps(ask))).ids or b"") for i in range(3)] == [
+        [4],
+        [7, 8, 9],
+        [5, 6],
+    ]
 
 
 def test_an_engines_error_event_is_a_failure() -> None:
