@@ -1,0 +1,17 @@
+"""Real agents: installed once, and one real installation of ours for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests_agents import install
+from tests_stage import Stage, stage_in
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Kafka, gateway, assemble and lake, with the agents at hand."""
+    install()
+    with stage_in(tmp_path_factory.mktemp("stage")) as made:
+        yield made

@@ -1,0 +1,245 @@
+"""A model that says what a function decides, over any protocol, with a chat template and a tokenizer of its own.
+
+    model = ToyModel(lambda heard: Reply("Hello") if heard.last.role == "user" else Reply("Bye"))
+    engine = ScriptedEngine(model)
+
+The template renders what real ones do: tools, roles, texts, names and arguments of calls, results. It leaves out what they leave out: ids
+of calls, `cache_control`, whether a content is a string or a list. So prompts extend each other exactly where they would on a real model.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.scripted import Json, Say, Script
+
+PIECES = re.compile(r"\s*\w+|\s*[^\w\s]|\s+$")
+ROLES = ("begin", "tools", "system", "user", "assistant", "tool", "call", "end")
+"""Token ids 1 to 8; those of words are above. Every prompt begins alike, as with real templates."""
+LOGPROB = -0.5
+
+
+class Call(NamedTuple):
+    """A call of a tool. namespace: of codex's tools that have one."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    namespace: str | None = None
+
+    def text(self) -> str:
+        return f"{self.name} {orjson.dumps(self.arguments, option=orjson.OPT_SORT_KEYS).decode()}"
+
+
+class Reply(NamedTuple):
+    """What the model says."""
+
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation as the template sees it. texts of an assistant: what it said; calls: what it called, after that."""
+
+    role: str
+    texts: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A request, whichever protocol it came by. tools: their names; those in a namespace are `namespace.name`."""
+
+    said: Json
+    tools: tuple[str, ...]
+    turns: tuple[Turn, ...]
+
+    @property
+    def system(self) -> str:
+        """All of the system prompt."""
+        return "\n".join(t.text for t in self.turns if t.role == "system")
+
+    @property
+    def last(self) -> Turn:
+        """The last turn that is no system prompt."""
+        return [t for t in self.turns if t.role != "system"][-1]
+
+    @property
+    def users(self) -> list[str]:
+        """What the user said, oldest first."""
+        return [t.text for t in self.turns if t.role == "user"]
+
+    @property
+    def results(self) -> list[str]:
+        """What tools answered, oldest first."""
+        return [t.text for t in self.turns if t.role == "tool"]
+
+    def called(self, name: str) -> int:
+        """How often the model has called a tool."""
+        return sum(c.name == name for t in self.turns for c in t.calls)
+
+
+def heard(said: Json) -> Heard:
+    """Take a request apart."""
+    if "input" in said:
+        turns = _responses(said)
+    elif "system" in said or any("input_schema" in t for t in said.get("tools") or ()):
+        turns = _anthropic(said)
+    else:
+        turns = _chat(said)
+    return Heard(said, tuple(_tool_names(said.get("tools") or ())), tuple(_merged(turns)))
+
+
+def _tool_names(tools: Any) -> Iterator[str]:
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            yield from (f"{tool['name']}.{inner['name']}" for inner in tool["tools"])
+        else:
+            yield str((tool.get("function") or tool).get("name") or tool["type"])
+
+
+def _texts(content: Any) -> tuple[str, ...]:
+    """The texts of a content. An image is the word for it."""
+    if isinstance(content, str):
+        return (content,) if content else ()
+    return tuple(b["text"] if "text" in b else f"<{b['type']}>" for b in content or ())
+
+
+def _chat(said: Json) -> Iterator[Turn]:
+    for message in said["messages"]:
+        calls = tuple(
+            Call(c["function"]["name"], orjson.loads(c["function"]["arguments"]))
+            for c in message.get("tool_calls") or ()
+        )
+        yield Turn(
+            "system" if message["role"] == "developer" else message["role"], _texts(message.get("content")), calls
+        )
+
+
+def _anthropic(said: Json) -> Iterator[Turn]:
+    if said.get("system"):
+        yield Turn("system", _texts(said["system"]))
+    for message in said["messages"]:
+        content = message["content"]
+        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            match block["type"]:
+                case "tool_use":
+                    yield Turn("assistant", (), (Call(block["name"], block["input"]),))
+                case "tool_result":
+                    yield Turn("tool", _texts(block.get("content")))
+                case "thinking" | "redacted_thinking":
+                    pass
+                case _:
+                    yield Turn(message["role"], _texts([block]))
+
+
+def _responses(said: Json) -> Iterator[Turn]:
+    if said.get("instructions"):
+        yield Turn("system", (said["instructions"],))
+    given: list[Json] = [{"role": "user", "content": said["input"]}] if isinstance(said["input"], str) else said["input"]
+    for item in given:
+        match item.get("type", "message"):
+            case "message":
+                role = "system" if item["role"] == "developer" else item["role"]
+                yield Turn(role, _texts(item["content"]))
+            case "function_call":
+                called = Call(item["name"], orjson.loads(item["arguments"]), item.get("namespace"))
+                yield Turn("assistant", (), (called,))
+            case "function_call_output":
+                yield Turn("tool", _texts(item["output"]))
+            case "reasoning":
+                pass
+            case other:
+                yield Turn("user", (f"<{other}>", orjson.dumps(item).decode()))
+
+
+def _merged(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """What the assistant says in several messages, one after the other, is one turn: some agents take a reply apart."""
+    held: Turn | None = None
+    for turn in turns:
+        if held is not None and turn.role == "assistant":
+            held = Turn("assistant", held.texts + turn.texts, held.calls + turn.calls)
+            continue
+        if held is not None:
+            yield held
+        held = turn if turn.role == "assistant" else None
+        if held is None:
+            yield turn
+    if held is not None:
+        yield held
+
+
+def pieces_of(text: str) -> list[str]:
+    """The words of a text, each with the space before it; a text begins and ends without."""
+    return PIECES.findall(text.strip())
+
+
+def ids_of(text: str) -> list[int]:
+    """The token ids of a text."""
+    return [100 + zlib.crc32(p.encode()) % 150_000 for p in pieces_of(text)]
+
+
+def _mark(name: str) -> int:
+    return 1 + ROLES.index(name)
+
+
+def _spoken(texts: tuple[str, ...], calls: tuple[Call, ...]) -> list[int]:
+    ids = [i for text in texts for i in ids_of(text)]
+    for call in calls:
+        ids += [_mark("call"), *ids_of(call.text())]
+    return [*ids, _mark("end")]
+
+
+def prompt_ids(request: Heard) -> list[int]:
+    """The prompt that the template makes."""
+    ids = [_mark("begin")]
+    if tools := request.said.get("tools"):
+        ids += [_mark("tools"), *ids_of(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS).decode())]
+    for turn in request.turns:
+        ids += [_mark(turn.role), *_spoken(turn.texts, turn.calls)]
+    return [*ids, _mark("assistant")]
+
+
+def say_of(reply: Reply, number: int) -> Say:
+    """What the model samples for a reply. number: of the request, for ids of calls that nobody has had yet."""
+    ids = _spoken((reply.text,) if reply.text else (), reply.calls)
+    texts: list[str | None] = list(pieces_of(reply.text))
+    calls: list[Json] = [
+        {
+            "id": f"call_{number:08x}{at:02x}",
+            "type": "function",
+            "function": {"name": c.name, "arguments": orjson.dumps(c.arguments).decode()},
+            **({"namespace": c.namespace} if c.namespace else {}),
+        }
+        for at, c in enumerate(reply.calls)
+    ]
+    texts += [None] * (len(ids) - len(texts))
+    return Say(ids, texts, [LOGPROB] * len(ids), calls, "tool_calls" if calls else "stop")
+
+
+@dataclass
+class ToyModel:
+    """A script for `ScriptedEngine`. decide: the reply to a request. version: the weights that it claims to have. heard, said: all of it."""
+
+    decide: Callable[[Heard], Reply]
+    version: str = "default/0.0"
+    heard: list[Heard] = field(default_factory=list)
+    said: list[Script] = field(default_factory=list)
+
+    def __call__(self, request: Json) -> Script:
+        asked = heard(request)
+        say = say_of(self.decide(asked), len(self.heard))
+        span = {"version": self.version, "start": 0, "end": len(say.ids)}
+        script = Script([say], prompt_ids(asked), [[span]], self.version, number=len(self.heard))
+        self.heard.append(asked)
+        self.said.append(script)
+        return script
