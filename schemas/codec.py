@@ -24,6 +24,7 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from schemas import events
+from schemas.avro_writer import Write, writer_of
 from schemas.errors import Undecodable, UnknownSchema
 
 MAGIC = b"\xc3\x01"
@@ -134,6 +135,11 @@ def _is_list(hint: Any) -> bool:
     return False
 
 
+@cache
+def _written(cls: type) -> Write:
+    return writer_of(shipped(cls.__name__))
+
+
 class Codec:
     """Encodes records and decodes values. Holds the known writer schemas; a new one is added by `announce`.
 
@@ -143,13 +149,13 @@ class Codec:
     def __init__(self) -> None:
         self._writers: dict[bytes, tuple[Any, str]] = {}
         self._confluent: dict[int, bytes] = {}
-        self._current: dict[type, tuple[bytes, Any]] = {}
+        self._current: dict[type, tuple[bytes, Write]] = {}
         self._readers: dict[str, tuple[Any, type, bytes]] = {}
         for cls in TOP_LEVEL:
             schema = shipped(cls.__name__)
             parsed = _parse(schema)
             header = bytes.fromhex(fingerprint_of(schema))
-            self._current[cls] = (MAGIC + header, parsed)
+            self._current[cls] = (MAGIC + header, _written(cls))
             self._readers[cls.__name__] = (parsed, cls, header)
             self._writers[header] = (parsed, cls.__name__)
         for schema in archived():
@@ -181,11 +187,13 @@ class Codec:
 
     def encode(self, event: Event) -> bytes:
         """The record in single-object encoding with its current schema. Raises ValueError or TypeError on wrong field types."""
-        header, parsed = self._current[type(event)]
-        out = io.BytesIO()
-        out.write(header)
-        fastavro.schemaless_writer(out, parsed, _flattener(event.__class__)(event))
-        return out.getvalue()
+        header, write = self._current[type(event)]
+        parts = [header]
+        try:
+            write(event, parts.append)
+        except (AttributeError, struct.error, OverflowError) as e:
+            raise TypeError(f"a {type(event).__name__} with a field of a wrong type: {e}") from e
+        return b"".join(parts)
 
     def header_of(self, cls: type) -> bytes:
         """The 10 bytes with which every value of this class begins when written by the current schema."""

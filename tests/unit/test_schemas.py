@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import struct
 import typing
@@ -13,6 +14,7 @@ from fastavro.utils import generate_one
 
 from schemas import codec as codec_module
 from schemas import events, ids, tokens
+from schemas.avro_writer import writer_of
 from schemas.codec import AVRO_DIR, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
 
@@ -61,6 +63,41 @@ def test_record_survives_the_wire(cls: type) -> None:
         assert value[:10] == CODEC.header_of(cls)
         assert CODEC.type_name(value) == cls.__name__
         assert CODEC.encode(CODEC.decode(value)) == value
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL)
+def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
+    for _ in range(50):
+        record = random_record(cls)
+        reference = io.BytesIO()
+        fastavro.schemaless_writer(
+            reference, codec_module._parse(shipped(cls.__name__)), codec_module._flattener(cls)(record)
+        )
+        assert CODEC.encode(record)[10:] == reference.getvalue()
+
+
+@pytest.mark.parametrize("value", [-(2**63), -(2**31), -8193, -1, 0, 1, 63, 64, 8191, 8192, 2**31, 2**63 - 1])
+def test_whole_numbers_of_any_size(value: int) -> None:
+    tick = events.Tick(partition=0, event_time=value)
+    assert CODEC.decode(CODEC.encode(tick)) == tick
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"partition": "1"}, {"partition": 2**31}, {"partition": True}, {"partition": None}, {"partition": 1.5},
+        {"partition": 1, "event_time": 2**63},
+    ],
+)  # fmt: skip
+def test_wrong_field_types_are_refused(wrong: dict[str, typing.Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        CODEC.encode(events.Tick(**wrong))
+
+
+@pytest.mark.parametrize("schema", [["string", "null"], ["null", "string", "int"], "fixed", {"type": "fixed"}])
+def test_types_that_no_schema_of_ours_has_are_not_written(schema: typing.Any) -> None:
+    with pytest.raises(ValueError):
+        writer_of(schema)
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)
