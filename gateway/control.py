@@ -16,7 +16,6 @@ from urllib.parse import quote
 import orjson
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
-from ulid import ULID
 
 from gateway.api_keys import Scope
 from gateway.calls import Parts
@@ -26,7 +25,7 @@ from gateway.event_log import Event
 from gateway.sessions import Origin
 from schemas.errors import InvalidId
 from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
-from schemas.ids import check_trajectory_key, is_bucket, key_of_step, new_event_id, stable_id
+from schemas.ids import check_trajectory_key, is_bucket, key_of_step, new_event_id, new_ulid, stable_id
 
 STEP_ID = re.compile(r".+~[0-9A-HJKMNP-TV-Z]{26}\.\d{1,9}")
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
@@ -257,7 +256,7 @@ def control_routes(parts: Parts) -> APIRouter:
     @router.post("/sessions", status_code=201)
     async def open_session(request: Request, said: OpenSession | None = None, caller: Caller = agent) -> dict[str, str]:
         said = said or OpenSession()
-        key = said.trajectory_key or request.headers.get(TRAJECTORY_HEADER) or str(ULID())
+        key = said.trajectory_key or request.headers.get(TRAJECTORY_HEADER) or new_ulid()
         _not_a_bucket(key, "trajectory_key")
         found = door.origin(caller, request.headers, key, said.group_id, run=said.run_id)
         new = replace(found, channel=said.channel or found.channel)

@@ -11,13 +11,15 @@ version id       <run id>/<sync index>.<attempt>
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import time
 from typing import NamedTuple
-
-from ulid import ULID
 
 from schemas.errors import InvalidId
 
+_BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_PAIRS = tuple(a + b for a in _BASE32 for b in _BASE32)
 RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 # A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate ids elsewhere.
 TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
@@ -59,14 +61,20 @@ def check_group_id(group_id: str) -> str:
     return group_id
 
 
+def new_ulid() -> str:
+    """A fresh ulid (https://github.com/ulid/spec): 48 bits of milliseconds, 80 of chance. Written here, for every call needs one."""
+    bits = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
+    return "".join([_PAIRS[bits >> at & 1023] for at in range(120, -1, -10)])
+
+
 def new_call_id(trajectory_key: str) -> str:
     """A fresh call id; ulids sort by time of creation."""
-    return f"{trajectory_key}~{ULID()}"
+    return f"{trajectory_key}~{new_ulid()}"
 
 
 def new_event_id() -> str:
     """A fresh event id."""
-    return str(ULID())
+    return new_ulid()
 
 
 def step_id(call_id: str, choice_index: int) -> str:

@@ -6,11 +6,13 @@ import dataclasses
 import io
 import json
 import struct
+import time
 import typing
 
 import fastavro
 import pytest
 from fastavro.utils import generate_one
+from ulid import ULID
 
 from schemas import codec as codec_module
 from schemas import events, ids, tokens
@@ -203,3 +205,11 @@ def test_ids_parse_back() -> None:
     for bad in ("key", "~x", "key~"):
         with pytest.raises(InvalidId):
             ids.key_of_step(bad)
+
+
+def test_ulids_are_those_of_the_specification() -> None:
+    made = [ids.new_ulid() for _ in range(1000)]
+    assert len(set(made)) == 1000
+    for text in made[:100]:
+        assert str(ULID.from_str(text)) == text
+        assert abs(ULID.from_str(text).timestamp - time.time()) < 3600
