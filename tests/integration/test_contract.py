@@ -1,0 +1,344 @@
+"""The contract: official clients, the gateway, a real vLLM. What is recorded is what the client saw and what the model computes.
+
+One engine serves the whole module; gateways before it differ in their settings. Its model is a short warm start of the demo's with
+some replies by heart (`tests_contract`), so tool calls, parallel ones too, and reasoning come when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from tests_contract import (
+    CLOSE,
+    LESSONS,
+    REASONING_PARSER,
+    VERSION,
+    Contract,
+    Loop,
+    build_tokenizer,
+    checked,
+    gateway,
+    ids_of,
+    logprobs_of,
+    seen_text,
+    teach,
+    text_of,
+)
+from tests_ports import free_port
+from tests_speakers import SPEAKERS, anthropic_client, openai_client
+from transformers import AutoModelForCausalLM
+
+from demo import model
+from gateway.api_keys import Scope, create_key
+from gateway.calls import NO_TOKENS
+from rollout.server import VllmServer
+from schemas.events import VersionSpan
+from schemas.settings import RolloutSettings
+from schemas.tokens import unpack_ids
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contract]:
+    work = tmp_path_factory.mktemp("contract")
+    directory = teach(work / "model")
+    settings = RolloutSettings(
+        port=free_port(),
+        dtype="float32",
+        max_model_len=model.MAX_TOKENS,
+        max_num_seqs=16,
+        kv_cache_mb=64,
+        tool_parser="strict_tags",
+        tool_parser_plugin=Path(model.__file__).with_name("tool_parser.py"),
+        reasoning_parser="think_tags",
+        startup_timeout_s=300,
+        extra_args=(
+            *("--reasoning-parser-plugin", str(REASONING_PARSER)),
+            *("--structured-outputs-config.enable_in_reasoning", "true"),
+            "--enable-scale-out",  # the routes that render a prompt
+        ),
+    )
+    server = VllmServer(settings, directory, work / "vllm.log")
+    with closing(Loop()) as loop:
+        stack = AsyncExitStack()
+
+        async def begin() -> Contract:
+            stack.push_async_callback(server.stop)
+            await server.start()
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            print(f"vLLM ready after {await server.wait_ready(http):.1f} s")
+            url, enter = server.base_url, stack.enter_async_context
+            scopes: tuple[Scope, ...] = ("agent", "reward")
+            keys = {str(scope): create_key(work / "locked" / "api-keys.json", scope, (scope,)) for scope in scopes}
+            return Contract(
+                loop.run, http, url, build_tokenizer(), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+                captured=await enter(gateway(work / "captured", url, "auto")),
+                vllm=await enter(gateway(work / "vllm", url, "vllm")),
+                locked=await enter(gateway(work / "locked", url, "auto", auth="required")),
+                keys=keys,
+            )  # fmt: skip
+
+        try:
+            yield loop.run(begin())
+        finally:
+            loop.run(stack.aclose())
+
+
+QUESTIONS = ("price of k374 plus 2?", "price of k015 plus 1?")
+"""Not learned by heart: what the model says to them is spread, and so are the log-probabilities."""
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_what_is_recorded_is_what_the_client_saw(contract: Contract, name: str, stream: bool, tools: bool) -> None:
+    speaker = SPEAKERS[name]
+    asked: list[tuple[str, dict[str, Any]]] = [(question, {"temperature": 0}) for question in LESSONS]
+    asked += [(question, {"temperature": 1.0, "seed": seed}) for seed, question in enumerate(QUESTIONS)]
+    for question, sampling in asked:
+        (seen,), (step,) = contract.ask(speaker, question, tools, stream, **sampling)
+        checked(contract, speaker, step, seen, stream)
+        if tools and question in LESSONS and name != "openai.completions":
+            assert seen == LESSONS[question]
+
+
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_a_stream_says_what_a_plain_reply_says(contract: Contract, name: str) -> None:
+    speaker = SPEAKERS[name]
+    asked: list[tuple[str, dict[str, Any]]] = [("price of k2", {"temperature": 0})]
+    if name != "anthropic.messages":  # vLLM takes no seed there
+        asked.append((QUESTIONS[0], {"temperature": 1.0, "seed": 3}))
+    for question, sampling in asked:
+        for to in (contract.captured, contract.vllm):
+            (plain,), (one,) = contract.ask(speaker, question, True, False, to, **sampling)
+            (streamed,), (other,) = contract.ask(speaker, question, True, True, to, **sampling)
+            assert plain == streamed and plain.finish == streamed.finish
+            assert one.response_token_ids == other.response_token_ids
+            assert one.finish_reason == other.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("kind", ["captured", "vllm"])
+@pytest.mark.parametrize(
+    ("name", "asking"),
+    [
+        ("openai.chat", {"logprobs": True, "top_logprobs": 2}),
+        ("openai.completions", {"logprobs": 2}),
+        ("openai.responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ],
+)
+def test_log_probabilities_are_shown_to_who_asks(
+    contract: Contract, name: str, asking: dict[str, Any], kind: str, stream: bool
+) -> None:
+    speaker, to = SPEAKERS[name], getattr(contract, kind)
+    for more in ({}, asking):
+        (seen,), (step,) = contract.ask(speaker, "price of k4", False, stream, to, temperature=1.0, seed=1, **more)
+        assert (seen.logprobs is not None) == bool(more)
+        if kind == "captured" or name != "openai.responses":
+            assert len(ids_of(step)) == len(logprobs_of(step))
+            if seen.logprobs is not None:
+                assert seen.logprobs == pytest.approx(logprobs_of(step)[: len(seen.logprobs)], abs=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("name", ["openai.chat", "openai.completions"])
+def test_choices_of_a_call_are_sibling_steps(contract: Contract, name: str, stream: bool) -> None:
+    speaker = SPEAKERS[name]
+    for to in (contract.captured, contract.vllm):
+        seen, steps = contract.ask(speaker, QUESTIONS[1], False, stream, to, n=3, temperature=2.0)
+        assert [step.choice_index for step in steps] == [0, 1, 2]
+        assert len({step.call_id for step in steps}) == 1 and len({step.step_id for step in steps}) == 3
+        assert len({step.response_token_ids for step in steps}) > 1
+        for choice, step in zip(seen, steps, strict=True):
+            assert text_of(contract, ids_of(step), speaker.raw) == seen_text(contract, choice, ids_of(step))
+            assert len(ids_of(step)) == len(logprobs_of(step))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_a_reply_may_end_for_other_reasons(contract: Contract, name: str, stream: bool) -> None:
+    speaker, question = SPEAKERS[name], "price of k4"
+    (seen,), (step,) = contract.ask(speaker, question, False, stream, temperature=0, max_tokens=2)
+    checked(contract, speaker, step, seen, stream)
+    assert (step.finish_reason, len(ids_of(step))) == ("length", 2)
+    if name == "openai.completions":
+        return  # it has no lesson by heart
+    stop: dict[str, Any] = {"stop_sequences" if name == "anthropic.messages" else "stop": [" is "]}
+    (seen,), (step,) = contract.ask(speaker, question, False, stream, temperature=0, **stop)
+    assert (seen.content, step.finish_reason) == ("the total", "stop")
+    # All that was sampled is recorded, what was not shown of it too.
+    assert text_of(contract, ids_of(step), False) == "the total is "
+
+
+class Arguments(BaseModel):
+    key: Literal["k7", "k8", "k9"]
+
+
+class Lookup(BaseModel):
+    name: Literal["lookup"]
+    arguments: Arguments
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("name", ["openai.chat", "openai.responses"])
+def test_structured_output_is_parsed_by_the_client(contract: Contract, name: str, stream: bool) -> None:
+    trajectory, said = f"t{uuid4().hex}", [{"role": "user", "content": "price of k4"}]
+
+    async def chat(client: AsyncOpenAI) -> Any:
+        body: Any = {"model": "policy", "messages": said, "max_tokens": 60, "response_format": Lookup, "seed": 2}
+        if not stream:
+            return (await client.chat.completions.parse(**body)).choices[0].message.parsed
+        async with client.chat.completions.stream(**body) as events:
+            return (await events.get_final_completion()).choices[0].message.parsed
+
+    async def responses(client: AsyncOpenAI) -> Any:
+        body: Any = {"model": "policy", "input": said, "max_output_tokens": 60, "text_format": Lookup}
+        if not stream:
+            return (await client.responses.parse(**body)).output_parsed
+        async with client.responses.stream(**body) as events:
+            return (await events.get_final_response()).output_parsed
+
+    async def ask() -> Any:
+        async with openai_client(f"{contract.captured.url}/{trajectory}/g") as client:
+            return await (chat(client) if name == "openai.chat" else responses(client))
+
+    parsed = contract.run(ask())
+    assert isinstance(parsed, Lookup)
+    (step,) = contract.captured.steps(trajectory)
+    assert Lookup.model_validate_json(text_of(contract, ids_of(step), False)) == parsed
+    assert step.prompt_token_ids is not None
+    # They are those of the distribution that was sampled from: what the grammar forbids has none of it.
+    free = contract.recomputed(unpack_ids(step.prompt_token_ids), ids_of(step))
+    assert all(sampled > before - CLOSE for sampled, before in zip(logprobs_of(step), free, strict=True))
+
+
+@pytest.mark.parametrize("name", ["openai.chat", "openai.responses", "anthropic.messages"])
+def test_the_next_turn_begins_with_the_tokens_of_this_one(contract: Contract, name: str) -> None:
+    speaker = SPEAKERS[name]
+    for question in ("price of k1", "price of k2", "price of k3"):
+        (seen,), (first,) = contract.ask(speaker, question, True, False, temperature=0)
+        conversation = speaker.turns(question, seen, "5")
+        (answer,), (second,) = contract.ask(speaker, conversation, True, True, temperature=0)
+        checked(contract, speaker, second, answer, True)
+        assert first.prompt_token_ids is not None and first.response_token_ids is not None
+        assert second.prompt_token_ids is not None
+        assert second.prompt_token_ids.startswith(first.prompt_token_ids + first.response_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_a_stock_vllm_tells_what_its_protocol_has_fields_for(contract: Contract, name: str, stream: bool) -> None:
+    """The same engine, asked without our header: it behaves as one that lacks the middleware."""
+    speaker = SPEAKERS[name]
+    for question in ("price of k1", "price of k5"):
+        (seen,), (step,) = contract.ask(speaker, question, True, stream, contract.vllm, temperature=0)
+        if name != "openai.completions":
+            assert seen == LESSONS[question]
+        assert (step.versions, step.version_first) == ((), VERSION)
+        if name in ("openai.chat", "openai.completions"):
+            with_spans = replace(step, versions=(VersionSpan(version=VERSION, start=0, end=len(ids_of(step))),))
+            checked(contract, speaker, with_spans, seen, stream)
+        else:
+            assert (step.prompt_token_ids, step.response_token_ids, step.response_logprobs) == (None, None, None)
+            assert step.tokens_absent_reason == NO_TOKENS["vllm"]
+            assert step.finish_reason == ("tool_calls" if seen.calls else "stop")
+
+
+def test_a_prompt_is_counted_as_it_will_be_rendered(contract: Contract) -> None:
+    async def count() -> Any:
+        async with anthropic_client(contract.captured.url) as client:
+            messages: Any = [{"role": "user", "content": "price of k1"}]
+            return (await client.messages.count_tokens(model="policy", messages=messages)).input_tokens
+
+    async def models() -> list[str]:
+        async with openai_client(contract.captured.url) as client:
+            return [m.id async for m in client.models.list()]
+
+    _, (step,) = contract.ask(SPEAKERS["anthropic.messages"], "price of k1", False, False)
+    assert step.prompt_token_ids is not None
+    assert contract.run(count()) == len(unpack_ids(step.prompt_token_ids))
+    assert contract.run(models()) == ["policy"]
+
+
+def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -> None:
+    trajectory = f"t{uuid4().hex}"
+
+    async def leave() -> str:
+        async with openai_client(f"{contract.captured.url}/{trajectory}/g") as client:
+            said: Any = [{"role": "user", "content": QUESTIONS[0]}]
+            more = {"ignore_eos": True}
+            async with client.chat.completions.stream(
+                model="policy", messages=said, max_tokens=200, temperature=1.0, extra_body=more
+            ) as events:
+                async for event in events:
+                    if event.type == "content.delta" and len(event.snapshot) > 5:
+                        return str(event.snapshot)
+        raise AssertionError("it ended by itself")
+
+    got = contract.run(leave())
+    deadline = time.monotonic() + 60
+    while not (steps := contract.captured.steps(trajectory)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (step,) = steps
+    assert step.status == "aborted" and step.finish_reason is None
+    assert json.loads(step.response_json)["content"].startswith(got)
+    assert text_of(contract, ids_of(step), False).startswith(got)
+    assert len(ids_of(step)) == len(logprobs_of(step)) < 200
+
+
+def test_errors_are_those_that_each_client_knows(contract: Contract) -> None:
+    async def ask(name: str, base_url: str, **wrong: Any) -> None:
+        await SPEAKERS[name].ask(base_url, "price of k1", False, False, **wrong)
+
+    url, anthropics = f"{contract.captured.url}/t/g", "anthropic.messages"
+    for name in SPEAKERS:
+        sdk: Any = anthropic if name == anthropics else openai
+        with pytest.raises(sdk.NotFoundError, match="nobody"):
+            contract.run(ask(name, url, model="nobody"))
+        with pytest.raises(sdk.BadRequestError, match=r"max_(output_)?tokens"):
+            contract.run(ask(name, url, max_tokens=0 if name == anthropics else -1))
+        with pytest.raises(sdk.BadRequestError, match="temperature"):
+            contract.run(ask(name, url, temperature=-1))
+        with pytest.raises(sdk.AuthenticationError, match="key") as refused:
+            contract.run(ask(name, f"{contract.locked.url}/t/g"))
+        assert refused.value.status_code == 401
+    assert contract.captured.steps("t") == contract.locked.steps("t") == []
+
+
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_a_key_opens_a_locked_gateway_to_any_client(contract: Contract, name: str) -> None:
+    ours = {"openai": openai_client, "anthropic": anthropic_client}[name.split(".")[0]]
+
+    async def ask(key: str) -> Any:
+        async with ours(f"{contract.locked.url}/keyed/g", key=key) as client:
+            match name:
+                case "openai.chat":
+                    said: Any = [{"role": "user", "content": "price of k4"}]
+                    return await client.chat.completions.create(model="policy", messages=said, max_tokens=4)
+                case "openai.completions":
+                    return await client.completions.create(model="policy", prompt="k4", max_tokens=4)
+                case "openai.responses":
+                    return await client.responses.create(model="policy", input="price of k4", max_output_tokens=4)
+            said = [{"role": "user", "content": "price of k4"}]
+            return await client.messages.create(model="policy", messages=said, max_tokens=4)
+
+    sdk: Any = anthropic if name == "anthropic.messages" else openai
+    assert contract.run(ask(contract.keys["agent"])).model == "policy"
+    with pytest.raises(sdk.PermissionDeniedError, match="scope"):
+        contract.run(ask(contract.keys["reward"]))
