@@ -76,9 +76,8 @@ def create_app(
     door = Door(settings, metrics)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = EventLog(settings.kafka.topics, codec, journal, redaction)
-    parts = Parts(
-        settings, door, journal, log, upstream, clock, metrics, Memory(settings.gateway.max_in_flight_bytes)
-    )  # fmt: skip
+    memory = Memory(settings.gateway.max_in_flight_bytes, settings.gateway.max_in_flight)
+    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -104,6 +103,7 @@ def create_app(
     app.add_middleware(ControlBodyLimit)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
     passed = {p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
+    metrics.count_in_flight(lambda: parts.memory.calls)
     app.add_middleware(ModelCalls, calls=calls, passed=passed)
     _describe(app, [*(("POST", tail) for tail in calls), *((p.method, tail) for tail, p in passed.items())])
     return app

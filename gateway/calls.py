@@ -125,25 +125,22 @@ class CallEndpoint:
     def __init__(self, parts: Parts, dialect: Dialect) -> None:
         self._parts, self._dialect = parts, dialect
         self._prompts = PromptLimit(parts.settings.gateway, parts.upstream)
-        self._in_flight = 0
 
     async def serve(
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
     ) -> None:
         """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
-        metrics, limit = self._parts.metrics, self._parts.settings.gateway.max_in_flight
-        if self._in_flight >= limit:
-            metrics.calls.labels("refused").inc()
-            error = Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")
+        memory = self._parts.memory
+        try:
+            memory.begin()
+        except Overloaded as error:
+            self._parts.metrics.ended["refused"].inc()
             await send_reply(send, reply_of(error, self._dialect.errors))
             return
-        self._in_flight += 1
-        metrics.in_flight.inc()
         try:
             await self._serve(scope, receive, send, trajectory, prompt)
         finally:
-            self._in_flight -= 1
-            metrics.in_flight.dec()
+            memory.end()
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
@@ -170,7 +167,7 @@ class CallEndpoint:
             await send_reply(send, reply_of(error, self._dialect.errors))
         finally:
             parts.memory.give_back(len(body))
-        parts.metrics.calls.labels(ending).inc()
+        parts.metrics.ended[ending].inc()
 
     def _accept(
         self, caller: Caller, headers: Mapping[str, str], body: bytes, trajectory: str | None, prompt: str | None
@@ -347,7 +344,7 @@ class Exchange:
         parts = self._parts
         receipt = await parts.log.record(steps)
         for step in steps:
-            parts.metrics.steps_recorded.labels(step.status).inc()
+            parts.metrics.recorded[step.status].inc()
         if receipt == "spooled":
             parts.metrics.steps_spooled.inc(len(steps))
 

@@ -1,4 +1,4 @@
-"""How many bytes of requests are held at once: a bound for all calls together."""
+"""How many calls are served at once, and how many bytes of requests they hold: bounds for all protocols together."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from gateway.errors import Overloaded
 
 
 class Memory:
-    """Counts what is held. limit: bytes, see gateway.max_in_flight_bytes."""
+    """Counts calls and what they hold. limit: bytes, see gateway.max_in_flight_bytes; max_calls: see gateway.max_in_flight."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.held = 0
+    def __init__(self, limit: int, max_calls: int) -> None:
+        self._limit, self._max_calls = limit, max_calls
+        self.held = self.calls = 0
+
+    def begin(self) -> None:
+        """A call begins. Raises Overloaded; then it does not."""
+        if self.calls >= self._max_calls:
+            raise Overloaded(f"{self.calls} calls are in flight, see gateway.max_in_flight")
+        self.calls += 1
+
+    def end(self) -> None:
+        """A call has ended."""
+        self.calls -= 1
 
     def take(self, size: int) -> None:
         """Hold `size` bytes more. Raises Overloaded when they would be too many; then nothing is taken."""

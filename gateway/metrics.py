@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from schemas.events import StepStatus
+
+ENDINGS = ("answered", "refused", "upstream_error", "aborted", "error", "not_recorded")
 ACK_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -46,7 +52,7 @@ class Metrics:
         self.redaction_failed = Counter(
             name + "redaction_failed", "Records kept without their contents, for redaction failed", registry=registry
         )
-        self.in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
+        self._in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
         self.engines = Gauge(
             name + "engines",
             "1 for the state each engine is in: ready, out (its calls or probes failed), trying (one call tests it), resting "
@@ -71,6 +77,14 @@ class Metrics:
             buckets=ACK_BUCKETS_S,
             registry=registry,
         )
+
+        # Looked up once: a label costs as much as the count.
+        self.ended = {ending: self.calls.labels(ending) for ending in ENDINGS}
+        self.recorded = {status: self.steps_recorded.labels(status) for status in get_args(StepStatus)}
+
+    def count_in_flight(self, count: Callable[[], float]) -> None:
+        """Where the number of calls that are being served comes from."""
+        self._in_flight.set_function(count)
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -23,7 +23,7 @@ from gateway.calls import FORWARDED, NO_TOKENS, RETURNED, Parts, read_body
 from gateway.control import Complete, GiveReward, Recorder, Register
 from gateway.disconnect import Client
 from gateway.door import Caller
-from gateway.errors import BadRequest, ClientGone, GatewayError, Overloaded, Unprocessable, UpstreamFailed
+from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.event_log import Event
 from gateway.openai_completions import OpenAICompletions
 from gateway.protocol import Tokens
@@ -235,15 +235,12 @@ class Generator:
     """POST /generate: tokens in, tokens out, by one completions call. It records nothing: the agent submits its steps."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._in_flight = parts, 0
+        self._parts = parts
 
     async def generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> Response:
         """The reply, an engine's own error included. Raises GatewayError."""
-        limit = self._parts.settings.gateway.max_in_flight
-        if self._in_flight >= limit:
-            raise Overloaded(f"{limit} calls are in flight, see gateway.max_in_flight")
         asked = COMPLETIONS.request(self._completion(said))
-        self._in_flight += 1
+        self._parts.memory.begin()
         try:
             async with self._parts.upstream.ask(
                 "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
@@ -258,7 +255,7 @@ class Generator:
                 body = captured.trail(body, response.header(capture.OWN_BODY))
                 answer = COMPLETIONS.answer(asked, response.worker.kind, body)
         finally:
-            self._in_flight -= 1
+            self._parts.memory.end()
         if not answer.choices:
             raise UpstreamFailed("the engine's completion has no choice")
         choice = answer.choices[0]
