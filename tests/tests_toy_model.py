@@ -130,7 +130,8 @@ def _anthropic(said: Json) -> Iterator[Turn]:
         yield Turn("system", _texts(said["system"]))
     for message in said["messages"]:
         content = message["content"]
-        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for block in blocks:
             match block["type"]:
                 case "tool_use":
                     yield Turn("assistant", (), (Call(block["name"], block["input"]),))
@@ -145,7 +146,9 @@ def _anthropic(said: Json) -> Iterator[Turn]:
 def _responses(said: Json) -> Iterator[Turn]:
     if said.get("instructions"):
         yield Turn("system", (said["instructions"],))
-    given: list[Json] = [{"role": "user", "content": said["input"]}] if isinstance(said["input"], str) else said["input"]
+    given: list[Json] = (
+        [{"role": "user", "content": said["input"]}] if isinstance(said["input"], str) else said["input"]
+    )
     for item in given:
         match item.get("type", "message"):
             case "message":
