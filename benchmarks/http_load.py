@@ -11,7 +11,7 @@ from typing import cast
 
 @dataclass
 class Outcome:
-    """latencies_s: of each call, in the order of their ends. failed: replies other than 200, with the first one's head."""
+    """latencies_s: of each call, in the order of their ends. failed: replies other than 200 to 209, with the first one's head."""
 
     latencies_s: list[float] = field(default_factory=list)
     failed: int = 0
@@ -61,7 +61,7 @@ class _Caller(asyncio.Protocol):
         outcome = self._outcome
         outcome.latencies_s.append(time.perf_counter() - self._began)
         outcome.received_bytes += len(self._buffer)
-        if not head.startswith(b"http/1.1 200") or b'"error"' in self._buffer[-400:]:
+        if not head.startswith(b"http/1.1 20") or b'"error"' in self._buffer[-400:]:
             outcome.failed += 1
             outcome.first_failure = outcome.first_failure or self._buffer[:600]
         self._buffer = b""
