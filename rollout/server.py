@@ -21,9 +21,10 @@ from pathlib import Path
 
 import aiohttp
 
+from rollout.drain import drained
 from rollout.engine import BACKEND, DIE_WITH_PARENT, WORKER_NICE
 from rollout.errors import EngineUnavailable, ServerFailed
-from schemas.settings import RolloutSettings
+from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
 # A tiny Python that becomes the server: it asks the kernel for SIGKILL at the death of the process that started it.
 _BOND = (
@@ -39,6 +40,8 @@ _CPU_ENVIRONMENT = {
 }
 _PROJECT = Path(__file__).resolve().parent.parent
 _LOG_TAIL_BYTES = 2000
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""Hosts to listen on that are no addresses, and where such a server is reached from its own machine."""
 
 
 def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
@@ -103,7 +106,7 @@ class VllmServer:
         self._model_dir = model_dir
         self._log = log
         self._process: Process | None = None
-        self.base_url = f"http://{settings.host}:{settings.port}"
+        self.base_url = f"http://{WILDCARDS.get(settings.host, settings.host)}:{settings.port}"
 
     @property
     def pid(self) -> int | None:
@@ -146,7 +149,12 @@ class VllmServer:
         await self.kill()
         return f"vLLM ended with exit code {code}; its log: {self._log}"
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
+    async def drain(self, http: aiohttp.ClientSession, timeout_s: float) -> None:
+        """Wait until it serves nobody, at most so long."""
+        if self.pid is not None:
+            await drained(http, self.base_url, timeout_s)
+
+    async def stop(self, timeout_s: float = ENGINE_STOP_S) -> None:
         """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""
         if self._process is None:
             return
@@ -205,6 +213,9 @@ class AttachedServer:
             await asyncio.sleep(0.5)
             missed = 0 if await is_healthy(http, self.base_url) else missed + 1
         return f"the server at {self.base_url} stopped answering"
+
+    async def drain(self, http: aiohttp.ClientSession, timeout_s: float) -> None:
+        """Nothing to wait for: it goes on serving."""
 
     async def stop(self) -> None:
         """Leave it alone."""

@@ -4,7 +4,7 @@
     loading   the first version since the engine's start is being loaded
     ready     weights and label are both set. It stays so while newer versions are loaded, for the engine serves on.
     failed    the engine does not start; the process ends after saying so, and its supervisor starts it again
-    draining  the worker is asked to stop; a tombstone follows
+    draining  the worker is asked to stop: gateways send it no new calls, those in flight end; then the engine, then a tombstone
 
 A killed engine comes up with its boot weights and the label "default": then the newest version is loaded before `ready`.
 Of several versions that wait the newest is loaded. A version that is not what it says is named in `error`, and the old one serves.
@@ -19,7 +19,7 @@ from typing import TypeVar
 import aiohttp
 
 from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights, RolloutError
-from rollout.server import AttachedServer, VllmServer, served_models
+from rollout.server import WILDCARDS, AttachedServer, VllmServer, served_models
 from rollout.status import Report, Reporter
 from rollout.versions import Versions, WeightsFeed
 from rollout.weights import engine_label, load_version, resume
@@ -33,6 +33,18 @@ from schemas.settings import Settings
 
 RETRY_S = 1.0
 T = TypeVar("T")
+
+
+def public_url(settings: Settings, base_url: str) -> str:
+    """The engine's URL as gateways are told. base_url: its own. Raises SettingsError when it is one that nobody else can call."""
+    told = settings.rollout.public_url
+    if told is not None:
+        return told.rstrip("/").removesuffix("/v1")
+    if settings.rollout.attach_url is None and settings.rollout.host in WILDCARDS:
+        raise SettingsError(
+            f"rollout.public_url: rollout.host={settings.rollout.host} is no address that can be called"
+        )
+    return base_url
 
 
 def server_of(settings: Settings) -> VllmServer | AttachedServer:
@@ -158,22 +170,26 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
     server = server_of(settings)
     cluster: Cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
-    versions, heard, report = Versions(settings.run_id), asyncio.Event(), Report(settings, server.base_url)
+    report = Report(settings, public_url(settings, server.base_url))
+    versions, heard = Versions(settings.run_id), asyncio.Event()
     reporter = Reporter(cluster, settings, report)
     feed = WeightsFeed(cluster, settings.kafka.topics, versions, heard)
     async with aiohttp.ClientSession() as http:
         keeper = EngineKeeper(settings, server, http, versions, heard, report)
-        reporting = asyncio.create_task(reporter.run())
+        reporting, keeping = asyncio.create_task(reporter.run()), asyncio.create_task(keeper.run())
         stopping = asyncio.create_task(_none_of(stop.wait()))
-        work: set[asyncio.Future[None]] = {asyncio.create_task(keeper.run()), feed.start(), reporting, stopping}
+        work: set[asyncio.Future[None]] = {keeping, feed.start(), reporting, stopping}
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            await _cancel(reporting)
             for ended in done:
                 await ended
+            await _cancel(keeping)  # no version is loaded any more
             report.say("draining", report.status.weight_version)
             await reporter.say()
+            await server.drain(http, settings.rollout_drain_timeout_s)
+            await _cancel(reporting)
         except RolloutError as error:
+            await _cancel(reporting)
             report.say("failed", None, str(error))
             await reporter.say()
             raise

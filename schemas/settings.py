@@ -21,6 +21,8 @@ from schemas.topics import Topics
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+ENGINE_STOP_S = 10.0
+"""So long an engine may take to end before it is killed; a second more is for the worker's own end."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -144,6 +146,7 @@ class GatewaySettings(_Section):
     max_in_flight_bytes: Count = Field(
         256 << 20, description="memory: bodies of calls beyond it get 503; a call takes about six times its body"
     )
+    client_timeout_s: Positive = Field(60.0, description="agents on slow links: how long one may take nothing, or send nothing")
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
     probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
@@ -297,6 +300,9 @@ class RolloutSettings(_Section):
     model_path: Path | None = Field(None, description="directory the engine boots with; default trainer.model_path")
     host: str = Field("127.0.0.1", description="gateways on other machines")
     port: Port = Field(8200, description="the port is taken")
+    public_url: str | None = Field(
+        None, description="the URL that gateways are told; needed where rollout.host is 0.0.0.0"
+    )
     served_model_name: str = Field("policy", description="the name that agents ask for")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="float32 for exact agreement")
     max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
@@ -308,6 +314,9 @@ class RolloutSettings(_Section):
     extra_args: tuple[str, ...] = Field((), description="any further vLLM argument")
     heartbeat_s: Positive = Field(2.0, description="how soon a dead worker is noticed")
     startup_timeout_s: Positive = Field(600.0, description="large models")
+    drain_timeout_s: Positive | None = Field(
+        None, description="longest wait for calls in flight when stopping; default what up.stop_timeout_s leaves"
+    )
     serve_base: bool = Field(False, description="serve the boot weights before the first version exists")
 
 
@@ -320,7 +329,7 @@ class UpSettings(_Section):
     )
     restart_delay_s: Positive = Field(1.0, description="wait before a restart; doubles up to 30 s while it fails")
     drain_timeout_s: Positive = Field(60.0, description="longest wait for lag 0 when stopping")
-    stop_timeout_s: Positive = Field(20.0, description="longest wait for one process to end before SIGKILL")
+    stop_timeout_s: Positive = Field(45.0, description="longest wait for one process to end before SIGKILL")
 
 
 class DemoSettings(_Section):
@@ -370,6 +379,11 @@ class Settings(_Section):
         ):
             if self.jobs.closed_horizon_s <= value:
                 raise ValueError(f"jobs.closed_horizon_s={self.jobs.closed_horizon_s:g} must exceed {name}={value:g}")
+        if self.rollout.drain_timeout_s is not None and self.rollout.drain_timeout_s > self._drain_room_s:
+            raise ValueError(
+                f"rollout.drain_timeout_s={self.rollout.drain_timeout_s:g} must be at least {ENGINE_STOP_S + 1:g} below "
+                f"up.stop_timeout_s={self.up.stop_timeout_s:g}: the worker would be killed while it waits"
+            )
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
@@ -416,6 +430,14 @@ class Settings(_Section):
     @property
     def blob_uri(self) -> str:
         return self.gateway.blob_uri or str((self.data_dir / "blobs").absolute())
+
+    @property
+    def _drain_room_s(self) -> float:
+        return max(1.0, self.up.stop_timeout_s - ENGINE_STOP_S - 1)
+
+    @property
+    def rollout_drain_timeout_s(self) -> float:
+        return self.rollout.drain_timeout_s or self._drain_room_s
 
     @property
     def weights_dir(self) -> Path:
