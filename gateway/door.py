@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,17 +27,16 @@ from gateway.api_keys import ApiKey, KeyRing, Scope, digest_of
 from gateway.errors import BadRequest, Forbidden, KeysUnreadable, WrongKey
 from gateway.harness import session_of
 from gateway.metrics import Metrics
-from gateway.sessions import CHANNEL_HEADER, PREFIX, Origin, SessionKeys, channel_of, checked, secret_of
+from gateway.sessions import CHANNEL_HEADER, OURS, PREFIX, Origin, SessionKeys, channel_of, checked, secret_of
 from gateway.turns import first_user_turn
 from runtime.telemetry import logger
-from schemas.ids import bucket_key
+from schemas.ids import agent_key, bucket_key
 from schemas.settings import Settings
 
 RUN_HEADER = "x-clawstream-run"
 TRAJECTORY_HEADER = "x-clawstream-trajectory"
 GROUP_HEADER = "x-clawstream-group"
 KEY_HEADERS = ("x-api-key", "api-key")
-OURS = (api_keys.PREFIX, PREFIX)
 RELOAD_S = 1.0
 """How often the file of API keys is looked at: so long a revoked key lives on."""
 
@@ -238,9 +236,7 @@ def _unnamed_key(caller: Caller, headers: Mapping[str, str], said: Mapping[str, 
     session = session_of(headers, said)
     if session is None:
         return bucket_key(caller.identity, first_user_turn(said))
-    hashed = hashlib.blake2b(caller.identity, digest_size=16, person=b"claw-session")
-    hashed.update(session.session_id.encode("utf-8", "surrogateescape"))
-    return f"{session.harness}-{hashed.hexdigest()}"
+    return agent_key(session.harness, caller.identity, session.session_id)
 
 
 def _utf8(text: str | None) -> str | None:

@@ -10,6 +10,7 @@ from gateway.connections import Connection, Pool, address_of
 from gateway.errors import BadRequest, Unreachable
 from gateway.health import CLOSED, Answered, By, Event, Failed, Left, Tried, admits, fold, kind_of
 from gateway.protocol import Kind
+from gateway.sessions import OURS
 from gateway.workers import Worker
 from runtime.telemetry import logger
 from schemas import capture
@@ -23,8 +24,6 @@ REST_S = 30.0
 """Longest time for which an engine that said `retry-after` is passed over."""
 MAX_HEADS = 256
 VERSION = "/version"
-OURS = "sk-claw-"
-"""Keys that begin so are this gateway's own: they never leave it."""
 
 
 class Lane:
@@ -135,7 +134,7 @@ class Lane:
             line = f"{line}?{_target(query)}"
         fields = [f"{name}: {_clean(value)}\r\n" for name, value in headers.items()]
         if credentials and self.worker.forward_credentials and self.worker.api_key is None:
-            fields += [f"{n}: {_clean(v)}\r\n" for n, v in credentials.items() if OURS not in v]
+            fields += [f"{n}: {_clean(v)}\r\n" for n, v in credentials.items() if not _ours(v)]
         if length is not None:
             fields.append(f"content-length: {length}\r\n")
         return f"{line}{rest}{''.join(fields)}\r\n".encode("latin-1")
@@ -251,3 +250,8 @@ def _clean(text: str) -> str:
     if "\r" in text or "\n" in text:
         raise BadRequest("headers: a line break within a value")
     return text
+
+
+def _ours(credential: str) -> bool:
+    """Whether a header holds a key of this gateway, however it is put."""
+    return any(word.startswith(OURS) for word in credential.split())

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import orjson
 
+from gateway import api_keys
 from gateway.errors import BadRequest, WrongKey
 from schemas.errors import InvalidId
 from schemas.events import Channel
@@ -27,6 +28,8 @@ from schemas.ids import check_group_id, check_run_id, check_trajectory_key
 from schemas.settings import Settings
 
 PREFIX = "sk-claw-"
+OURS = (api_keys.PREFIX, PREFIX)
+"""Every key that begins so is this installation's own: the door reads it, and it goes to no engine."""
 CHANNEL_HEADER = "x-clawstream-channel"
 KEPT = 4096
 """Session keys whose signature need not be checked again."""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.connections import address_of
+from gateway.door import credential_of
 from gateway.errors import BadRequest, GatewayError
 from gateway.health import (
     CLOSED,
@@ -344,9 +345,15 @@ def test_an_engines_own_key(path: str, worker: dict[str, Any], sent: str) -> Non
 
 
 def test_the_clients_keys_stay_here_unless_they_are_the_providers() -> None:
-    client = {"authorization": "Bearer sk-provider", "x-api-key": "sk-claw-ours"}
-    assert head(client=client) == head()
-    assert set(head(client=client, forward_credentials=True)) - set(head()) == {"authorization: Bearer sk-provider"}
+    for ours in ("sk-claw-ours", "claw-ours"):
+        client = {"authorization": "Bearer sk-provider", "x-api-key": ours}
+        assert head(client=client) == head()
+        assert set(head(client=client, forward_credentials=True)) - set(head()) == {"authorization: Bearer sk-provider"}
+        for spelled in (f"Bearer {ours}", f"bearer  \t{ours} ", ours):
+            client = {"authorization": spelled, "x-api-key": "claws-of-a-provider"}
+            assert credential_of({"authorization": f"Bearer {ours}"}) == ours
+            sent = set(head(client=client, forward_credentials=True)) - set(head())
+            assert sent == {"x-api-key: claws-of-a-provider"}
     with pytest.raises(BadRequest):
         head(client={"authorization": "a\r\nb: c"}, forward_credentials=True)
 
