@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from gateway.bus import Bus, Message
 from gateway.calls import CallEndpoint, Parts, Scope, Send
 from gateway.clock import Clock
 from gateway.control import control_routes
-from gateway.disconnect import Receive
+from gateway.disconnect import Receive, Stalls
 from gateway.door import Door
 from gateway.error_reply import OPENAI, reply_of
 from gateway.event_log import EventLog
@@ -77,14 +78,18 @@ def create_app(
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = EventLog(settings.kafka.topics, codec, journal, redaction)
     memory = Memory(settings.gateway.max_in_flight_bytes, settings.gateway.max_in_flight)
-    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory)
+    parts = Parts(
+        settings, door, journal, log, upstream, clock, metrics, memory, Stalls(settings.gateway.client_timeout_s)
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await journal.start()
         await upstream.open()
+        stalls = asyncio.create_task(parts.stalls.watch())
         async with door.watching():
             yield
+        stalls.cancel()
         await upstream.close()
         await journal.close()
 

@@ -16,18 +16,17 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from gateway.clock import Clock
-from gateway.disconnect import Client, Receive
+from gateway.disconnect import Client, Receive, Stalls
 from gateway.door import Caller, Door
-from gateway.error_reply import Reply, reply_of
+from gateway.error_reply import Reply, ending_of, reply_of
 from gateway.errors import (
     BodyTooLarge,
     ClientGone,
     GatewayError,
     NotRecorded,
     Overloaded,
+    TooSlow,
     UpstreamFailed,
     UpstreamTimeout,
 )
@@ -37,7 +36,7 @@ from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
 from gateway.request_defaults import with_defaults
-from gateway.steps import Call, Engine, steps_of, unseen_steps
+from gateway.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps
 from gateway.streaming import EventStream
 from gateway.tags import tags_of
 from gateway.token_limits import PromptLimit
@@ -61,6 +60,8 @@ CREDENTIALS = ("authorization", "x-api-key")
 """Sent on only where gateway.upstreams says so."""
 RETURNED = ("content-type", "retry-after", "x-request-id")
 IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+MAX_NAMED = 32
+"""Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
 NO_TOKENS: Mapping[Kind, str] = {
     "captured": NOT_TOLD,
     "vllm": "a vLLM without our middleware tells no tokens over this protocol",
@@ -82,6 +83,7 @@ class Parts:
     clock: Clock
     metrics: Metrics
     memory: Memory
+    stalls: Stalls
 
 
 def header_map(scope: Scope) -> dict[str, str]:
@@ -145,12 +147,15 @@ class CallEndpoint:
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
     ) -> None:
-        parts, body = self._parts, b""
+        parts, held = self._parts, 0
         try:
             headers = header_map(scope)
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
-            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+            body = await self._body(receive)
+            held = len(body)
             call = self._accept(caller, headers, body, trajectory, prompt)
+            if call.request.n > 1:  # every choice's step has the body
+                held += self._hold_copies(call)
             await self._prompts.check(call.request, call.protocol, call.origin)
             room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
             with parts.journal.reserve(room):
@@ -163,11 +168,32 @@ class CallEndpoint:
         except ClientGone:
             ending = "refused"
         except GatewayError as error:
-            ending = _ending_of(error)
+            ending = ending_of(error)
             await send_reply(send, reply_of(error, self._dialect.errors))
         finally:
-            parts.memory.give_back(len(body))
+            parts.memory.give_back(held)
         parts.metrics.ended[ending].inc()
+
+    async def _body(self, receive: Receive) -> bytes:
+        """The request's body. Raises TooSlow, and what `read_body` raises."""
+        gateway = self._parts.settings.gateway
+        try:
+            async with asyncio.timeout(gateway.client_timeout_s):
+                return await read_body(receive, gateway.max_body_bytes, self._parts.memory)
+        except TimeoutError as error:
+            limit = gateway.client_timeout_s
+            raise TooSlow(f"body: did not come within gateway.client_timeout_s={limit:g}", "body") from error
+
+    def _hold_copies(self, call: Call) -> int:
+        """Take room for a body for each further choice. Raises BodyTooLarge or Overloaded; gives the bytes taken."""
+        size, limit = len(call.body), self._parts.settings.gateway.max_in_flight_bytes
+        if call.request.n * size > limit:
+            raise BodyTooLarge(
+                f"n: {call.request.n} steps with a body of {size} bytes each exceed gateway.max_in_flight_bytes={limit}",
+                "n",
+            )
+        self._parts.memory.take((call.request.n - 1) * size)
+        return (call.request.n - 1) * size
 
     def _accept(
         self, caller: Caller, headers: Mapping[str, str], body: bytes, trajectory: str | None, prompt: str | None
@@ -212,7 +238,6 @@ class Exchange:
         self._engine = Engine()
         self._captured = Captured()
         self._stream: EventStream | None = None
-        self._started = False
 
     async def run(self) -> str:
         """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
@@ -228,7 +253,8 @@ class Exchange:
                     if self._call.request.stream:
                         await self._pass_stream(response)
                     else:
-                        body = self._captured.trail(await response.read(), response.header(capture.OWN_BODY))
+                        own = response.header(capture.OWN_BODY) if worker.kind == "captured" else None
+                        body = self._captured.trail(await response.read(), own)
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
                 raise
@@ -258,15 +284,25 @@ class Exchange:
         headers = [
             (b"content-type", content_type),
             (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
-            (b"x-clawstream-step", ",".join(steps).encode()),
+            (b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()),
         ]
+        if len(steps) > MAX_NAMED:
+            headers.append((b"x-clawstream-step-count", b"%d" % len(steps)))
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         return headers
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._tell({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _tell(self, message: MutableMapping[str, Any]) -> None:
+        """Send to the client. Inside of `async with self._client`, for it may stop reading."""
+        stalls = self._parts.stalls
+        stalls.begin(self._client)
+        try:
+            await self._send(message)
+        finally:
+            stalls.end(self._client)
 
     async def _pass_error(self, response: Response) -> None:
         body = self._dialect.errors.engine(response.status, await response.read())
@@ -274,16 +310,18 @@ class Exchange:
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
-        await self._send({"type": "http.response.body", "body": body})
+        await self._tell({"type": "http.response.body", "body": body})
 
     async def _finish_plain(self, worker: Worker, body: bytes) -> str:
         answer = self._dialect.answer(self._call.request, worker.kind, body)
         steps = self._steps(answer, "ok")
         await self._record(steps)
-        if self._client.gone:
+        try:
+            async with self._client:
+                await self._start(200, self._headers(b"application/json", len(answer.body), [s.step_id for s in steps]))
+                await self._tell({"type": "http.response.body", "body": answer.body})
+        except ClientGone:
             return "aborted"
-        await self._start(200, self._headers(b"application/json", len(answer.body), [s.step_id for s in steps]))
-        await self._send({"type": "http.response.body", "body": answer.body})
         return self._answered(steps)
 
     async def _pass_stream(self, response: Response) -> None:
@@ -292,12 +330,12 @@ class Exchange:
         if not kind.startswith(b"text/event-stream"):
             raise UpstreamFailed(f"the engine at {response.worker.base_url} answered a stream with {kind.decode()!r}")
         fold = self._dialect.fold(self._call.request, response.worker.kind)
-        self._stream = stream = EventStream(fold, self._captured)
+        self._stream = stream = EventStream(fold, self._captured, response.worker.kind == "captured")
         await self._start(200, [*self._headers(kind, None, self._call.step_ids), (b"cache-control", b"no-cache")])
         try:
             async for piece in response.pieces():
                 if out := stream.feed(piece):
-                    await self._send({"type": "http.response.body", "body": out, "more_body": True})
+                    await self._tell({"type": "http.response.body", "body": out, "more_body": True})
                 if stream.ended:
                     await response.settle()
                     break
@@ -306,22 +344,28 @@ class Exchange:
             stream.fail(error)
 
     async def _finish_stream(self, stream: EventStream) -> str:
-        steps = self._steps(stream.whole(), "ok" if stream.failure is None else "error")
-        if stream.failure is not None:
-            steps = [s for s in steps if s.response_token_ids or s.finish_reason or _has_text(s)]
+        answer = stream.whole()
+        steps = self._steps(answer, "ok" if stream.failure is None else "error")
+        if stream.failure is not None and answer is not None:
+            steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
         try:
             if steps:
                 await self._record(steps)
+            last, failed = stream.held(), "error" if stream.failure is not None else None
         except NotRecorded as error:
-            await self._send({"type": "http.response.body", "body": stream.error(error)})
-            return "not_recorded"
-        if self._client.gone:
+            last, failed = stream.error(error), "not_recorded"
+        try:
+            async with self._client:
+                await self._tell({"type": "http.response.body", "body": last})
+        except ClientGone:
             return "aborted"
-        await self._send({"type": "http.response.body", "body": stream.held()})
-        return "error" if stream.failure is not None else self._answered(steps)
+        return failed or self._answered(steps)
 
-    def _steps(self, answer: Answer, status: StepStatus) -> list[Step]:
-        return steps_of(self._call, answer, self._captured, self._engine, status, self._parts.clock.micros())
+    def _steps(self, answer: Answer | None, status: StepStatus) -> list[Step]:
+        now = self._parts.clock.micros()
+        if answer is None:
+            return unreadable_steps(self._call, self._captured, self._engine, status, now)
+        return steps_of(self._call, answer, self._captured, self._engine, status, now)
 
     def _answered(self, steps: Sequence[Step]) -> str:
         self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
@@ -330,10 +374,8 @@ class Exchange:
     # -- records
 
     async def _record_aborted(self) -> None:
-        answer = self._stream.sent() if self._stream is not None else None
-        if answer is not None and answer.choices:
-            steps = self._steps(answer, "aborted")
-        else:
+        steps = self._steps(self._stream.sent(), "aborted") if self._stream is not None else []
+        if not steps:
             steps = unseen_steps(self._call, self._engine, self._parts.clock.micros())
         try:
             await self._record(steps)
@@ -347,19 +389,3 @@ class Exchange:
             parts.metrics.recorded[step.status].inc()
         if receipt == "spooled":
             parts.metrics.steps_spooled.inc(len(steps))
-
-
-def _has_text(step: Step) -> bool:
-    """Whether the client got anything of a choice whose tokens are not known."""
-    said = orjson.loads(step.response_json)
-    return step.response_token_ids is None and any(value for name, value in said.items() if name != "role")
-
-
-def _ending_of(error: GatewayError) -> str:
-    match error:
-        case NotRecorded():
-            return "not_recorded"
-        case UpstreamFailed() | UpstreamTimeout():
-            return "upstream_error"
-        case _:
-            return "refused"

@@ -25,6 +25,7 @@ _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.Forbidden: ErrorKind(403, "permission_error", "insufficient_scope"),
     e.NotFound: ErrorKind(404, "invalid_request_error", "not_found"),
     e.WrongMethod: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
+    e.TooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
     e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
     e.Unprocessable: ErrorKind(422, "invalid_request_error", "invalid_value"),
     e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
@@ -78,3 +79,14 @@ def reply_of(error: e.GatewayError, errors: Errors = OPENAI) -> Reply:
     if kind.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % kind.retry_after_s))
     return Reply(kind.status, headers, body)
+
+
+def ending_of(error: e.GatewayError) -> str:
+    """How a call has ended that raised this, see Metrics.calls."""
+    match error:
+        case e.NotRecorded():
+            return "not_recorded"
+        case e.UpstreamFailed() | e.UpstreamTimeout():
+            return "upstream_error"
+        case _:
+            return "refused"

@@ -52,6 +52,10 @@ class NoWebSocket(GatewayError):
     """Model calls are HTTP requests, streamed by server-sent events. Codex asks for a WebSocket first, and at this status goes on without."""
 
 
+class TooSlow(GatewayError):
+    """The request's body did not come in time."""
+
+
 class BodyTooLarge(GatewayError):
     """The request body exceeds gateway.max_body_bytes."""
 

@@ -200,7 +200,7 @@ class OpenAIChatFold:
         if data == DONE:
             return Part(None, event, last=True)
         chunk = mapping(orjson.loads(data))
-        if "error" in chunk:
+        if chunk.get("error") is not None:
             return Part(None, event, failure=error_text(chunk["error"]))
         pieces = [_piece(c, self._kind) for c in array(chunk.get("choices"))]
         payload = (text_or_none(chunk.get("model")), array_or_none(chunk.get("prompt_token_ids")), pieces)

@@ -186,7 +186,7 @@ class OpenAICompletionsFold:
         if data == DONE:
             return Part(None, event, last=True)
         chunk = mapping(orjson.loads(data))
-        if "error" in chunk:
+        if chunk.get("error") is not None:
             return Part(None, event, failure=error_text(chunk["error"]))
         choices = array(chunk.get("choices"))
         pieces = [_piece(c, self._asked, self._kind) for c in choices]

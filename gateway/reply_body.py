@@ -21,8 +21,8 @@ def text_or_none(value: object) -> str | None:
 
 
 def number(value: object) -> int:
-    """A whole number that is not negative, as indexes are."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    """A whole number as indexes are: not negative, 31 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
         raise TypeError(f"an index was expected, not {value!r:.40}")
     return value
 

@@ -7,8 +7,12 @@ import re
 _END = re.compile(rb"\r\n\r\n|\n\n")
 
 
+MAX_EVENT = 8 << 20
+"""Bytes: the ids of a prompt of a million tokens fit in."""
+
+
 class Splitter:
-    """Feed it pieces of any size; it returns the events that are whole."""
+    """Feed it pieces of any size; it returns the events that are whole. Raises ValueError when one never ends."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -22,6 +26,8 @@ class Splitter:
             events.append(buffer[at : end.end()])
             at = end.end()
         self._rest = buffer[at:]
+        if len(self._rest) > MAX_EVENT:
+            raise ValueError(f"an event of more than {MAX_EVENT} bytes")
         return events
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import orjson
 
 from gateway.protocol import Answer, Choice, Request
 from gateway.sessions import Origin
-from gateway.tokens import Captured, without_tokens
+from gateway.tokens import Captured
 from schemas.events import Step, StepStatus, Tag
 from schemas.ids import step_id
 
@@ -47,16 +49,26 @@ def steps_of(
     call: Call, answer: Answer, captured: Captured, engine: Engine, status: StepStatus, finished_at: int
 ) -> list[Step]:
     """One step per choice. finished_at: microseconds. A choice that the engine itself cut short is an error whatever `status` says."""
-    return [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in answer.choices]
+    choices = answer.choices
+    if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
+        choices = tuple(
+            replace(choice, index=at) for at, choice in enumerate(choices)
+        )  # some providers number all of them 0
+    return [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in choices]
+
+
+def unreadable_steps(
+    call: Call, captured: Captured, engine: Engine, status: StepStatus, finished_at: int
+) -> list[Step]:
+    """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
+    choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
+    return [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices]
 
 
 def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
     """The steps of a call whose client left before it had got anything: aborted, without tokens."""
-    nothing = without_tokens("the client left before the engine had answered")
-    return [
-        _step(call, Choice(i, b"null", None), nothing, engine, "aborted", "", finished_at)
-        for i in range(call.request.n)
-    ]
+    nothing = Captured("the client left before the engine had answered")
+    return unreadable_steps(call, nothing, engine, "aborted", finished_at)
 
 
 def _step(
@@ -103,3 +115,9 @@ def _step(
         received_at=call.received_at,
         finished_at=finished_at,
     )
+
+
+def had_text(step: Step) -> bool:
+    """Whether the client got anything of a choice whose tokens are not known."""
+    said = orjson.loads(step.response_json)
+    return step.response_token_ids is None and any(value for name, value in said.items() if name != "role")

@@ -16,14 +16,20 @@ from gateway.tokens import Captured
 from schemas import capture
 
 _COLON = ord(":")
+MAX_STREAM = 256 << 20
+"""Bytes of a stream: all of it is kept until its steps are recorded."""
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 class EventStream:
-    """ended: the end marker came, nothing follows. failure: the engine's own error event, or what was wrong with the stream."""
+    """ended: the end marker came, nothing follows. failure: the engine's own error event, or what was wrong with the stream.
 
-    def __init__(self, fold: Fold, captured: Captured) -> None:
-        self._fold, self._captured = fold, captured
+    capturing: the engine is one whose comments tell tokens; anybody else's are comments.
+    """
+
+    def __init__(self, fold: Fold, captured: Captured, capturing: bool = True) -> None:
+        self._fold, self._captured, self._capturing = fold, captured, capturing
+        self._room = MAX_STREAM
         self._splitter = Splitter()
         self._frames: list[bytes] = []  # of the event that comes next
         self._held: list[bytes] = []
@@ -34,7 +40,10 @@ class EventStream:
 
     def feed(self, piece: bytes) -> bytes:
         """Take bytes from the engine, return bytes for the client."""
+        self._room -= len(piece)
         try:
+            if self._room < 0:
+                raise ValueError(f"more than {MAX_STREAM} bytes")
             events = self._splitter.feed(piece)
             return self._event(events[0]) if len(events) == 1 else b"".join([self._event(e) for e in events])
         except NOT_THE_PROTOCOL as error:
@@ -42,7 +51,7 @@ class EventStream:
             return b""
 
     def _event(self, event: bytes) -> bytes:
-        if event[0] == _COLON and event.startswith(capture.COMMENT):
+        if event[0] == _COLON and self._capturing and event.startswith(capture.COMMENT):
             self._frames.append(event)
             return b""
         data = data_of(event)
@@ -75,7 +84,11 @@ class EventStream:
 
     def close(self) -> None:
         """The engine has closed the stream. A failure when it should not have yet."""
-        self._take_unsent()
+        try:
+            self._take_unsent()
+        except NOT_THE_PROTOCOL as error:
+            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+            return
         unfinished = self._fold.unfinished()
         if self.failure is None and not self.ended and unfinished:
             self.fail(
@@ -95,14 +108,21 @@ class EventStream:
         """What was held back, in order."""
         return b"".join(self._held)
 
-    def sent(self) -> Answer:
-        """What the client has got so far, nothing held."""
-        return self._fold.answer()
+    def sent(self) -> Answer | None:
+        """What the client has got so far, nothing held. None: it cannot be put together."""
+        try:
+            return self._fold.answer()
+        except NOT_THE_PROTOCOL as error:
+            self.fail(UpstreamFailed(f"the engine's stream cannot be put together: {error!r}"))
+            return None
 
-    def whole(self) -> Answer:
-        """All that came, the held part too."""
-        self._take_unsent()
-        return self._fold.answer()
+    def whole(self) -> Answer | None:
+        """All that came, the held part too. None: it cannot be put together, and `failure` says why."""
+        try:
+            self._take_unsent()
+        except NOT_THE_PROTOCOL as error:
+            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+        return self.sent()
 
     def _take_unsent(self) -> None:
         unsent, self._unsent = self._unsent, []

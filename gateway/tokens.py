@@ -72,7 +72,7 @@ class Captured:
         """Take an event of a stream that carries frames."""
         try:
             self.add(capture.read_comment(event))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             self.wrong = str(error)
 
     def trail(self, body: bytes, own: str | None) -> bytes:
@@ -131,11 +131,6 @@ class Captured:
         elif prompt is None:
             absent = NO_PROMPT
         return Tokens(prompt, ids, logprobs, _covering(told.spans, len(ids) // 4), absent)
-
-
-def without_tokens(reason: str) -> Captured:
-    """Of a call that has none, and why."""
-    return Captured(reason)
 
 
 def _covering(spans: tuple[capture.Span, ...] | None, tokens: int) -> tuple[VersionSpan, ...]:

@@ -105,15 +105,15 @@ def decode(data: bytes) -> list[Frame]:
                 prompt, at = data[at : at + 4 * count], at + 4 * count
             choices = []
             for told in head["c"]:
-                size = 4 * told["n"]
+                which, size = told["i"], 4 * told["n"]
+                if type(which) is not int or type(size) is not int or which < 0 or size < 0:
+                    raise ValueError(f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids")
                 ids, at = data[at : at + size], at + size
                 logprobs = None
                 if "l" in told:
                     logprobs, at = data[at : at + size], at + size
                 spans = told.get("v")
-                choices.append(
-                    Choice(told["i"], ids, logprobs, told.get("f"), spans if spans is None else _spans(spans))
-                )
+                choices.append(Choice(which, ids, logprobs, told.get("f"), spans if spans is None else _spans(spans)))
             frames.append(Frame(head["g"], prompt, tuple(choices), head.get("a")))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"capture frame: malformed head: {error!r}") from error
