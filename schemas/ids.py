@@ -4,7 +4,8 @@ trajectory key   what routes a record; the Kafka key is its UTF-8
 call id          <trajectory key>~<ulid>
 step id          <call id>.<choice index>
 bucket           bucket-<32 hex digits>, a trajectory key: calls that name no trajectory, split by the assembler
-trajectory id    the key; inside a bucket <key>~<ulid> of its first call
+agent session    agent-<agent>-<32 hex digits>, a trajectory key: the session of a known agent, split by the assembler where it paused
+trajectory id    the key; inside a bucket or agent session <key>~<ulid> of its first call
 version id       <run id>/<sync index>.<attempt>
 """
 
@@ -25,7 +26,11 @@ RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
 BUCKET_PREFIX = "bucket-"
 BUCKET_KEY = re.compile(BUCKET_PREFIX + "[0-9a-f]{32}")
-GROUP_ID = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
+# Any text, but half a surrogate pair is none: JSON can spell it, UTF-8 cannot.
+AGENT_PREFIX = "agent-"
+AGENT_KEY = re.compile(AGENT_PREFIX + "[a-z0-9-]{1,64}-[0-9a-f]{32}")
+UNNAMED_KEY = re.compile(f"{BUCKET_KEY.pattern}|{AGENT_KEY.pattern}")
+GROUP_ID = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 VERSION_ID = re.compile(r"([a-z0-9-]{1,64})/(\d{1,18})\.(\d{1,18})")
 
 
@@ -96,20 +101,37 @@ def bucket_key(secret_part: bytes, first_user_turn: bytes) -> str:
     secret_part: what tells clients apart, such as the API key; it can't be found out from the bucket. first_user_turn: canonical bytes
     of the first message of the user, which all calls of one conversation share.
     """
-    hashed = hashlib.blake2b(
-        len(secret_part).to_bytes(8, "little") + secret_part, digest_size=16, person=b"claw-bucket"
-    )
-    hashed.update(first_user_turn)
-    return BUCKET_PREFIX + hashed.hexdigest()
+    return BUCKET_PREFIX + _hash(b"claw-bucket", secret_part, first_user_turn)
+
+
+def agent_key(agent: str, secret_part: bytes, session_id: str) -> str:
+    """The trajectory key of a session of a known agent. secret_part: as in `bucket_key`; session_id: as the agent gives it."""
+    hashed = _hash(b"claw-session", secret_part, session_id.encode("utf-8", "surrogateescape"))
+    return f"{AGENT_PREFIX}{agent}-{hashed}"
+
+
+def _hash(person: bytes, secret_part: bytes, rest: bytes) -> str:
+    """32 hex digits."""
+    begin = len(secret_part).to_bytes(8, "little") + secret_part
+    return hashlib.blake2b(begin + rest, digest_size=16, person=person).hexdigest()
 
 
 def is_bucket(key: str) -> bool:
-    """Whether a trajectory key is a bucket: then it may hold many trajectories, and a reward or completion must name a step."""
+    """Whether a trajectory key is a bucket: all conversations of one client that began alike."""
     return BUCKET_KEY.fullmatch(key) is not None
 
 
-def bucket_trajectory_id(key: str, ulid: str) -> str:
-    """Trajectory id `<bucket>~<ulid>`; ulid: of the trajectory's first call in log order."""
+def is_unnamed(key: str) -> bool:
+    """Whether the gateway made the trajectory key, a bucket or an agent's session.
+
+    Nobody says when such a trajectory is over, so inactivity is its end. It may hold many trajectories, and a reward or completion
+    must name a step.
+    """
+    return UNNAMED_KEY.fullmatch(key) is not None
+
+
+def unnamed_trajectory_id(key: str, ulid: str) -> str:
+    """Trajectory id `<key>~<ulid>` in a bucket or agent session; ulid: of the trajectory's first call in log order."""
     return f"{key}~{ulid}"
 
 

@@ -203,6 +203,9 @@ class JobsSettings(_Section):
     bucket_inactivity_s: Positive = Field(
         300.0, description="agents that name no trajectory and pause longer between two calls, or rewards sooner"
     )
+    agent_inactivity_s: Positive = Field(
+        1800.0, description="known agents whose people pause longer between two calls, or rewards sooner"
+    )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to `name@version` or `package.module:function@version`"
     )
@@ -372,6 +375,7 @@ class Settings(_Section):
         for name, value in (
             ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
             ("jobs.bucket_inactivity_s", self.jobs.bucket_inactivity_s),
+            ("jobs.agent_inactivity_s", self.jobs.agent_inactivity_s),
             ("jobs.orphan_after_s", self.jobs.orphan_after_s),
             ("gateway.spool_max_age_s", self.spool_max_age_s),
             ("admit.policy.reward_deadline_s", self.admit.policy.reward_deadline_s),

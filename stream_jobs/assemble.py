@@ -4,14 +4,14 @@ Rules (design sections 1, 2 and 3.13):
 
 - A trajectory is the steps of one (run, trajectory key) from its first record to its closing; in a bucket those that `bucket` puts
   together. It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, tick included, has a timestamp
-  (running maximum) past its time-out; that record is folded after the closing. In a bucket nobody says that it is over, so there
-  inactivity is its normal end, `completed`. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
+  (running maximum) past its time-out; that record is folded after the closing. In a bucket or an agent's session nobody says that it
+  is over, so there inactivity is its normal end, `completed`, and the next step begins the next trajectory. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
 - Rewards and curation fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
   after the reward, by log timestamps on both sides: whichever was read first.
 - What has no target yet waits `orphan_after` on the clock of `claw.steps`, then is buried as `unknown_target`. A completion of an
   unknown trajectory waits as well: steps from a gateway's spool may still come. When the time is over it closes the trajectory, if by
   then there is one.
-- A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket it begins the next one.
+- A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket or an agent's session it begins the next one.
 - Of a call that the client made twice only one step counts (`retries`); the other is marked and never trained.
 - A record that cannot be folded is buried, with the reason, and has no other effect.
 """
@@ -102,6 +102,7 @@ class Fold:
                 self._do(self._judge.give_up(source, waiting.offset, "its target did not come in time"))
         timeout = self.limits.trajectory_timeout
         self._close_idle(state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive")
+        self._close_idle(state.agents, min(self.limits.agent_inactivity, timeout), "completed", "inactive")
         self._close_idle(state.opened, timeout, "timed_out", None)
 
     def _close_idle(self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None) -> None:

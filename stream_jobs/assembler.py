@@ -24,6 +24,7 @@ def limits_of(settings: Settings) -> Limits:
         orphan_after=round(jobs.orphan_after_s * 1000),
         closed_max=jobs.closed_max,
         bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
+        agent_inactivity=round(jobs.agent_inactivity_s * 1000),
     )
 
 

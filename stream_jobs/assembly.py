@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from schemas.events import Channel, Outcome, StepMarkKind
-from schemas.ids import is_bucket, key_of_trajectory
+from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
 from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
     STEPS,
@@ -44,8 +44,9 @@ LATE_MAX = 1000
 class Assembly:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
 
-    opened: by time of the last record; anonymous: those of them that are in a bucket. closed: by time of closing, packed. waiting: of
-    each input, by offset. buckets, anonymous and waiting_for follow from the rest and are not stored.
+    opened: by time of the last record; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
+    closing, packed. waiting: of each input, by offset. buckets (agents' sessions too), anonymous, agents and waiting_for follow from the
+    rest and are not stored.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
@@ -60,6 +61,7 @@ class Assembly:
     waiting_for: dict[Key, list[tuple[Source, int]]] = field(default_factory=dict)
     buckets: dict[Key, Bucket] = field(default_factory=dict)
     anonymous: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+    agents: OrderedDict[Key, None] = field(default_factory=OrderedDict)
 
     @property
     def event_time(self) -> int:
@@ -98,19 +100,25 @@ class Assembly:
         trajectory = self.opened[key]
         trajectory.last = at
         self.opened.move_to_end(key)
-        if key[1] != key_of_trajectory(key[1]):
-            self.anonymous[key] = None
-            self.anonymous.move_to_end(key)
+        if (idle := self._idle(key)) is not None:
+            idle[key] = None
+            idle.move_to_end(key)
         return trajectory
 
-    def _bucket(self, key: Key) -> Bucket | None:
-        """The bucket that a trajectory is in; None: it is in none."""
+    def _idle(self, key: Key) -> OrderedDict[Key, None] | None:
+        """Where a trajectory is that ends by inactivity; None: it does not."""
         name = key_of_trajectory(key[1])
-        return self.buckets.setdefault((key[0], name), Bucket()) if is_bucket(name) else None
+        return None if not is_unnamed(name) else self.anonymous if is_bucket(name) else self.agents
+
+    def _bucket(self, key: Key) -> Bucket | None:
+        """The bucket or agent's session that a trajectory is in; None: it is in none."""
+        name = key_of_trajectory(key[1])
+        return self.buckets.setdefault((key[0], name), Bucket()) if is_unnamed(name) else None
 
     def _closed(self, run: str, key: str, outcome: Outcome, reason: str | None, at: int) -> None:
         was = self.opened.pop((run, key))
-        self.anonymous.pop((run, key), None)
+        if (idle := self._idle((run, key))) is not None:
+            idle.pop((run, key), None)
         if (bucket := self._bucket((run, key))) is not None:
             bucket.close(key, was.steps)
         was.steps = [
@@ -204,8 +212,9 @@ class Assembly:
             if (bucket := self._bucket((run, key))) is not None:
                 bucket.calls.update((call_of(s.tail), key) for s in Closed.load(packed).steps)
         for (run, key), trajectory in self.opened.items():
-            if (bucket := self._bucket((run, key))) is not None:
-                self.anonymous[run, key] = None
+            bucket, idle = self._bucket((run, key)), self._idle((run, key))
+            if bucket is not None and idle is not None:
+                idle[run, key] = None
                 for at, step in enumerate(trajectory.steps):
                     bucket.add(key, at, step)
 

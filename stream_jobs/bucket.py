@@ -14,6 +14,8 @@ Where several steps fit (replies that are equal, word for word) the one counts w
 one that nobody has gone on from, then the first on the log. Only open trajectories are looked at, except by rule 1. Whatever is
 chosen, nothing is lost: a step in the wrong trajectory is a branch of its tree, counted as drift.
 
+The session of a known agent is a bucket too, with one open trajectory at a time: nothing is split there but by time (`in_session`).
+
 The index is derived from the steps and not stored: a new owner makes the same one from the state log.
 """
 
@@ -100,6 +102,11 @@ def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
         everywhere = [(t, i) for t in bucket.opened for i in range(len(steps_of(t)))]
         found = _best(everywhere, steps_of, step.prompt_token_ids, True)
     return Choice(found[0], found[1], leads) if found is not None else Choice(None, None, leads)
+
+
+def in_session(session: Bucket, tail: str) -> Choice:
+    """Where in its agent's session a step belongs: to the open trajectory, whatever it says. Sub-agents are branches of its tree."""
+    return Choice(session.calls.get(call_of(tail)) or next(iter(session.opened), None), None, None)
 
 
 def _evidence(step: StepEntry) -> list[int]:

@@ -15,7 +15,7 @@ from schemas.events import Channel, Outcome, RewardSource, StepMarkKind, StepSta
 Entry = list[Any]
 """A change of the state: `[op, ...]`, JSON values."""
 Key = tuple[str, str]
-"""(run id, trajectory id): the id is the trajectory key, except in a bucket."""
+"""(run id, trajectory id): the id is the trajectory key, except in a bucket or an agent's session."""
 Source = Literal[0, 1]
 STEPS: Source = 0
 REWARDS: Source = 1

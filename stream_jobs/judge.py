@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.events import Curation, Reward, SessionEvent, Step
-from schemas.ids import bucket_trajectory_id, check_group_id, check_run_id, check_trajectory_key, is_bucket, key_of_step
+from schemas.ids import (
+    check_group_id,
+    check_run_id,
+    check_trajectory_key,
+    is_bucket,
+    is_unnamed,
+    key_of_step,
+    unnamed_trajectory_id,
+)
 from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
-from stream_jobs.bucket import Bucket, call_of, choose
+from stream_jobs.bucket import Bucket, call_of, choose, in_session
 from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Folded, Key, Open, RewardEntry, Source, StepEntry
 from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
 from stream_jobs.prefix import hash_of, measure
@@ -36,6 +44,7 @@ class Limits:
     orphan_after: int
     closed_max: int
     bucket_inactivity: int = 300_000
+    agent_inactivity: int = 1_800_000
     waiting_max: int = 100_000
 
 
@@ -89,8 +98,10 @@ class Judge:
     # -- targets
 
     def target(self, key: Key, tail: str | None) -> Key | None:
-        """The trajectory that is meant, None when it is not known. key: its own, or of a bucket; then `tail` is of a step of it."""
-        if not is_bucket(key[1]):
+        """The trajectory that is meant, None when it is not known. key: its own, or one that the gateway made; then `tail`
+        is of a step of it.
+        """
+        if not is_unnamed(key[1]):
             return key if key in self.state.opened or key in self.state.closed else None
         bucket = self.state.buckets.get(key)
         trajectory = bucket.calls.get(call_of(tail)) if bucket is not None and tail is not None else None
@@ -171,12 +182,15 @@ class Judge:
 
     def _place(self, name: Key, tail: str, step: Step) -> tuple[Key, int | None, int | None]:
         """The trajectory that a step belongs to, the position of the step it goes on from, and its link."""
-        if not is_bucket(name[1]):
+        if not is_unnamed(name[1]):
             return name, None, None
         run = name[0]
         bucket = self.state.buckets.get(name) or Bucket()
-        choice = choose(bucket, lambda t: self.state.opened[run, t].steps, tail, step)
-        trajectory = choice.trajectory or bucket_trajectory_id(name[1], call_of(tail))
+        if is_bucket(name[1]):
+            choice = choose(bucket, lambda t: self.state.opened[run, t].steps, tail, step)
+        else:
+            choice = in_session(bucket, tail)
+        trajectory = choice.trajectory or unnamed_trajectory_id(name[1], call_of(tail))
         return (run, trajectory), choice.after, choice.leads
 
     def _late(self, offset: int, key: Key, step: Step, tail: str) -> list[Entry]:
@@ -190,8 +204,10 @@ class Judge:
     def _session(self, offset: int, name: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
         if len(event.metadata_json or b"") > PAYLOAD_BYTES:
             raise Refusal("invalid", f"metadata has more than {PAYLOAD_BYTES} bytes")
-        if is_bucket(name[1]) and (event.kind == "opened" or event.step_id is None):
-            raise Refusal("invalid", f"{name[1]} is a bucket: only a completion that names a step has a target there")
+        if is_unnamed(name[1]) and (event.kind == "opened" or event.step_id is None):
+            raise Refusal(
+                "invalid", f"{name[1]} was made by the gateway: only a completion that names a step has a target there"
+            )
         if event.kind == "opened":
             return self._opened(offset, name, event)
         return self._ended(offset, name, event), None
@@ -214,7 +230,7 @@ class Judge:
 
     def _ended(self, offset: int, name: Key, event: SessionEvent) -> list[Entry]:
         now, reason = self.state.time[STEPS], event.reason[:REASON_CHARS] if event.reason else None
-        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None and is_bucket(name[1]) else None
+        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None and is_unnamed(name[1]) else None
         found = self.target(name, tail)
         if found in self.state.closed:
             return []
@@ -283,20 +299,25 @@ def _retries(steps: Sequence[StepEntry], step: Step) -> list[Retry]:
 
 
 def _step_meant(name: Key, event: Reward | Curation) -> str | None:
-    """Tail of the step that a reward or mark is about. With the bucket as its trajectory the step only says which trajectory."""
-    if event.step_id is None or (is_bucket(name[1]) and event.trajectory_id == name[1]):
+    """Tail of the step that a reward or mark is about. With a key of the gateway as its trajectory the step only says which."""
+    if event.step_id is None or (is_unnamed(name[1]) and event.trajectory_id == name[1]):
         return None
     return event.step_id[len(name[1]) + 1 :]
 
 
 def _trajectory_meant(name: Key, event: Reward | Curation) -> Key:
-    """The trajectory as far as the record says it: in a bucket, by its id; else the bucket, and the step says which. Raises Refusal."""
+    """The trajectory as far as the record says it: where the gateway made the key, by its id; else the key, and the step says which.
+
+    Raises Refusal.
+    """
     given = event.trajectory_id
     if given is None or given == name[1]:
-        if is_bucket(name[1]) and event.step_id is None:
-            raise Refusal("invalid", f"{name[1]} is a bucket: the trajectory must be named, or a step of it")
+        if is_unnamed(name[1]) and event.step_id is None:
+            raise Refusal(
+                "invalid", f"{name[1]} was made by the gateway: the trajectory must be named, or a step of it"
+            )
         return name
-    if not (is_bucket(name[1]) and given.startswith(f"{name[1]}~")):
+    if not (is_unnamed(name[1]) and given.startswith(f"{name[1]}~")):
         raise Refusal("invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}")
     return name[0], given
 
