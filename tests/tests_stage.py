@@ -7,6 +7,7 @@ played = stage.play(ToyModel(decide), scenario)     # async def scenario(url, ea
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,14 @@ from schemas.tokens import pack_ids, pack_logprobs
 
 Scenario = Callable[[str, Ear], Awaitable[None]]
 PATIENCE_S = 120.0
-SHOWN = 160
+SHOWN = 120
 """Characters of a text that a recording keeps."""
+OF_TOOLS = ("parameters", "input_schema", "description", "defer_loading")
+MACHINE = (
+    (r"host=\S+", "host=machine"), (r"os=[^|]*", "os=Linux "), (r"/tmp/[^\"\\ ]*", "/tmp/agent"),
+    (r"codex_exec/(\S+) \([^)]*\)", r"codex_exec/\1 (Linux)"),
+)  # fmt: skip
+"""What a recording says instead of this machine's names."""
 RECORDED_HEADERS = (
     "user-agent", "traceparent", "session-id", "thread-id", "originator", "upgrade", "anthropic-version", "anthropic-beta",
     "x-app", "x-claude-code", "x-codex", "x-openai", "x-session", "x-parent", "x-client-request-id", "x-stainless-retry-count",
@@ -166,8 +173,11 @@ def drifts(trajectory: Trajectory) -> list[str]:
     return [s.drift for s in trajectory.steps]
 
 
-def record(name: str, played: Played, *signs: str) -> None:
-    """Write what an agent sent to runs/agents, with its texts cut short: lines that hold a sign stay. tests/agents/recorded has copies."""
+def record(name: str, played: Played, home: Path, *signs: str) -> None:
+    """Write what an agent sent to runs/agents, its texts cut short but for lines with a sign, without this machine's names.
+
+    tests/agents/recorded has copies. home: the folder that the agent lived in.
+    """
     folder = ROOT / "runs" / "agents"
     folder.mkdir(parents=True, exist_ok=True)
     found = [
@@ -179,13 +189,16 @@ def record(name: str, played: Played, *signs: str) -> None:
         }
         for e in played.exchanges
     ]
-    (folder / f"{name}.json").write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+    text = orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n"
+    for pattern, instead in ((re.escape(str(home)), "/home/agent"), (re.escape(str(ROOT)), "/project"), *MACHINE):
+        text = re.sub(pattern, instead, text)
+    (folder / f"{name}.json").write_text(text)
 
 
 def shortened(said: Any, signs: tuple[str, ...]) -> Any:
-    """A body without its long texts and the schemas of its tools."""
+    """A body without its long texts, and of tools no more than their names."""
     if isinstance(said, dict):
-        return {k: {} if k in ("parameters", "input_schema") else shortened(v, signs) for k, v in said.items()}
+        return {k: v for k, v in ((k, shortened(v, signs)) for k, v in said.items()) if k not in OF_TOOLS}
     if isinstance(said, list):
         return [shortened(v, signs) for v in said]
     if isinstance(said, str) and len(said) > SHOWN:

@@ -89,7 +89,7 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stag
             said.append(await codex.say(url, prompt))
 
     played = stage.play(ToyModel(decide), scenario)
-    record("codex", played)
+    record("codex", played, tmp_path)
     assert said == ["The note says heron", "It saw egret", "Where were we?"]
     (trajectory,) = stage.kept(played)
     assert trajectory.trajectory_key.startswith("codex-")
@@ -107,7 +107,7 @@ def test_a_compaction_is_tagged_and_stays_in_the_trajectory(stage: Stage, tmp_pa
         assert await codex.say(url, "Read the note") == "The summary says heron"
 
     played = stage.play(ToyModel(decide), scenario)
-    record("codex-compaction", played)
+    record("codex-compaction", played, tmp_path)
     (trajectory,) = stage.kept(played)
     assert roots(trajectory) == 1
     assert tags(trajectory) == [(), ("compaction",), ()]
@@ -123,7 +123,7 @@ def test_its_built_in_provider_gives_up_its_web_socket_at_once(stage: Stage, tmp
         said.append(await codex.say(url, "Read the note"))
 
     played = stage.play(ToyModel(decide), scenario)
-    record("codex-built-in", played)
+    record("codex-built-in", played, tmp_path)
     assert said == ["The note says heron"]
     assert [(e.method, e.status) for e in played.exchanges] == [("GET", 426), ("POST", 200), ("POST", 200)]
     (trajectory,) = stage.kept(played)
