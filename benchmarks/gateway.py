@@ -283,6 +283,18 @@ def latency(engine: Side, sides: Sequence[Side], rounds: int, calls: int) -> dic
     return {name: (statistics.median(p[0] for p in f), statistics.median(p[1] for p in f)) for name, f in found.items()}
 
 
+def posts_per_call(engine: Side, side: Side, calls: int) -> float:
+    """How many requests the engine gets for a call."""
+
+    def asked() -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/asked", timeout=5) as reply:
+            return int(reply.read())
+
+    before = asked()
+    drive(side, body_of(), calls, 8)
+    return (asked() - before) / calls
+
+
 def machine() -> dict[str, Any]:
     """Where it ran."""
     model = next(
@@ -336,6 +348,7 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         ]  # fmt: skip
         if not check:
             sides += [bench.litellm(engine, 200), bench.router(engine, calls(4000))]
+        asked = posts_per_call(engine, ours, calls(400))
         cpu = cpu_rounds(sides, rounds, 32)
         added = latency(engine, [ours, unconfirmed], rounds, calls(500))
         streaming = bench.gateway("streaming", slow, 0)
@@ -346,7 +359,7 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         prompt_cpu = measure(heavy, body_of(chars=400_000), calls(50), 1)
         prompt_ms = 1e3 * statistics.median(drive(heavy, body_of(chars=400_000), calls(50), 1).latencies_s)
     result = {
-        "benchmark": "gateway", "check": check, "upstream_requests_per_call": 1, "reply_bytes": 9400,
+        "benchmark": "gateway", "check": check, "upstream_requests_per_call": asked, "reply_bytes": 9400,
         "cpu_us_per_call": cpu["ours"],
         "passthrough_cpu_us_per_call": cpu["asgi"],
         "fastapi_httpx_cpu_us_per_call": cpu["fastapi"],

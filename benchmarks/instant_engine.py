@@ -3,7 +3,8 @@
     python -m benchmarks.instant_engine --port 21000 [--events 101] [--pause-ms 0] [--prompt 420] [--response 110]
 
 It speaks chat completions as vLLM 0.32 with our middleware does (to who asks for it) and as a stock vLLM with ids in the body (to others):
-a plain reply of 9.4 KB either way, or a stream of so many events. Replies are made once, so a call costs it a few microseconds.
+a plain reply of 9.4 KB either way, or a stream of so many events. Replies are made once, so a call costs it a few microseconds. `GET /asked` tells how
+many POSTs there were.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Replies:
 
     def __init__(self, shape: Shape) -> None:
         self.pause_s = shape.pause_ms / 1000
+        self.asked = 0
         self.plain = {c: plain_reply(shape, c) for c in (True, False)}
         self.stream = {c: stream_events(shape, c) for c in (True, False)}
         told = f"{capture.ASK}: 1\r\n".encode()
@@ -170,6 +172,7 @@ class Engine(asyncio.Protocol):
         replies = self._replies
         captured = capture.ASK.encode() in head.lower()
         if head.startswith(b"POST"):
+            replies.asked += 1
             if b'"stream":true' in body or b'"stream": true' in body:
                 self._transport.write(replies.stream_head[captured])
                 self._streaming = asyncio.ensure_future(self._stream(replies.stream[captured]))
@@ -177,6 +180,9 @@ class Engine(asyncio.Protocol):
                 self._transport.write(replies.plain[captured])
         elif b"/version" in head[:64]:
             self._transport.write(replies.version)
+        elif b"/asked" in head[:64]:
+            told = b"%d" % replies.asked
+            self._transport.write(JSON_HEAD + b"content-length: %d\r\n\r\n" % len(told) + told)
         elif b"/models" in head[:64]:
             self._transport.write(replies.models)
         else:
