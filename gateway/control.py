@@ -1,8 +1,8 @@
 """Everything that is not a model call: sessions, registering and completing trajectories, rewards, curations.
 
 Each is answered only after its records are durable. Event ids are functions of what is said, so a client that repeats a request
-adds nothing. Whether a trajectory exists is not judged here: a record for an unknown one becomes a dead letter of assemble. A bucket holds
-many trajectories: what is said of one of them names a step.
+adds nothing. Whether a trajectory exists is not judged here: a record for an unknown one becomes a dead letter of assemble. A key that the
+gateway made, a bucket or the session of a known agent, holds many trajectories: what is said of one of them names a step.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api_keys import Scope
-from gateway.calls import Parts
+from gateway.calls import Parts, header_map
 from gateway.door import TRAJECTORY_HEADER, Caller
 from gateway.errors import Unprocessable
 from gateway.event_log import Event
+from gateway.request_body import dumps
 from gateway.sessions import Origin
 from schemas.errors import InvalidId
 from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
-from schemas.ids import check_trajectory_key, is_bucket, key_of_step, new_event_id, new_ulid, stable_id
+from schemas.ids import check_trajectory_key, is_unnamed, key_of_step, new_event_id, new_ulid, stable_id
 
 STEP_ID = re.compile(r".+~[0-9A-HJKMNP-TV-Z]{26}\.\d{1,9}")
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
@@ -62,7 +62,7 @@ class Register(_Body):
 
 
 class Complete(_Body):
-    """The trajectory is over. reward: its reward from the environment, if there is one. step_id: of a bucket, a step of the one meant."""
+    """The trajectory is over. reward: its reward from the environment, if there is one. step_id: a step of it, where the gateway made the key."""
 
     step_id: str | None = None
     reward: Value | None = None
@@ -101,11 +101,8 @@ class Curate(_Body):
 
 
 def json_of(value: Any, field: str) -> bytes | None:
-    """A value as it is kept; None stays None. Raises Unprocessable for a number above 64 bits, half a surrogate pair, or too deep."""
-    try:
-        return None if value is None else orjson.dumps(value)
-    except TypeError as error:
-        raise Unprocessable(f"{field}: cannot be kept as JSON: {error}", field) from error
+    """A value as it is kept; None stays None. Raises Unprocessable, see `dumps`."""
+    return None if value is None else dumps(value, field, Unprocessable)
 
 
 class Recorder:
@@ -132,7 +129,7 @@ class Recorder:
     def ended(self, origin: Origin, said: Complete) -> list[Reward | SessionEvent]:
         """Its reward, if it has one, and its end. Raises Unprocessable."""
         if said.step_id is None:
-            _not_a_bucket(origin.trajectory_key, "step_id")
+            _of_one_trajectory(origin.trajectory_key, "step_id")
         event = SessionEvent(
             event_id=stable_id(origin.run_id, origin.trajectory_key, said.outcome, *filter(None, [said.step_id])),
             run_id=origin.run_id,
@@ -152,14 +149,14 @@ class Recorder:
             function_version="1",
             value=said.reward,
             trajectory_id=origin.trajectory_key,
-            step_id=said.step_id if is_bucket(origin.trajectory_key) else None,
+            step_id=said.step_id if is_unnamed(origin.trajectory_key) else None,
         )
         return [self.reward(origin, reward, "reward"), event]
 
     def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Reward:
         """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable.
 
-        In a bucket a step says which trajectory is meant; with the bucket as trajectory id the reward is of all of that trajectory.
+        Where the gateway made the key a step says which trajectory is meant; with the key as trajectory id the reward is of all of that one.
         """
         limits = self._parts.settings.gateway
         if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
@@ -168,7 +165,7 @@ class Recorder:
                 "gateway.reward_max",
                 field,
             )
-        named = said.trajectory_id if is_bucket(origin.trajectory_key) else None
+        named = said.trajectory_id if is_unnamed(origin.trajectory_key) else None
         target = ",".join(filter(None, (named, said.step_id)))
         parts = (said.source, said.name, said.function_version)
         return Reward(
@@ -197,7 +194,7 @@ class Recorder:
             event_id=event_id,
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
-            trajectory_id=said.trajectory_id if is_bucket(origin.trajectory_key) else None,
+            trajectory_id=said.trajectory_id if is_unnamed(origin.trajectory_key) else None,
             step_id=said.step_id,
             quality=said.quality,
             trainable=said.trainable,
@@ -224,17 +221,16 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
             return key
         if trajectory_id is None:
             raise Unprocessable("trajectory_id: or step_id must say what it is about", "trajectory_id")
-        _not_a_bucket(trajectory_id.partition("~")[0], "trajectory_id")
+        _of_one_trajectory(trajectory_id.partition("~")[0], "trajectory_id")
         return check_trajectory_key(trajectory_id)
     except InvalidId as error:
         raise Unprocessable(str(error), "step_id" if step_id is not None else "trajectory_id") from error
 
 
-def _not_a_bucket(key: str, field: str) -> None:
-    if is_bucket(key):
+def _of_one_trajectory(key: str, field: str) -> None:
+    if is_unnamed(key):
         raise Unprocessable(
-            f"{field}: {key} is a bucket, it holds all trajectories that began with the same words. Say which one by step_id, a step "
-            "of it",
+            f"{field}: {key} is a key that the gateway made, it may hold many trajectories. Say which one by step_id, a step of it",
             field,
         )
 
@@ -247,7 +243,7 @@ def control_routes(parts: Parts) -> APIRouter:
         """Before the body is looked at: who asks, if that one has the scope."""
 
         async def authenticate(request: Request) -> Caller:
-            return door.authenticate(request.headers, scope)
+            return door.authenticate(header_map(request.scope), scope)
 
         return Depends(authenticate)
 
@@ -256,9 +252,9 @@ def control_routes(parts: Parts) -> APIRouter:
     @router.post("/sessions", status_code=201)
     async def open_session(request: Request, said: OpenSession | None = None, caller: Caller = agent) -> dict[str, str]:
         said = said or OpenSession()
-        key = said.trajectory_key or request.headers.get(TRAJECTORY_HEADER) or new_ulid()
-        _not_a_bucket(key, "trajectory_key")
-        found = door.origin(caller, request.headers, key, said.group_id, run=said.run_id)
+        key = said.trajectory_key or header_map(request.scope).get(TRAJECTORY_HEADER) or new_ulid()
+        _of_one_trajectory(key, "trajectory_key")
+        found = door.origin(caller, header_map(request.scope), key, said.group_id, run=said.run_id)
         new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
         public = (parts.settings.gateway.public_url or str(request.base_url)).rstrip("/")
@@ -277,7 +273,7 @@ def control_routes(parts: Parts) -> APIRouter:
             door.require_completion_reward(caller)
         if said.step_id is not None:
             key = target_of(key, said.step_id)
-        found = door.origin(caller, request.headers, key, group)
+        found = door.origin(caller, header_map(request.scope), key, group)
         await recorder.record(recorder.ended(replace(found, channel=said.channel or found.channel), said))
         return {"status": "ok", "trajectory_key": found.trajectory_key}
 
@@ -306,8 +302,8 @@ def control_routes(parts: Parts) -> APIRouter:
         request: Request, trajectory: str, prompt: str, said: Register | None = None, caller: Caller = agent
     ) -> dict[str, str]:
         said = said or Register()
-        _not_a_bucket(trajectory, "trajectory_key")
-        found = door.origin(caller, request.headers, trajectory, prompt)
+        _of_one_trajectory(trajectory, "trajectory_key")
+        found = door.origin(caller, header_map(request.scope), trajectory, prompt)
         await recorder.record([recorder.opened(replace(found, channel=said.channel or found.channel), said)])
         return {"status": "ok", "trajectory_key": found.trajectory_key}
 
@@ -316,7 +312,7 @@ def control_routes(parts: Parts) -> APIRouter:
         if said.value is None and not said.reason:
             raise Unprocessable("reason: says why there is no value, or give a value", "reason")
         key = target_of(said.trajectory_id, said.step_id)
-        found = door.origin(caller, request.headers, key, run=said.run_id)
+        found = door.origin(caller, header_map(request.scope), key, run=said.run_id)
         await recorder.record([recorder.reward(found, said, by=caller.name)])
         return {"status": "ok", "trajectory_key": key}
 
@@ -328,7 +324,7 @@ def control_routes(parts: Parts) -> APIRouter:
         if by is None:
             raise Unprocessable("by: says who marks it, where no API key does", "by")
         key = target_of(said.trajectory_id, said.step_id)
-        found = door.origin(caller, request.headers, key, run=said.run_id)
+        found = door.origin(caller, header_map(request.scope), key, run=said.run_id)
         event_id = new_event_id()
         await recorder.record([recorder.curation(found, said, by, event_id)])
         return {"status": "ok", "trajectory_key": key, "event_id": event_id}

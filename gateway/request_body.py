@@ -6,10 +6,24 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Unprocessable
 from gateway.protocol import Request
 
 MAX_N = 128
+
+
+def dumps(
+    value: Any, field: str = "body", error: type[BadRequest | Unprocessable] = BadRequest, *, sort: bool = False
+) -> bytes:
+    """A value that a client sent, as JSON. sort: canonical.
+
+    Raises `error` that names the field for what can be read but not written: more than 254 levels, a number above 64 bits, half a surrogate
+    pair. The values stand in no message.
+    """
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
+    except orjson.JSONEncodeError as cause:
+        raise error(f"{field}: nested too deeply or holds a value JSON cannot write", field) from cause
 
 
 def object_of(body: bytes) -> dict[str, Any]:
@@ -50,11 +64,14 @@ def n_of(said: dict[str, Any]) -> int:
 
 
 def with_fields(request: Request, added: dict[str, Any]) -> bytes:
-    """The body with fields added. Where none of them was there before, the client's own bytes stay as they are."""
+    """The body with fields added. Where none of them was there before, the client's own bytes stay as they are.
+
+    Raises BadRequest.
+    """
     if not added:
         return request.body
     if added.keys() & request.said.keys() or not request.said:
-        return orjson.dumps({**request.said, **added})
+        return dumps({**request.said, **added})
     return request.body.rstrip(b" \t\r\n")[:-1] + b"," + orjson.dumps(added)[1:]
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import orjson
-
 from gateway.protocol import Request
-from gateway.request_body import with_fields
+from gateway.request_body import dumps, with_fields
 
 OWN_MODEL = "default"
 """Claw-R1's agents ask for this one: whatever the engine serves."""
@@ -25,10 +23,10 @@ REPLY_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def with_defaults(request: Request, dialect: str, default_max_tokens: int | None) -> Request:
-    """The call as it is meant. dialect: name. Where it leaves nothing open its own bytes stay as they are."""
+    """The call as it is meant. dialect: name. Where it leaves nothing open its own bytes stay as they are. Raises BadRequest."""
     if request.model == OWN_MODEL and dialect in MODEL_OPTIONAL:
         said = {name: value for name, value in request.said.items() if name != "model"}
-        request = replace(request, model=None, said=said, body=orjson.dumps(said))
+        request = replace(request, model=None, said=said, body=dumps(said))
     names = REPLY_FIELDS.get(dialect)
     if default_max_tokens is None or names is None or any(request.said.get(name) is not None for name in names):
         return request

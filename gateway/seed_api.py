@@ -19,7 +19,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.calls import FORWARDED, NO_TOKENS, RETURNED, Parts, read_body
+from gateway.calls import FORWARDED, NO_TOKENS, RETURNED, Parts, header_map, read_body
 from gateway.control import Complete, GiveReward, Recorder, Register
 from gateway.disconnect import Client
 from gateway.door import Caller
@@ -27,6 +27,7 @@ from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, 
 from gateway.event_log import Event
 from gateway.openai_completions import OpenAICompletions
 from gateway.protocol import Tokens
+from gateway.request_body import dumps
 from gateway.seed_reward import ComputeReward, Judge, TextOf
 from gateway.seed_steps import Placed, StepPayload, Submission, TokenId, in_order, misplaced, step_of
 from gateway.seed_steps import Request as SubmitRequest
@@ -109,7 +110,7 @@ def seed_routes(parts: Parts) -> APIRouter:
     @asynccontextmanager
     async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
         """Who asks, and only then its body, which counts as held within the block."""
-        caller = parts.door.authenticate(request.headers, "agent")
+        caller = parts.door.authenticate(header_map(request.scope), "agent")
         body = await read_body(request.receive, gateway.max_body_bytes, parts.memory)
         try:
             yield caller, body
@@ -119,7 +120,7 @@ def seed_routes(parts: Parts) -> APIRouter:
     @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
     async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
         async with opened(request) as (caller, body):
-            return {"accepted": await submitter.submit(caller, request.headers, body, channel)}
+            return {"accepted": await submitter.submit(caller, header_map(request.scope), body, channel)}
 
     @router.post("/generate", openapi_extra=in_openapi(Generate))
     async def generate(request: Request) -> Response:
@@ -127,7 +128,7 @@ def seed_routes(parts: Parts) -> APIRouter:
             client = Client(request.receive)
             try:
                 async with client:
-                    return await generator.generate(caller, request.headers, read_as(Generate, body))
+                    return await generator.generate(caller, header_map(request.scope), read_as(Generate, body))
             except ClientGone:
                 return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
             finally:
@@ -136,11 +137,11 @@ def seed_routes(parts: Parts) -> APIRouter:
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request) -> dict[str, Any]:
         async with opened(request) as (caller, body):
-            return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, request.headers))
+            return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, header_map(request.scope)))
 
     @router.post("/init_trajectory")
     async def init_trajectory(request: Request) -> dict[str, str]:
-        parts.door.authenticate(request.headers, "agent")
+        parts.door.authenticate(header_map(request.scope), "agent")
         uid = uuid.uuid4().hex
         base = (gateway.public_url or str(request.base_url)).rstrip("/")
         return {"trajectory_uid": uid, "base_url": f"{base}/{uid}/{uid}/v1"}
@@ -288,10 +289,7 @@ class Generator:
                 )
             asked["max_tokens"] = gateway.default_max_tokens
         kept = {k: v for k, v in asked.items() if k not in OURS}
-        try:
-            return orjson.dumps({**DEFAULTS, **kept, "prompt": said.prompt_ids})
-        except TypeError as error:
-            raise Unprocessable(f"sampling_params: cannot be written as JSON: {error}", "sampling_params") from error
+        return dumps({**DEFAULTS, **kept, "prompt": said.prompt_ids}, "sampling_params", Unprocessable)
 
 
 def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str, Any]:

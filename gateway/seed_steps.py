@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
 from gateway.errors import BadRequest, GatewayError, Unprocessable
+from gateway.request_body import dumps
 from gateway.sessions import Origin
 from schemas.events import Step, VersionSpan
 from schemas.ids import Version, step_id
@@ -168,19 +169,13 @@ def _tokens(placed: Placed) -> tuple[bytes, bytes, bytes | None]:
 def _kept(placed: Placed) -> bytes:
     """Everything that is said of a step but its tokens, canonical JSON."""
     kept = placed.said.model_dump(exclude_unset=True, exclude={*PACKED, *RECORDS})
+    step = f"steps.{placed.at}"
     try:
-        return orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:  # a number above 64 bits, half a surrogate pair, or too deep
-        field = next((name for name in kept if not _writable(kept[name])), "metadata")
-        raise placed.wrong(field, f"cannot be kept as JSON: {error}") from error
-
-
-def _writable(value: Any) -> bool:
-    try:
-        orjson.dumps(value)
-    except TypeError:
-        return False
-    return True
+        return dumps(kept, step, Unprocessable, sort=True)
+    except Unprocessable:
+        for name, value in kept.items():  # which one is it?
+            dumps(value, f"{step}.{name}", Unprocessable)
+        raise
 
 
 def _stated_version(said: StepPayload, run_id: str) -> str | None:

@@ -14,6 +14,7 @@ import orjson
 
 from gateway.errors import BadRequest
 from gateway.protocol import Request
+from gateway.request_body import dumps
 from gateway.sessions import Origin
 from gateway.upstream import Upstream
 from schemas.settings import GatewaySettings
@@ -89,7 +90,7 @@ class PromptLimit:
 
     async def _count(self, counting: Counting, said: Mapping[str, Any], request: Request, origin: Origin) -> int:
         """What the engine counts; 0 when it cannot: then its own bound is left."""
-        body = orjson.dumps({name: said[name] for name in counting.fields if name in said})
+        body = dumps({name: said[name] for name in counting.fields if name in said})
         async with self._upstream.ask(
             "POST", counting.path, body, {"content-type": "application/json"},
             key=origin.trajectory_key, run_id=origin.run_id, model=request.model,

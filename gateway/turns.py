@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import orjson
+from gateway.request_body import dumps
 
 SYSTEM_ROLES = ("system", "developer")
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -70,7 +70,7 @@ def first_user_turn(said: Mapping[str, Any]) -> bytes:
     """The user's first message in a form that all later calls of its conversation give too: canonical bytes.
 
     Agents turn a string into a list of one block and back, and move `cache_control` about: both are undone. A completions prompt is
-    one turn as a whole, text or token ids. A request without a user's message gives its first message, an empty one b"".
+    one turn as a whole, text or token ids. A request without a user's message gives its first message, an empty one b"". Raises BadRequest.
     """
     found = turns(said)
     content = _of_user(found)
@@ -89,4 +89,4 @@ def first_user_turn(said: Mapping[str, Any]) -> bytes:
             ]
     if isinstance(content, str):
         return content.encode("utf-8", "surrogatepass")
-    return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    return dumps(content, sort=True)

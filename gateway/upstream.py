@@ -20,7 +20,7 @@ from types import TracebackType
 
 from gateway.clock import Clock
 from gateway.connections import Connection
-from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
+from gateway.errors import BadRequest, NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.health import By
 from gateway.lane import Lane
 from gateway.lanes import Lanes
@@ -273,11 +273,13 @@ class Ask:
 
 
 def renamed(body: bytes, model: str) -> bytes:
-    """The request with another model name. Numbers of any length stay what they are."""
+    """The request with another model name. Numbers of any length stay what they are. Raises BadRequest."""
     try:
         said = json.loads(body)
+        if not isinstance(said, dict):
+            return body
+        return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()
     except ValueError:
         return body  # the engine says what is wrong with it
-    if not isinstance(said, dict):
-        return body
-    return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise BadRequest("body: nested too deeply", "body") from error

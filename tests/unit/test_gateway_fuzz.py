@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -17,14 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
+from gateway.errors import BadRequest
+from gateway.protocol import Kind
 from gateway.scripted import Say, Script
 from gateway.trial import Trial, play
+from gateway.upstream import renamed
 from schemas.codec import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": "policy", "prompt": "hi", "max_tokens": 3},
     "/v1/responses": {
@@ -44,10 +48,9 @@ CALLS = {
 }
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(home: Path, kind: Kind, **limits: Any) -> Iterator[str]:
     """URL of a whole gateway in a thread, its engine scripted."""
-    home: Path = tmp_path_factory.mktemp("gateway")
     said: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
     async def scenario(w: Trial) -> None:
@@ -55,12 +58,26 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         said.put((w.url, asyncio.get_running_loop(), over))
         await over.wait()
 
-    thread = threading.Thread(target=play, args=(home, Codec(), scenario, lambda _: Script([HI])))
+    thread = threading.Thread(target=play, args=(home, Codec(), scenario, lambda _: Script([HI]), kind), kwargs=limits)
     thread.start()
     url, loop, over = said.get(timeout=60)
     yield url
     loop.call_soon_threadsafe(over.set)
     thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("gateway"), "captured") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that changes what it asks its engine, a stock vLLM, and counts prompts before."""
+    limits = {"max_prompt_tokens": 600, "default_max_tokens": 5}
+    with serving(tmp_path_factory.mktemp("strict"), "vllm", **limits) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +147,79 @@ def test_no_nearly_right_body_fails(gateway: str, http: httpx.Client, data: st.D
 def test_no_garbage_fails(gateway: str, http: httpx.Client, path: str, body: bytes) -> None:
     reply = http.post(gateway + path, content=body)
     assert reply.status_code != 500, f"{path} {body!r}: {reply.text[:300]}"
+
+
+HERE = "here-comes-something-odd"
+DEPTHS = st.sampled_from([100, 253, 254, 255, 256, 300, 980, 1010, 1023, 1025, 2000])
+ODD = st.one_of(
+    DEPTHS.map(lambda depth: "[" * depth + "]" * depth),
+    DEPTHS.map(lambda depth: '{"a":' * depth + "1" + "}" * depth),
+    st.sampled_from([
+        r'"\ud800"', r'"a\udfff"', r'{"\ud800":1}', r'["\ud83d"]', "9" * 400, "-" + "9" * 40, "1e400", "NaN", "Infinity", "-Infinity",
+        "18446744073709551616", "1e-400", '"' + "x" * 3000 + '"', "-0.0", r'"\u0000"',
+    ]),
+)  # fmt: skip
+OF_CALLS: tuple[dict[str, Any], ...] = (
+    {"model": "default"},
+    {"logprobs": None},
+    {"return_token_ids": False},
+    {"max_tokens": 3},
+    {"stream": True},
+    {"metadata": {"user_id": "u"}},
+    {"x": 1},
+    {"trajectory_id": "t"},
+    {"detail": {"a": 1}},
+    {"reason": "r"},
+    {"note": "n"},
+    {"by": "b"},
+    {"tags": ["t"]},
+    {"run_id": "r"},
+    {"step_id": "s"},
+)
+"""What is added to a body, so that it is read or changed in another way."""
+
+
+@MANY
+@given(data=st.data())
+def test_no_odd_value_fails(gateway: str, strict: str, http: httpx.Client, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(CALLS)))
+    body: Any = dict(CALLS[path])
+    for added in data.draw(st.lists(st.sampled_from(OF_CALLS), max_size=3)):
+        body |= added
+    body |= data.draw(st.sampled_from([{}, {"x": 1}]))
+    at = data.draw(st.sampled_from([place for place in places(body) if place]))
+    written = orjson.dumps(with_at(body, at, HERE)).replace(b'"%s"' % HERE.encode(), data.draw(ODD).encode())
+    for url in (gateway, strict):
+        reply = http.post(url + path, content=written, headers={"content-type": "application/json"})
+        assert reply.status_code != 500, f"{path} {at} {written[:300]!r}: {reply.text[:300]}"
+
+
+def test_values_that_once_failed(gateway: str, strict: str, http: httpx.Client) -> None:
+    deep = b"[" * 300 + b"]" * 300
+    said = b'"messages":[{"role":"user","content":"hi"}]'
+    cases: list[tuple[str, bytes, int | None, str | None]] = [
+        ("/v1/chat/completions", b'{"model":"default",%b,"x":%b}' % (said, deep), 400, "body"),
+        ("/v1/chat/completions", b'{"model":"policy","logprobs":null,%b,"x":%b}' % (said, deep), None, "body"),
+        ("/v1/responses", b'{"model":"policy","input":[{"role":"user","content":%b}]}' % deep, 400, "body"),
+        ("/v1/completions", b'{"model":"policy","prompt":%b}' % deep, 400, "body"),
+        ("/sessions", rb'{"group_id":"\ud800"}', 400, "group_id"),
+        ("/sessions", rb'{"run_id":"\ud800"}', 400, "run_id"),
+        ("/sessions", rb'{"trajectory_key":"\ud800"}', 400, "trajectory_key"),
+        ("/sessions", rb'{"metadata":{"a":"\ud800"}}', 422, "metadata"),
+        ("/sessions", rb'{"\ud800":1}', 422, None),
+        ("/t/g/complete_trajectory", rb'{"reason":"\ud800"}', 422, "reason"),
+        ("/curations", rb'{"trajectory_id":"t","tags":["\ud800"],"by":"x"}', 422, "tags.0"),
+        ("/curations", rb'{"trajectory_id":"t","note":"\ud800","by":"x"}', 422, "note"),
+        ("/curations", rb'{"trajectory_id":"t","quality":1,"by":"\ud800"}', 422, "by"),
+    ]
+    for path, body, status, param in cases:
+        for url in (gateway, strict):
+            reply = http.post(url + path, content=body, headers={"content-type": "application/json"})
+            assert reply.status_code == status or (status is None and reply.status_code in (200, 400)), reply.text
+            assert reply.status_code == 200 or param is None or reply.json()["error"]["param"] == param, reply.text
+
+
+def test_a_call_too_deep_to_be_renamed_is_refused() -> None:
+    assert renamed(b'{"model":"a","x":%b}' % (b"[" * 300 + b"]" * 300), "b").startswith(b'{"model":"b"')
+    with pytest.raises(BadRequest, match="deep"):
+        renamed(b'{"model":"a","x":%b}' % (b"[" * 3000 + b"]" * 3000), "b")

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from multidict import CIMultiDict
 from openai import AsyncOpenAI
 
 from gateway.scripted import Say, Script
@@ -95,6 +96,24 @@ def test_bad_addresses_are_answered_in_the_same_shape(play: Play) -> None:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, error)
         assert w.bus.messages == []
+
+    play(scenario, Script([HI]))
+
+
+def test_a_header_said_twice_means_the_same_on_every_path(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        twice = CIMultiDict([("x-clawstream-run", "first"), ("x-clawstream-run", "last")])
+        step = {"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t"}
+        reward = {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0}
+        for path, body in [
+            ("/t/g/v1/chat/completions", ASK),
+            ("/t/g/complete_trajectory", {}),
+            ("/rewards", reward),
+            ("/submit_steps", {"steps": [step]}),
+        ]:
+            async with w.http.post(w.url + path, json=body, headers=twice) as r:
+                assert r.status < 300, await r.text()
+        assert [r.run_id for r in w.records()] == ["last"] * 4
 
     play(scenario, Script([HI]))
 
