@@ -18,7 +18,7 @@ CONNECT_S = 5.0
 # Below the 5 s after which uvicorn closes an idle connection: a call must not race with that.
 KEEPALIVE_S = 3.0
 MAX_HEAD = 1 << 20
-"""Bytes of a reply's headers."""
+"""Bytes of a reply's headers, and of what follows a chunked body."""
 READ_AHEAD = 1 << 18
 """Bytes that wait for a slow reader of a stream before the engine is made to wait."""
 MAX_REPLY = 1 << 28
@@ -150,11 +150,7 @@ class Connection(asyncio.Protocol):
         if not self.busy or self.complete:
             self.close()  # nobody asked
             return
-        if self._in_head:
-            self._head += len(data)
-            if self._head > MAX_HEAD + len(data):
-                self._fail(ConnectionError(f"the reply's headers are larger than {MAX_HEAD} bytes"))
-                return
+        before = self._size
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -163,6 +159,13 @@ class Connection(asyncio.Protocol):
             if not self.complete:  # what follows a reply does not make it wrong
                 self._fail(ConnectionError(f"the reply is no HTTP/1.1: {error}"))
             self._keep = False
+        if self._size != before:
+            self._head = 0
+        else:  # headers, or what follows a chunked body
+            self._head += len(data)
+            if self._head > MAX_HEAD and not self.complete:
+                self._fail(ConnectionError(f"the reply's headers are larger than {MAX_HEAD} bytes"))
+                return
         if self.complete or (self._parts and not self._whole):
             self._wake()
         if self._size > READ_AHEAD and not self.complete and self._transport is not None:
@@ -174,22 +177,18 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        self._ended()
+        """The engine sends no more: the end of a reply that does not tell its length. A connection that is lost without this was cut."""
+        told = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        if self.busy and not self._in_head and not told and self._error is None:
+            self.complete, self._keep = True, False
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended()
         self._transport = self._parser = None
         self._pool.lost(self)
         if self.busy and not self.complete and self._error is None:
             self._error = ConnectionResetError(str(exc) if exc is not None else "it closed the connection")
         self._wake()
-
-    def _ended(self) -> None:
-        """The engine sends no more: the end of a reply that does not tell its length."""
-        told = b"content-length" in self.headers or b"transfer-encoding" in self.headers
-        if self.busy and not self._in_head and not told and self._error is None:
-            self.complete, self._keep = True, False
-            self._wake()
 
     def _time_out(self) -> None:
         self._fail(TimeoutError())
@@ -209,12 +208,19 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- by the parser
+    # -- by the parser, which goes on behind a reply that is complete: what comes there is nobody's
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._keep = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+        if self._in_head:  # else a trailer
+            self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self.complete:
+            return
         self.status = self._parser.get_status_code()
         if self.status < 200:  # an interim reply: the real one follows
             self.headers = {}
@@ -222,12 +228,14 @@ class Connection(asyncio.Protocol):
             self._in_head = False
 
     def on_body(self, data: bytes) -> None:
+        if self.complete:
+            return
         self.touched = True
         self._parts.append(data)
         self._size += len(data)
 
     def on_message_complete(self) -> None:
-        if self.status >= 200:
+        if self.status >= 200 and not self.complete:
             self.complete, self._keep = True, self._parser.should_keep_alive()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -152,11 +154,91 @@ def test_replies_of_every_length(parts: list[bytes], close: bool, kept: bool) ->
     asyncio.run(body())
 
 
-def test_replies_without_a_body() -> None:
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+def test_replies_without_a_body(reply: bytes) -> None:
     async def body() -> None:
-        async with pool_to(saying(b"HTTP/1.1 204 No Content\r\n\r\n")) as pool:
+        async with pool_to(saying(reply)) as pool:
+            for _ in range(2):
+                connection = await asked(pool)
+                assert connection.complete and await connection.read() == b"" == await connection.piece()
+                assert connection.status >= 200 and b"link" not in connection.headers
+                connection.release()
+            assert pool.take() is connection
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        b"HTTP/1.1 500 No\r\ncontent-length: 5\r\nx-a: second\r\n\r\nEVIL!",
+        b"HTTP/1.1 500 No\r\nx-a: second\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"H",
+    ],
+)
+def test_a_second_reply_in_one_packet_is_nobodys(more: bytes, chunked: bool) -> None:
+    length, text = (
+        (b"transfer-encoding: chunked", b"2\r\nhi\r\n0\r\n\r\n") if chunked else (b"content-length: 2", b"hi")
+    )
+    reply = b"HTTP/1.1 200 OK\r\n" + length + b"\r\nx-a: first\r\n\r\n" + text
+
+    async def body() -> None:
+        async with pool_to(saying(reply + more)) as pool:
             connection = await asked(pool)
-            assert connection.complete and await connection.read() == b"" == await connection.piece()
+            assert (connection.status, connection.headers[b"x-a"]) == (200, b"first")
+            assert await connection.read() == b"hi" and connection.complete
+            connection.release()
+            assert pool.take() is None
+
+    asyncio.run(body())
+
+
+def test_what_follows_a_body_is_no_header_and_has_a_bound() -> None:
+    chunk = b"HTTP/1.1 200 OK\r\nx-a: first\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"
+
+    async def body() -> None:
+        async with pool_to(saying(chunk + b"x-a: second\r\n\r\n")) as pool:
+            connection = await asked(pool)
+            assert await connection.read() == b"hi" and connection.headers[b"x-a"] == b"first"
+        async with pool_to(saying(chunk, *[b"x: " + b"y" * 65536 + b"\r\n"] * 20)) as pool:
+            connection = await asked(pool)
+            with pytest.raises(ConnectionError, match="larger than"):
+                await connection.read()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("how", ["reset", "closed here", "time-out"])
+def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str) -> None:
+    async def answer(wire: Wire, _: bytes) -> bool:
+        await wire.say(b"HTTP/1.1 200 OK\r\n\r\nhi")
+        if how == "reset":
+            linger = struct.pack("ii", 1, 0)  # the connection is reset, not ended
+            wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            wire.die()
+        else:
+            await asyncio.sleep(SOON_S)
+        return True
+
+    async def body() -> None:
+        async with pool_to(answer) as pool:
+            connection = await asked(pool, 0.2 if how == "time-out" else SOON_S)
+            if how == "closed here":
+                pool.close()
+            with pytest.raises(TimeoutError if how == "time-out" else ConnectionError):
+                await connection.read()
+            assert not connection.complete
+            connection.release()
 
     asyncio.run(body())
 
