@@ -27,7 +27,8 @@ from schemas.errors import InvalidId
 from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
 from schemas.ids import check_trajectory_key, is_unnamed, key_of_step, new_event_id, new_ulid, stable_id
 
-STEP_ID = re.compile(r".+~[0-9A-HJKMNP-TV-Z]{26}\.\d{1,9}")
+ULID = re.compile("[0-9A-HJKMNP-TV-Z]{26}")
+STEP_ID = re.compile(rf".+~{ULID.pattern}\.\d{{1,9}}")
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
 Reason = Annotated[str, Field(max_length=2000)]
@@ -62,7 +63,7 @@ class Register(_Body):
 
 
 class Complete(_Body):
-    """The trajectory is over. reward: its reward from the environment, if there is one. step_id: a step of it, where the gateway made the key."""
+    """The trajectory is over. reward: its reward from the environment, if it has one. step_id: a step of it, where the gateway made the key."""
 
     step_id: str | None = None
     reward: Value | None = None
@@ -221,7 +222,10 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
             return key
         if trajectory_id is None:
             raise Unprocessable("trajectory_id: or step_id must say what it is about", "trajectory_id")
-        _of_one_trajectory(trajectory_id.partition("~")[0], "trajectory_id")
+        key, _, ulid = trajectory_id.partition("~")
+        if is_unnamed(key) and ULID.fullmatch(ulid):
+            return key
+        _of_one_trajectory(key, "trajectory_id")
         return check_trajectory_key(trajectory_id)
     except InvalidId as error:
         raise Unprocessable(str(error), "step_id" if step_id is not None else "trajectory_id") from error

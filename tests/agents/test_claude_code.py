@@ -59,7 +59,7 @@ def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajector
     assert [s["result"] for s in said] == ["The note says heron", "It saw egret", "", "Where were we?"]
     assert len({s["session_id"] for s in said}) == 1
     (trajectory,) = stage.kept(played)
-    assert trajectory.trajectory_key.startswith("claude-code-")
+    assert trajectory.trajectory_key.startswith("agent-claude-code-")
     assert roots(trajectory) == 1
     assert sorted(tags(trajectory)) == [()] * 6 + [("compaction",)] + [("sub_agent",)] * 2
     # What begins anew: the conversation, the sub-agent, and the conversation after its compaction.

@@ -92,7 +92,7 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stag
     record("codex", played, tmp_path)
     assert said == ["The note says heron", "It saw egret", "Where were we?"]
     (trajectory,) = stage.kept(played)
-    assert trajectory.trajectory_key.startswith("codex-")
+    assert trajectory.trajectory_key.startswith("agent-codex-")
     assert roots(trajectory) == 1
     assert sorted(tags(trajectory)) == [()] * 6 + [("sub_agent",)] * 2
     assert sorted(drifts(trajectory)) == ["clean"] * 6 + ["root"] * 2

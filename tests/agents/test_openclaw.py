@@ -150,7 +150,7 @@ def test_without_a_session_key_a_run_is_a_trajectory_with_its_sub_agent(stage: S
     played = stage.play(ToyModel(decide), scenario)
     record("openclaw-run", played, tmp_path, SUB_AGENT, "Requester session")
     (trajectory,) = stage.kept(played)
-    assert trajectory.trajectory_key.startswith("openclaw-")
+    assert trajectory.trajectory_key.startswith("agent-openclaw-")
     assert roots(trajectory) == 1
     assert tags(trajectory).count(("sub_agent",)) == 2
     evidence = {t.evidence for s in trajectory.steps for t in s.tags}
@@ -170,6 +170,6 @@ def test_one_headless_run_over_each_protocol_is_one_trajectory(stage: Stage, tmp
     record(f"openclaw-{api}", played, tmp_path)
     assert said[0]["final"] == "The note says heron"
     (trajectory,) = stage.kept(played)
-    assert trajectory.trajectory_key.startswith("openclaw-")
+    assert trajectory.trajectory_key.startswith("agent-openclaw-")
     assert roots(trajectory) == 1
     assert tags(trajectory) == [(), ()]

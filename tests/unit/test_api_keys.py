@@ -31,6 +31,7 @@ ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content
 REWARD = {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0}
 STEP = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
 BUCKET = "bucket-" + "0" * 32
+AGENT = "agent-codex-" + "0" * 32
 Play = Callable[..., None]
 
 
@@ -302,7 +303,12 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/rewards", REWARD | {"value": 11}, 422, "value"),
     ("/rewards", REWARD | {"value": -11}, 422, "value"),
     ("/rewards", REWARD | {"trajectory_id": BUCKET}, 422, "trajectory_id"),
-    ("/rewards", REWARD | {"trajectory_id": f"{BUCKET}~01ARZ3NDEKTSV4RRFFQ69G5FAV"}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": f"{BUCKET}~x"}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV"}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": AGENT}, 422, "trajectory_id"),
+    ("/curations", {"trajectory_id": AGENT, "trainable": True, "by": "me"}, 422, "trajectory_id"),
+    (f"/complete_trajectory/{AGENT}", {}, 422, "step_id"),
+    ("/sessions", {"trajectory_key": AGENT}, 422, "trajectory_key"),
     ("/complete_trajectory/t", {"reward": 11}, 422, "reward"),
     (f"/complete_trajectory/{BUCKET}", {}, 422, "step_id"),
     (f"/{BUCKET}/g/v1/complete_trajectory", {"reward": 1}, 422, "step_id"),
@@ -313,7 +319,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
-def test_what_cannot_be_said_of_a_bucket_or_by_nobody_names_the_field(play: Play) -> None:
+def test_what_cannot_be_said_of_a_key_of_the_gateway_or_by_nobody_names_the_field(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         for path, body, status, param in WRONG:
             async with w.http.post(w.url + path, json=body) as r:
@@ -324,12 +330,13 @@ def test_what_cannot_be_said_of_a_bucket_or_by_nobody_names_the_field(play: Play
     play(scenario, script(), reward_min=-10, reward_max=10)
 
 
-def test_a_step_says_which_trajectory_of_a_bucket_is_meant(play: Play) -> None:
+@pytest.mark.parametrize("headers", [{}, {"x-claude-code-session-id": "s"}])
+def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(play: Play, headers: dict[str, str]) -> None:
     async def scenario(w: Trial) -> None:
-        async with w.http.post(w.url + "/v1/chat/completions", json=ASK) as r:
+        async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=headers) as r:
             assert r.status == 200
             key, step = r.headers["x-clawstream-trajectory"], r.headers["x-clawstream-step"]
-        assert key.startswith("bucket-")
+        assert key.startswith("agent-claude-code-" if headers else "bucket-")
         of_trajectory = REWARD | {"trajectory_id": step.partition(".")[0], "step_id": step}
         for path, body, status in (
             ("/rewards", REWARD | {"trajectory_id": key, "step_id": step}, 201),
@@ -340,6 +347,10 @@ def test_a_step_says_which_trajectory_of_a_bucket_is_meant(play: Play) -> None:
             async with w.http.post(w.url + path, json=body) as r:
                 assert r.status == status, (path, await r.text())
         recorded, reward, _, of_end, end, again = w.records()
+        alone = REWARD | {"trajectory_id": of_trajectory["trajectory_id"]}
+        async with w.http.post(w.url + "/rewards", json=alone) as r:
+            assert r.status == 201, await r.text()
+        assert (w.records()[-1].trajectory_id, w.records()[-1].step_id) == (step.partition(".")[0], None)
         assert {r.trajectory_key for r in w.records()} == {key}
         assert (recorded.step_id, reward.step_id, of_end.step_id, end.step_id) == (step, step, step, step)
         assert end.event_id == again.event_id and all(m.key == key.encode() for m in w.bus.messages)
