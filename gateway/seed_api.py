@@ -43,8 +43,8 @@ from schemas.tokens import unpack_ids, unpack_logprobs
 
 LARGE_BODIES = frozenset({"/submit_steps", "/generate", "/compute_reward"})
 """Paths whose bodies carry token ids: gateway.max_body_bytes holds for them, as for model calls."""
-THREAD_BYTES = 1 << 16
-"""Larger submissions are read on a thread: 1 MB of ids takes 20 ms."""
+THREAD_BYTES = 1 << 14
+"""Larger submissions are read on a thread: 1 MB of ids takes 20 ms, 16 KB of tiny steps as long."""
 PREFIX_IDS = 128
 """Calls whose prompts begin with the same ids go to the same engine, which has them in its cache."""
 OURS = frozenset({"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"})
@@ -165,7 +165,7 @@ class Submitter:
         self._thread = ThreadPoolExecutor(1, "submit-steps")
 
     async def submit(self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None) -> int:
-        """How many steps were taken. Raises GatewayError; then none counts, and submitting again is harmless."""
+        """How many steps were taken. Raises GatewayError; then some may be recorded, and submitting all again is harmless."""
         if len(body) < THREAD_BYTES:
             steps, events = self._read(caller, headers, body, channel)
         else:

@@ -30,6 +30,8 @@ PACKED = ("prompt_ids", "response_ids", "rollout_log_probs")
 """Fields of a step that are kept packed."""
 RECORDS = ("reward", "is_last")
 """Fields of a step that become records of their own."""
+MAX_STEPS = 4096
+"""Of a request: each becomes a record, whatever little it says."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 LogProb = Annotated[float, Field(ge=-3e38, le=3e38, allow_inf_nan=False)]
@@ -73,7 +75,7 @@ class StepPayload(BaseModel):
 class Submission(BaseModel):
     """Body of POST /submit_steps."""
 
-    steps: list[StepPayload]
+    steps: Annotated[list[StepPayload], Field(max_length=MAX_STEPS)]
 
 
 @dataclass(frozen=True, slots=True)

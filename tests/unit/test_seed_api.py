@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from gateway.api_keys import create_key
 from gateway.app import create_app
 from gateway.bus import MemoryBus
+from gateway.control import AT_ONCE
 from gateway.errors import Unprocessable
 from gateway.scripted import Say, Script
 from gateway.seed_reward import ComputeReward, trajectory_of
-from gateway.seed_steps import PROTOCOL, Placed, Request, StepPayload, step_of
+from gateway.seed_steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
 from gateway.sessions import Origin
 from gateway.trial import Trial
 from gateway.trial import play as play_in
@@ -100,6 +102,32 @@ def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
         assert unpack_logprobs(found.response_logprobs or b"") == [-0.5, -0.25, -0.125]
         packed = ("prompt_ids", "response_ids", "rollout_log_probs", "reward", "is_last")
         assert json.loads(found.request_json) == {k: v for k, v in said.items() if k not in packed}
+
+    play(scenario, Script([HI]))
+
+
+def test_a_request_has_a_bound_in_steps(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        status, reply = await post(
+            w, "/submit_steps", {"steps": [{"prompt_ids": [1], "response_ids": [2]}] * (MAX_STEPS + 1)}
+        )
+        assert status == 422 and reply["error"]["param"] == "steps" and str(MAX_STEPS) in reply["error"]["message"]
+        assert w.bus.messages == []
+
+    play(scenario, Script([HI]))
+
+
+def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        body = {"steps": [{"prompt_ids": [1], "response_ids": [n], "trajectory_uid": "t"} for n in range(1000)]}
+        said = asyncio.create_task(post(w, "/submit_steps", body))
+        seen = [0]
+        while not said.done():
+            await asyncio.sleep(0)
+            seen.append(len(w.bus.messages))
+        assert await said == (200, {"accepted": 1000})
+        assert max(after - before for before, after in pairwise(seen)) <= AT_ONCE
+        assert [unpack_ids(s.response_token_ids or b"") for s in w.steps()] == [[n] for n in range(1000)]
 
     play(scenario, Script([HI]))
 
