@@ -166,6 +166,8 @@ class Journal:
 
     async def record(self, messages: Sequence[Message]) -> Receipt:
         """Make them durable. Raises NotRecorded when neither Kafka nor the spool took them. Runs on when the caller is cancelled."""
+        if not messages:
+            return "acknowledged" if self._acks == "all" else "unconfirmed"
         waiter: asyncio.Future[Receipt] | None = None
         if self._acks == "all":
             waiter = asyncio.get_running_loop().create_future()
@@ -247,13 +249,15 @@ class Journal:
 
     async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
         try:
-            await asyncio.to_thread(self._spool.append, [data for _, data in taken])
+            await asyncio.to_thread(
+                self._spool.append, [data for _, data in taken], any(recording.maybe_sent for recording, _ in taken)
+            )
         except (NotRecorded, OSError) as error:
             for recording, _ in taken:
                 self._give_up(recording, SpoolFailed(f"spool: {error}"))
             return
         for recording, _ in taken:
-            self._spool.count((m.key for m in recording.messages), recording.maybe_sent)
+            self._spool.count(m.key for m in recording.messages)
             recording.spooled()
 
     def _give_up(self, recording: _Recording, error: NotRecorded) -> None:
@@ -291,12 +295,13 @@ class Journal:
             return True
         async with self._files:
             found = await asyncio.to_thread(self._spool.first)
-        if found is None:
-            return True
-        segment, messages = found
-        self._spool.mark_sent(segment)
+            if found is None:
+                return True
+            segment, messages = found
+            await asyncio.to_thread(self._spool.mark_sent, segment)
         try:
-            await self._publish(messages)
+            if messages:  # none: the disk has lost them, which is said and kept
+                await self._publish(messages)
         except (BusUnavailable, BlobsUnavailable) as error:
             logger().warning("spool_drain_waits", error=str(error))
             return False

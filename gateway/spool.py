@@ -170,9 +170,10 @@ class Spool:
         return self._now() - segment.since
 
     def mark_sent(self, segment: Segment) -> None:
-        """From now on some of its records may be on Kafka."""
+        """From now on some of its records may be on Kafka; durable when this returns. Raises OSError."""
         if not segment.maybe_sent:
             segment.path = segment.path.rename(segment.path.with_name(segment.path.stem + "-sent.spool"))
+            _sync(self._directory)
 
     def hold(self, segment: Segment) -> Path:
         """Put a segment aside for `clawstream spool drain`; gives where it lies now."""
@@ -216,10 +217,11 @@ class Spool:
         bound = self._max_bytes - self.size_bytes - self.held_bytes
         return max(0, min(bound, disk.f_bavail * disk.f_frsize - DISK_RESERVE_BYTES))
 
-    def append(self, batch: Sequence[bytes]) -> None:
+    def append(self, batch: Sequence[bytes], maybe_sent: bool = False) -> None:
         """Frames onto disk: durable when this returns. Raises SpoolFull or SpoolFailed; then none of them is in the spool.
 
-        The keys are counted by `count`, for the owner knows them.
+        maybe_sent: some of them may be on Kafka; their segment says so before they are in it. The keys are counted by `count`, for
+        the owner knows them.
         """
         data = b"".join(batch)
         if len(data) > self.free_bytes:
@@ -227,37 +229,45 @@ class Spool:
                 f"spool {self._directory}: {len(data)} bytes do not fit into {self.free_bytes} that are left"
             )
         try:
-            fd, segment = self._open_active()
-        except OSError as error:
-            raise SpoolFailed(f"spool {self._directory}: {error}") from error
-        try:
+            fd, segment = self._open_active(maybe_sent)
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(fd, segment.size)
-            self.seal()  # a torn frame that could not be cut off would hide all that follow it in this file
-            raise SpoolFailed(f"spool {segment.path}: {error}") from error
+            self._cut_off()
+            raise SpoolFailed(f"spool {self._directory}: {error}") from error
         segment.size += len(data)
 
-    def _open_active(self) -> tuple[int, Segment]:
+    def _cut_off(self) -> None:
+        """Undo an append that failed midway. A segment that it made goes too: one without records could never be drained."""
+        if self._active is None:
+            return
+        segment = self.segments[-1]
+        with suppress(OSError):
+            os.ftruncate(self._active, segment.size)
+        self.seal()  # a torn frame that could not be cut off would hide all that follow it in this file
+        if not segment.size:
+            self.segments.remove(segment)
+            with suppress(OSError):
+                segment.path.unlink()
+
+    def _open_active(self, maybe_sent: bool) -> tuple[int, Segment]:
         if self._active is not None and self.segments[-1].size >= self._segment_bytes:
             self.seal()
         if self._active is None:
-            path = self._directory / f"{self._next:012d}-{int(self._now())}.spool"
+            path = self._directory / f"{self._next:012d}-{int(self._now())}{'-sent' if maybe_sent else ''}.spool"
             self._active = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self.segments.append(Segment(path))
             self._next += 1
             _sync(self._directory)
+        elif maybe_sent:
+            self.mark_sent(self.segments[-1])
         return self._active, self.segments[-1]
 
-    def count(self, keys: Iterable[bytes], maybe_sent: bool = False) -> None:
-        """Note the keys of what was just appended, and whether it may be on Kafka too."""
+    def count(self, keys: Iterable[bytes]) -> None:
+        """Note the keys of what was just appended."""
         self.segments[-1].keys.update(keys)
-        if maybe_sent:
-            self.mark_sent(self.segments[-1])
 
     def seal(self) -> None:
         """The last segment takes no more records: the next go to a new one."""

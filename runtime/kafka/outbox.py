@@ -53,10 +53,15 @@ class _Post:
                 self.finish(None)
 
     def finish(self, error: KafkaError | None) -> None:
-        """Tell it, once."""
+        """Tell it, once. A bug in `done` ends the process: nobody would tell that record's caller any more."""
         done, self.done = self.done, None
         if done is not None:
-            done(error)
+            try:
+                done(error)
+            except Exception as bug:  # noqa: BLE001 - the end of the process
+                from runtime.lifecycle import die  # here, for it knows the errors of this package
+
+                die(bug)
 
 
 class Outbox:
@@ -80,8 +85,12 @@ class Outbox:
     def post(self, records: Sequence[tuple[str, bytes, bytes]], done: Done) -> None:
         """Send (topic, key, value). done(None): all are acknowledged; done(error): TooLarge, or Unavailable when that is not known.
 
-        done is called once: from the loop, or at once when the client takes nothing. Records of one key keep the order of the calls.
+        done is called once, and must not raise: from the loop, or at once when there are no records or the client takes none. Records of
+        one key keep the order of the calls.
         """
+        if not records:
+            done(None)
+            return
         if self._lost is not None:
             self._renew()
         post = _Post(self, len(records), done, time.monotonic())
@@ -101,6 +110,12 @@ class Outbox:
 
     def _tick(self) -> None:
         try:
+            self._look()
+        finally:  # whatever failed, what is posted is told in time
+            self._go_on()
+
+    def _look(self) -> None:
+        try:
             self._client.poll(0)
         except KafkaException as e:  # a fatal error: said once, here
             self._lost = str(e)
@@ -109,6 +124,9 @@ class Outbox:
         pending, now = self._pending, time.monotonic()
         while pending and (pending[0].done is None or now - pending[0].began >= self._timeout_s):
             pending.popleft().finish(Unavailable(f"not acknowledged within {self._timeout_s:g} s"))
+
+    def _go_on(self) -> None:
+        pending, now = self._pending, time.monotonic()
         if pending or len(self._client):
             slow = not pending or now - pending[0].began > SLOW_AFTER_S
             assert self._loop is not None

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -297,6 +298,59 @@ def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
     assert [m.value for m, _ in frames((tmp_path / "refused").read_bytes())] == [b"x" * 200]
 
 
+# ---------------------------------------------------------------- nothing, and segments with nothing in them
+
+
+def files(directory: Path) -> list[Path]:
+    return list(directory.glob("*.spool"))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_no_records_are_recorded_at_once(tmp_path: Path, there: bool) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = bus.acknowledges = there
+        assert await it.record([]) == "acknowledged"
+        assert not spool.segments and not files(tmp_path)
+
+    assert journal(tmp_path, body).messages == []
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EIO])
+def test_a_first_write_that_fails_leaves_no_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, code: int
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        with monkeypatch.context() as patch:
+            patch.setattr(os, fails, broken)
+            with pytest.raises(SpoolFailed):
+                await it.record([note(1)])
+        assert not spool.segments and not files(tmp_path)
+        assert await it.record([note(2, b"2")]) == "spooled"
+        bus.reachable = True
+
+    assert journal(tmp_path, body).messages == [note(2, b"2")]
+
+
+def test_a_segment_that_the_disk_has_emptied_holds_nothing_up(tmp_path: Path) -> None:
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+        (file,) = files(tmp_path)
+        file.write_bytes(b"")
+        spool.seal()
+        await it.record([note(2)])
+        bus.reachable = True
+        await wait_for(lambda: not spool.segments)
+        assert it.spooled_keys == 0
+
+    assert journal(tmp_path, body).messages == [note(2)]
+
+
 # ---------------------------------------------------------------- callers that leave
 
 
@@ -441,6 +495,72 @@ def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) 
 
     lives(tmp_path, clock, bus, before, within)
     assert [m for path in tmp_path.glob("*-sent.spool") for m, _ in frames(path.read_bytes())] == [note(1)]
+
+
+def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each durable write with what the directory durably says then: names count from the fsync of the directory on."""
+    durable: set[str] = set()
+    seen: list[tuple[set[str], int]] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        nonlocal durable
+        fsync(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            durable = {path.name for path in tmp_path.glob("*.spool")}
+        else:
+            seen.append((durable, os.fstat(fd).st_size))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    spool, size = Spool(tmp_path, 10_000, now=At()), len(frame(note(1)))
+    spool.open()
+    spool.append([frame(note(1))])
+    spool.append([frame(note(2))], maybe_sent=True)
+    spool.seal()
+    spool.append([frame(note(3))], maybe_sent=True)
+    first, second = "000000000001-1000000", "000000000002-1000000-sent.spool"
+    assert seen == [({f"{first}.spool"}, size), ({f"{first}-sent.spool"}, 2 * size),
+                    ({f"{first}-sent.spool", second}, size)]  # fmt: skip
+    spool.seal()
+    spool.append([frame(note(4))])
+    spool.mark_sent(spool.segments[2])
+    assert "000000000003-1000000-sent.spool" in durable
+    spool.close()
+
+
+def test_what_can_not_be_marked_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    spool = open_spool(tmp_path)
+    append(spool, note(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", broken)
+        with pytest.raises(SpoolFailed):
+            spool.append([frame(note(2))], maybe_sent=True)
+    append(spool, note(3))
+    assert drain(spool) == [note(1), note(3)]
+    spool.close()
+
+
+def test_a_drain_waits_until_it_can_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+
+    def broken(*names: object) -> None:
+        tries.append(names)
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", broken)
+            bus.reachable = True
+            await wait_for(lambda: len(tries) == 2)
+            assert bus.messages == []
+        await wait_for(lambda: not it.spooled_bytes)
+
+    assert journal(tmp_path, body).messages == [note(1)]
 
 
 # ---------------------------------------------------------------- the disk

@@ -1,0 +1,81 @@
+"""The outbox without a broker: whatever happens, every post is told, once, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from gateway.bus import KafkaBus
+from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
+
+NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
+
+
+def told(outbox: Outbox, *records: tuple[str, bytes, bytes]) -> asyncio.Future[KafkaError | None]:
+    future: asyncio.Future[KafkaError | None] = asyncio.get_running_loop().create_future()
+    outbox.post(records, future.set_result)
+    return future
+
+
+def test_no_records_are_acknowledged_at_once() -> None:
+    async def run() -> None:
+        assert told(Outbox(NOWHERE, 60.0)).result() is None
+
+    asyncio.run(run())
+
+
+def test_no_records_say_nothing_about_the_log() -> None:
+    answers: list[Any] = []
+    bus = KafkaBus(Cluster("127.0.0.1:1"), "t", 60.0)
+    bus.send([], answers.append)
+    assert answers == [None] and not bus.reachable
+
+
+def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        said: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: said.append(what["exception"]))
+        outbox = Outbox(NOWHERE, 0.3)
+        with monkeypatch.context() as patch:
+
+            def no_thread(_: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", no_thread)
+            first = told(outbox, ("t", b"k", b"1"))
+            outbox.renew_soon("to see it fail")
+            async with asyncio.timeout(60):
+                assert isinstance(await first, Unavailable)
+                while not said:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        async with asyncio.timeout(60):
+            assert isinstance(await told(outbox, ("t", b"k", b"2")), Unavailable)
+        assert [str(e) for e in said] == ["can't start new thread"]
+
+    asyncio.run(run())
+
+
+BUG = """
+import asyncio
+from runtime.kafka import Outbox
+from runtime.telemetry import configure
+
+async def main():
+    def done(error):
+        raise ValueError("a bug of the caller")
+    Outbox({"bootstrap.servers": "127.0.0.1:1"}, 0.2).post([("t", b"k", b"v")], done)
+    await asyncio.sleep(60)
+
+configure("gateway")
+asyncio.run(main())
+"""
+
+
+def test_whom_nobody_could_tell_is_worth_a_crash() -> None:
+    done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, timeout=120)
+    assert done.returncode == 70 and b"a bug of the caller" in done.stderr + done.stdout
