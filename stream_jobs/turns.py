@@ -14,6 +14,7 @@ Chat completions, Messages and Responses are read alike. Nothing trusts a shape:
 from __future__ import annotations
 
 import hashlib
+import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from stream_jobs.prefix import hash_of, number
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call")
 """Items of Responses that the client has to answer. Other calls were done by the server; clients may leave them out."""
 TEXT_TYPES = ("text", "output_text", "refusal")
+MARSHAL_VERSION = 2
+"""The last one whose bytes are a function of the value alone."""
 
 
 Turn = Sequence[Mapping[str, Any]]
@@ -161,4 +164,10 @@ def _call(made_id: Any, made: Mapping[str, Any]) -> bytes:
     given = next((made[name] for name in ("arguments", "input", "action") if name in made), None)
     if isinstance(given, str):
         given = _loaded(given.encode("utf-8", "surrogatepass")) or given
-    return orjson.dumps([letters, str(made.get("name")), given], option=orjson.OPT_SORT_KEYS, default=str)
+    name = made.get("name")
+    call = [letters, name if isinstance(name, str) else None, given]
+    try:
+        return orjson.dumps(call, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # It reads 1,024 levels and writes 254. This writes 2,000 and halves of surrogates, but keeps the order of the keys.
+        return marshal.dumps(call, MARSHAL_VERSION)

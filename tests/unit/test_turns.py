@@ -124,3 +124,19 @@ def test_no_shape_is_too_strange(value: Any) -> None:
     packed = orjson.dumps(value)
     turns, reply = turns_of(packed), reply_of(packed)
     links_of(turns, reply)
+
+
+@pytest.mark.parametrize("depth", [250, 300, 1000])
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":"DEEP"}}]}',
+        '{"role":"assistant","tool_calls":[{"id":"c","function":{"name":DEEP,"arguments":"{}"}}]}',
+        '{"role":"assistant","content":[{"type":"tool_use","id":"c","name":"f","input":DEEP}]}',
+        '{"role":"assistant","content":[{"type":"tool_use","id":"c","name":"f","input":{"x":DEEP,"y":"\\ud800"}}]}',
+    ],
+)
+def test_arguments_of_any_depth_are_linked(message: str, depth: int) -> None:
+    message = message.replace("DEEP", "[" * depth + "]" * depth)
+    turns, reply = turns_of(f'{{"messages":[{message}]}}'.encode()), reply_of(message.encode())
+    assert turns and links_of(turns, None).shown == links_of([], reply).leads is not None
