@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ Scenario = Callable[[str, Ear], Awaitable[None]]
 PATIENCE_S = 120.0
 SHOWN = 120
 """Characters of a text that a recording keeps."""
+WHOLE = ("user_id", "arguments")
 OF_TOOLS = ("parameters", "input_schema", "description", "defer_loading")
 MACHINE = (
-    (r"host=\S+", "host=machine"), (r"os=[^|]*", "os=Linux "), (r"/tmp/[^\"\\ ]*", "/tmp/agent"),
+    (r"host=\S+", "host=machine"), (r"os=[^|]*", "os=Linux "), (r"/tmp/[^\"\\ ]*", "/home/agent"),
     (r"codex_exec/(\S+) \([^)]*\)", r"codex_exec/\1 (Linux)"),
 )  # fmt: skip
 """What a recording says instead of this machine's names."""
@@ -107,7 +108,7 @@ class Stage:
             assert step.prompt_token_ids == pack_ids(script.prompt_ids)
             assert step.response_token_ids == pack_ids(say.ids)
             assert step.response_logprobs == pack_logprobs([LOGPROB] * len(say.ids))
-        keys = {s.trajectory_key for s in steps.values()}
+        keys = {s.trajectory_key: s.step_id for s in steps.values()}
         asyncio.run(self._complete(keys))
 
         def closed() -> list[Trajectory]:
@@ -134,10 +135,11 @@ class Stage:
                     return script
         raise AssertionError(f"not what the engine said: {exchange.reply[:2000]!r}")
 
-    async def _complete(self, keys: set[str]) -> None:
+    async def _complete(self, keys: Mapping[str, str]) -> None:
+        """keys: each with a step of it, for a key that the gateway made does not say which trajectory is meant."""
         async with aiohttp.ClientSession() as http:
-            for key in keys:
-                async with http.post(f"{self.url}/complete_trajectory/{key}", json={"outcome": "completed"}) as reply:
+            for key, step in keys.items():
+                async with http.post(f"{self.url}/complete_trajectory/{key}", json={"step_id": step}) as reply:
                     assert reply.status == 200, await reply.text()
 
 
@@ -150,6 +152,7 @@ def stage_in(home: Path) -> Iterator[Stage]:
         "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
         "broker": {"port": free_port()},
         "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
+        "jobs": {"bucket_inactivity_s": 3000},  # a busy machine pauses longer than an agent
         "lake": {"flush_interval_s": 1},
         "up": {"processes": ["broker", "gateway", "assemble", "lake"]},
     })  # fmt: skip
@@ -198,7 +201,7 @@ def record(name: str, played: Played, home: Path, *signs: str) -> None:
 def shortened(said: Any, signs: tuple[str, ...]) -> Any:
     """A body without its long texts, and of tools no more than their names."""
     if isinstance(said, dict):
-        return {k: v for k, v in ((k, shortened(v, signs)) for k, v in said.items()) if k not in OF_TOOLS}
+        return {k: v if k in WHOLE else shortened(v, signs) for k, v in said.items() if k not in OF_TOOLS}
     if isinstance(said, list):
         return [shortened(v, signs) for v in said]
     if isinstance(said, str) and len(said) > SHOWN:

@@ -55,7 +55,7 @@ def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajector
             said.append(orjson.loads(ended.out))
 
     played = stage.play(ToyModel(decide), scenario)
-    record("claude-code", played, tmp_path, "cc_is_subagent=true")
+    record("claude-code", played, tmp_path, "cc_is_subagent=true", "Your task is to create")
     assert [s["result"] for s in said] == ["The note says heron", "It saw egret", "", "Where were we?"]
     assert len({s["session_id"] for s in said}) == 1
     (trajectory,) = stage.kept(played)

@@ -107,7 +107,7 @@ class OpenClaw:
 
 
 async def session_key(url: str) -> str:
-    """A key for one trajectory."""
+    """A key of the gateway for one trajectory."""
     async with aiohttp.ClientSession() as http, http.post(f"{url}/sessions", json={}) as reply:
         found: Mapping[str, str] = await reply.json()
         return found["session_key"]
@@ -118,7 +118,7 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stag
     openclaw = OpenClaw(tmp_path)
 
     async def scenario(url: str, ear: Ear) -> None:
-        openclaw.configure(url, await session_key(url), "openai-completions")
+        openclaw.configure(url, await session_key(stage.url), "openai-completions")
         async with openclaw.serving():
             await openclaw.say("--agent", "main", "-m", "Read the note")
             await openclaw.say("--agent", "main", "-m", "Ask a helper")
