@@ -21,13 +21,14 @@ The index is derived from the steps and not stored: a new owner makes the same o
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from schemas.events import Step
 from stream_jobs.index import StepEntry
-from stream_jobs.prefix import ends_in, hash_of
+from stream_jobs.prefix import ends_in, hash_of, hashes_at
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
 from stream_jobs.turns import links_of, reply_of, turns_of
@@ -43,12 +44,47 @@ def call_of(tail: str) -> str:
 
 
 @dataclass(slots=True)
+class Ends:
+    """Where steps end, by length of prompt and response in tokens, then by their hash. So a step costs one look a length, not a step."""
+
+    by_length: dict[int, dict[int, dict[Place, None]]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, place: Place, step: StepEntry) -> None:
+        """A step that sampled something."""
+        if step.response and step.end_hash is not None:
+            if step.end not in self.by_length:
+                insort(self.lengths, step.end)
+            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, {})[place] = None
+
+    def remove(self, place: Place, step: StepEntry) -> None:
+        """Of a step that was added."""
+        if step.response and step.end_hash is not None:
+            by_hash = self.by_length[step.end]
+            _take(by_hash, step.end_hash, place)
+            if not by_hash:
+                del self.by_length[step.end]
+                self.lengths.remove(step.end)
+
+    def longest(self, prompt: bytes) -> Sequence[Place]:
+        """The steps whose prompt and response are the longest beginning of a prompt."""
+        for length, hashed in reversed(hashes_at(prompt, self.lengths)[0]):
+            if found := self.by_length[length].get(hashed):
+                return list(found)
+        return ()
+
+
+@dataclass(slots=True)
 class Bucket:
-    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. evidence: places by what leads to them."""
+    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. evidence: places by what leads to them.
+
+    ends: of the steps of open trajectories.
+    """
 
     calls: dict[str, str] = field(default_factory=dict)
     opened: dict[str, None] = field(default_factory=dict)
-    evidence: dict[int, list[Place]] = field(default_factory=dict)
+    evidence: dict[int, dict[Place, None]] = field(default_factory=dict)
+    ends: Ends = field(default_factory=Ends)
     failed: int = 0
 
     def add(self, trajectory: str, at: int, step: StepEntry) -> None:
@@ -57,7 +93,8 @@ class Bucket:
         self.opened[trajectory] = None
         self.failed += ended_badly(step)
         for number in _evidence(step):
-            self.evidence.setdefault(number, []).append((trajectory, at))
+            self.evidence.setdefault(number, {})[trajectory, at] = None
+        self.ends.add((trajectory, at), step)
 
     def close(self, trajectory: str, steps: Sequence[StepEntry]) -> None:
         """Nothing goes on there any more."""
@@ -65,9 +102,8 @@ class Bucket:
         for at, step in enumerate(steps):
             self.failed -= ended_badly(step)
             for number in _evidence(step):
-                self.evidence[number].remove((trajectory, at))
-                if not self.evidence[number]:
-                    del self.evidence[number]
+                _take(self.evidence, number, (trajectory, at))
+            self.ends.remove((trajectory, at), step)
 
     def forget(self, tails: Iterable[str]) -> None:
         """Steps of a closed trajectory that is remembered no more."""
@@ -96,17 +132,24 @@ def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
         return Choice(retried, None, leads)
     if turns == []:
         return Choice(None, None, leads)
-    places = bucket.evidence.get(shown, ()) if shown is not None else ()
-    found = _best(places, steps_of, step.prompt_token_ids, False)
+    places = list(bucket.evidence.get(shown, ())) if shown is not None else ()
+    found = _best(places, steps_of, step.prompt_token_ids)
     if found is None and step.prompt_token_ids is not None:
-        everywhere = [(t, i) for t in bucket.opened for i in range(len(steps_of(t)))]
-        found = _best(everywhere, steps_of, step.prompt_token_ids, True)
+        found = _best(bucket.ends.longest(step.prompt_token_ids), steps_of, None)
     return Choice(found[0], found[1], leads) if found is not None else Choice(None, None, leads)
 
 
 def in_session(session: Bucket, tail: str) -> Choice:
     """Where in its agent's session a step belongs: to the open trajectory, whatever it says. Sub-agents are branches of its tree."""
     return Choice(session.calls.get(call_of(tail)) or next(iter(session.opened), None), None, None)
+
+
+def _take(places: dict[int, dict[Place, None]], number: int, place: Place) -> None:
+    """A place is no longer led to by a number. It may be led to twice: equal numbers of one step."""
+    left = places.get(number, {})
+    left.pop(place, None)
+    if not left:
+        places.pop(number, None)
 
 
 def _evidence(step: StepEntry) -> list[int]:
@@ -133,13 +176,11 @@ def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
     return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0] if places else None
 
 
-def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None, by_tokens: bool) -> Place | None:
-    """Of several steps the one that a request goes on from. by_tokens: only one that its prompt begins with."""
-    if len(places) <= 1 and not by_tokens:
+def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None) -> Place | None:
+    """Of several steps the one that a request goes on from. prompt: None when its tokens say nothing of them."""
+    if len(places) <= 1:
         return places[0] if places else None
     begins = ends_in(prompt, [steps_of(t)[i] for t, i in places])
-    if by_tokens:
-        places = [(t, i) for t, i in places if steps_of(t)[i].offset in begins]
 
     def rank(place: Place) -> tuple[int, bool, bool, int]:
         steps, at = steps_of(place[0]), place[1]

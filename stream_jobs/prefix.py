@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from schemas.events import Step
@@ -56,15 +56,21 @@ def _matching(prompt: bytes, steps: Sequence[StepEntry]) -> tuple[list[int], has
     for i, step in enumerate(steps):
         if step.response and step.end_hash is not None:
             by_end.setdefault(step.prompt + step.response, []).append(i)
+    hashes, hashed = hashes_at(prompt, sorted(by_end))
+    found = [i for end, so_far in hashes for i in by_end[end] if steps[i].end_hash == so_far]
+    return found, hashed
+
+
+def hashes_at(prompt: bytes, lengths: Iterable[int]) -> tuple[list[tuple[int, int]], hashlib._Hash]:
+    """Hashes of the beginnings of a prompt, with their lengths in tokens, and the hasher at its end. lengths: ascending."""
     # SHA-256 has an instruction of its own on today's CPUs: 1.1 us a KB, less than half of what BLAKE2 takes.
     view, hashed, at = memoryview(prompt), hashlib.sha256(), 0
-    found: list[int] = []
-    for end in sorted(by_end):
-        if end * WIDTH > len(prompt):
+    found: list[tuple[int, int]] = []
+    for length in lengths:
+        if length * WIDTH > len(prompt):
             break
-        hashed.update(view[at : end * WIDTH])
-        at = end * WIDTH
-        so_far = number(hashed.digest())
-        found += [i for i in by_end[end] if steps[i].end_hash == so_far]
+        hashed.update(view[at : length * WIDTH])
+        at = length * WIDTH
+        found.append((length, number(hashed.digest())))
     hashed.update(view[at:])
     return found, hashed

@@ -169,5 +169,5 @@ def _call(made_id: Any, made: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(call, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # It reads 1,024 levels and writes 254. This writes 2,000 and halves of surrogates, but keeps the order of the keys.
+        # It reads 1,024 levels and writes 254. This writes 2,000, but leaves the keys in their order.
         return marshal.dumps(call, MARSHAL_VERSION)

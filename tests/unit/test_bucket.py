@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from schemas.events import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.index import REWARDS, STEPS
+from stream_jobs.bucket import choose
+from stream_jobs.index import REWARDS, STEPS, StepEntry
 from stream_jobs.state_log import StateLog
 from stream_jobs.trial import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
 
@@ -101,6 +102,24 @@ def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
     w = fed(spoken(0, TASK, called("call_1")), spoken(1, [TASK[1], called("call_1"), user("r")], called("call_2")))
     w.feed((STEPS, 5, spoken(2, [TASK[1], called("call_2"), user("r")], said("done"))))
     assert split(w) == [["C0", "C1", "C2"]]
+
+
+def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None:
+    """Many rollouts of one prompt whose agent writes the history anew: a step looks at no other trajectory."""
+    w = fed(*[spoken(i, TASK, said(f"try {i:04}")) for i in range(200)])
+    (bucket,) = w.state.buckets.values()
+    looked: list[str] = []
+
+    def steps_of(trajectory: str) -> Sequence[StepEntry]:
+        looked.append(trajectory)
+        return w.state.opened["r", trajectory].steps
+
+    unknown = spoken(900, [*TASK, said("anew"), user("u")], said("x"))
+    assert choose(bucket, steps_of, "C900.0", unknown).trajectory is None
+    anew = [*TASK, said("try 0150"), user("u")]
+    found = spoken(901, anew, said("x"), request_json=b'{"prompt": "..."}')
+    assert choose(bucket, steps_of, "C901.0", found).trajectory == f"{BUCKET}~C150"
+    assert looked == [] and len(bucket.ends.lengths) == 1
 
 
 def test_without_a_readable_request_tokens_tell() -> None:
@@ -208,6 +227,8 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     w.fold.limits = replace(QUIET, closed_horizon=2000)
     w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
     assert w.trajectories and w.state.buckets and w.state.closed
+    (bucket,) = w.state.buckets.values()
+    assert not (bucket.evidence or bucket.ends.by_length or bucket.ends.lengths or bucket.opened or bucket.failed)
     w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
     assert not (w.state.buckets or w.state.anonymous or w.state.closed)
 
@@ -228,6 +249,7 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
     for bucket, again in zip(before.values(), log.state.buckets.values(), strict=True):
         assert (again.calls, again.failed, again.opened.keys()) == (bucket.calls, bucket.failed, bucket.opened.keys())
         assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
+        assert (again.ends.by_length, again.ends.lengths) == (bucket.ends.by_length, bucket.ends.lengths)
 
 
 def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step]:
