@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from ipaddress import IPv6Address
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -43,12 +44,22 @@ class Address(NamedTuple):
 
 
 def address_of(url: str) -> Address:
-    """Read an http or https URL. Raises ValueError."""
+    """Read an http or https URL. Raises ValueError, also for what no request could name."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(f"{parts.scheme}://{parts.hostname}: not http(s)://HOST[:PORT][/PATH]")
+    where = f"{parts.scheme}://{parts.hostname}"
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None or parts.port == 0:
+        raise ValueError(f"{where}: not http(s)://HOST[:PORT][/PATH]")
+    host = parts.hostname
+    try:
+        host = str(IPv6Address(host)) if ":" in host else host.encode("idna").decode()
+    except ValueError as error:
+        raise ValueError(f"{where}: no host can have this name: {error}") from error
+    if not host.isascii() or not all(sign.isalnum() or sign in "-_.:%" for sign in host):
+        raise ValueError(f"{where}: characters that a host cannot have")
+    if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
+        raise ValueError(f"{where}: characters in its path that a URL cannot have")
     tls = parts.scheme == "https"
-    return Address(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+    return Address(host, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
 
 class Connection(asyncio.Protocol):

@@ -45,6 +45,7 @@ class Lane:
         self._heads: dict[tuple[str, str], tuple[str, str]] = {}
         self._soon = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._drained = False
 
     # -- whether it may be asked
 
@@ -162,11 +163,22 @@ class Lane:
         """Begin to probe it, if it is one that is probed."""
         if self.probed:
             self._watching = asyncio.create_task(self._watch())
+            self._watching.add_done_callback(self._watched)
         else:
             self.first_probe.set()
 
+    def _watched(self, task: asyncio.Task[None]) -> None:
+        """It ends when it is cancelled, else by a bug: an engine must not go unprobed for it."""
+        if task.cancelled() or self._drained:
+            return
+        logger().error("probe_broke", engine=self.name, base_url=self.worker.base_url, error=repr(task.exception()))
+        self.first_probe.set()
+        self._watching = asyncio.create_task(self._watch(self._interval_s))
+        self._watching.add_done_callback(self._watched)
+
     async def drain(self) -> None:
         """No more probes; connections are closed as their calls end."""
+        self._drained = True
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -177,7 +189,8 @@ class Lane:
         await self.drain()
         self.pool.close()
 
-    async def _watch(self) -> None:
+    async def _watch(self, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         while True:
             await self._probe()
             self.first_probe.set()
@@ -235,7 +248,7 @@ class Lane:
         """An idle connection, or a new one. Raises Unreachable."""
         try:
             return self.pool.take() or await self.pool.connect()
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
             reason = "no answer" if isinstance(error, TimeoutError) else error
             raise Unreachable(f"the engine at {self.worker.base_url} cannot be reached: {reason}") from error
 
@@ -247,8 +260,8 @@ def _target(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    if "\r" in text or "\n" in text:
-        raise BadRequest("headers: a line break within a value")
+    if "\r" in text or "\n" in text or "\0" in text:
+        raise BadRequest("headers: a line break or a null within a value")
     return text
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from gateway.connections import address_of
 from gateway.errors import GatewayError
 from gateway.protocol import Kind
 from schemas.events import WorkerState, WorkerStatus
@@ -70,7 +71,16 @@ def _static(upstream: UpstreamSettings, environ: Mapping[str, str], taken: Colle
                 f"gateway.upstreams: the key of {upstream.url} is to be in the environment as {upstream.api_key_env}, "
                 "which is not set"
             )
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        where = upstream.api_key_env or "its api_key"
+        raise GatewayError(
+            f"gateway.upstreams: the key of {upstream.url} ({where}) has characters that no header can hold"
+        )
     base, root = _split(upstream.url)
+    try:
+        address_of(base)
+    except ValueError as error:
+        raise GatewayError(f"gateway.upstreams: {error}") from error
     number = sum(name == upstream.url or name.startswith(f"{upstream.url}#") for name in taken)
     return Worker(
         name=f"{upstream.url}#{number + 1}" if number else upstream.url,

@@ -37,6 +37,7 @@ from gateway.workers import Ranking, Worker, WorkerTable, choose, ranked, slot_o
 from runtime.config import load, words_of
 from schemas.errors import SettingsError
 from schemas.events import WorkerStatus
+from schemas.settings import UpstreamSettings
 
 # ---------------------------------------------------------------- the table
 
@@ -369,6 +370,45 @@ def test_addresses() -> None:
     assert address_of("https://h/a/") == ("h", 443, True, "/a")
     assert address_of("http://[::1]:8").header == "[::1]:8"
     assert (address_of("http://h").header, address_of("http://h:443").header) == ("h", "h:443")
-    for wrong in ("h:80", "http://", "http://a@h", "http://h:x"):
+    assert address_of("http://müller.example/x").host == "xn--mller-kva.example"
+    for wrong in ("h:80", "http://", "http://a@h", "http://h:x", "http://h:0"):
         with pytest.raises(ValueError, match=r"not http|Port|port"):
             address_of(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "http://h/a b",
+        "http://h/é",
+        "http://h/a\x00",
+        "http://a..b",
+        f"http://{'a' * 64}:80",
+        "http://a b",
+        "http://[::g]",
+    ],
+)
+def test_an_address_that_no_request_can_name_is_refused_where_it_is_given(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        address_of(wrong)
+    with pytest.raises((GatewayError, ValueError), match=r"gateway\.upstreams|UpstreamSettings"):
+        WorkerTable([wrong])
+
+
+@pytest.mark.parametrize("key", ["a\nb: c", "a\r", "k\x00", "ключ", "a b"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(GatewayError, match="EXAMPLE_KEY") as error:
+        WorkerTable([UpstreamSettings(url="http://h", api_key_env="EXAMPLE_KEY")], {"EXAMPLE_KEY": key})
+    assert repr(key) not in str(error.value)
+    with pytest.raises(GatewayError, match="http://h") as error:
+        WorkerTable([UpstreamSettings(url="http://h", api_key=key)])
+
+
+@pytest.mark.parametrize("value", ["a\r\nb: c", "a\n", "a\x00"])
+def test_no_header_value_can_become_a_header(value: str) -> None:
+    async def made() -> None:
+        lane = Lane(Worker("w", "http://h"), lambda: 0.0, 2.0, lambda lane: None)
+        with pytest.raises(BadRequest):
+            lane.head("POST", "/v1/x", {"x-request-id": value}, {}, None)
+
+    asyncio.run(made())

@@ -21,6 +21,7 @@ from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.connections import Address, Connection, Pool, address_of
 from gateway.errors import GatewayError, NoWorker, UpstreamFailed, UpstreamTimeout
+from gateway.lane import Lane
 from gateway.metrics import Metrics
 from gateway.scripted import Say, Script
 from gateway.scripted_engine import ScriptedEngine
@@ -646,6 +647,44 @@ def test_calls_wait_while_weights_load_and_go_on_at_once() -> None:
             assert rig.count("waiting") == 0
 
     asyncio.run(body())
+
+
+def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
+    async def body() -> None:
+        async with Rig(as_text("http://h"), worker_wait_s=0.1) as rig:
+            lane = rig.upstream.lanes.pick("k", ("r", None), ())
+            assert lane is not None
+            lane.pool = Pool(Address("a..b", 80, False, ""))
+            with pytest.raises(NoWorker, match="cannot be reached"):
+                await rig.ask()
+
+    asyncio.run(body())
+
+
+def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    async def test(url: str) -> None:
+        judged, again = 0, asyncio.Event()
+
+        def judge(_: Lane) -> None:
+            nonlocal judged
+            judged += 1
+            if judged == 1:
+                raise RuntimeError("a bug")
+            again.set()
+
+        lane = Lane(Worker("w", url), asyncio.get_running_loop().time, 0.05, judge)
+        lane.watch()
+        async with asyncio.timeout(SOON_S):
+            await lane.first_probe.wait()
+            while "a bug" not in "".join(capsys.readouterr()):
+                await asyncio.sleep(0.005)
+            lane.failed("probe", surely=True)
+            await again.wait()
+            while lane.state != "ready":  # it is probed again
+                await asyncio.sleep(0.005)
+        await lane.close()
+
+    run(saying(OK), test=test)
 
 
 def test_waiting_ends_and_says_why() -> None:
