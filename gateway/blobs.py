@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from gateway.bus import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
@@ -19,11 +21,17 @@ ENVELOPE_BYTES = 64 * 1024
 
 
 class Blobs:
-    """Makes messages fit. A store that does not answer is away after timeout_s; it has threads of its own and holds up nothing else."""
+    """Makes messages fit. A store that does not answer is away after timeout_s; it has threads of its own and holds up nothing else.
+
+    Nothing queues behind threads that hang, for it would be held in memory until the store is back: who gets no thread in time
+    is told so, and at once when all of them have been in the store for longer than timeout_s.
+    """
 
     def __init__(self, store: BlobStore, codec: Codec, timeout_s: float) -> None:
         self._store, self._codec, self._timeout_s = store, codec, timeout_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="blobs")
+        self._free = asyncio.Semaphore(THREADS)
+        self._began_at = float("-inf")  # when a thread was last given work
 
     async def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages, each at most MAX_RECORD_BYTES where fields can be moved, with what was moved durable in the store.
@@ -32,12 +40,28 @@ class Blobs:
         """
         if all(len(m.value) <= MAX_RECORD_BYTES for m in messages):
             return messages
+        if self._free.locked() and time.monotonic() - self._began_at >= self._timeout_s:
+            raise BlobsUnavailable(
+                f"all {THREADS} threads wait for the blob store, for {self._timeout_s:g} s and longer"
+            )
         try:
             async with asyncio.timeout(self._timeout_s):
-                work = asyncio.get_running_loop().run_in_executor(self._threads, self.fit_now, messages)
-                return await work
+                await self._free.acquire()
+                return await self._in_thread(messages)
         except TimeoutError as error:
             raise BlobsUnavailable(f"the blob store did not take a field within {self._timeout_s:g} s") from error
+
+    def _in_thread(self, messages: Sequence[Message]) -> asyncio.Future[list[Message]]:
+        loop = asyncio.get_running_loop()
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended before a thread that hung
+                loop.call_soon_threadsafe(self._free.release)
+
+        self._began_at = time.monotonic()
+        work = self._threads.submit(self.fit_now, messages)
+        work.add_done_callback(ended)  # when the thread is back, which may be long after its caller was told
+        return asyncio.wrap_future(work)
 
     def fit_now(self, messages: Sequence[Message]) -> list[Message]:
         """As `fit`, blocking and without a limit of time."""

@@ -22,7 +22,7 @@ import orjson
 
 from gateway import api_keys
 from gateway.errors import BadRequest, WrongKey
-from schemas.errors import InvalidId
+from schemas.errors import InvalidId, SettingsError
 from schemas.events import Channel
 from schemas.ids import check_group_id, check_run_id, check_trajectory_key
 from schemas.settings import Settings
@@ -31,6 +31,8 @@ PREFIX = "sk-claw-"
 OURS = (api_keys.PREFIX, PREFIX)
 """Every key that begins so is this installation's own: the door reads it, and it goes to no engine."""
 CHANNEL_HEADER = "x-clawstream-channel"
+SECRET_BYTES = 16
+"""A shorter session secret is refused."""
 KEPT = 4096
 """Session keys whose signature need not be checked again."""
 
@@ -102,13 +104,29 @@ class SessionKeys:
 
 
 def secret_of(settings: Settings) -> bytes:
-    """The installation's secret; made on first use when the settings have none. Safe to race."""
+    """The installation's secret; made on first use when the settings have none. Safe to race. Raises SettingsError for one that is short."""
     if settings.gateway.session_secret is not None:
-        return settings.gateway.session_secret.encode()
+        return _long_enough(
+            settings.gateway.session_secret.encode(),
+            "setting gateway.session_secret",
+            "Take a long random one, or leave it out and one is made",
+        )
     path = settings.data_dir / "session-secret"
     if not path.exists():
         _make_secret(path)
-    return path.read_bytes().strip()
+    return _long_enough(
+        path.read_bytes().strip(),
+        f"session secret {path}",
+        "Restore it, or delete it and one is made; that ends all sessions",
+    )
+
+
+def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
+    """Who guesses the secret makes session keys of any run."""
+    size = len(secret.strip())
+    if size < SECRET_BYTES:
+        raise SettingsError(f"{where}: {size} bytes, it must have at least {SECRET_BYTES}. {what_to_do}")
+    return secret
 
 
 def _make_secret(path: Path) -> None:

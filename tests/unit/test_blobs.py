@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.blobs import Blobs
+from gateway.blobs import THREADS, Blobs
 from gateway.bus import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
 from gateway.scripted import Say, Script
@@ -194,6 +196,52 @@ def test_a_store_that_hangs_is_away(tmp_path: Path) -> None:
 def ask(w: Trial, size: int, **more: Any) -> Any:
     said = {"model": "policy", "messages": [{"role": "user", "content": "x" * size}]} | more
     return w.http.post(w.url + "/t/g/v1/chat/completions", data=io.BytesIO(json.dumps(said).encode()))
+
+
+class Messages(list[Message]):
+    """A list that can be watched."""
+
+
+def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> None:
+    go_on, began, lock = threading.Event(), list[int](), threading.Lock()
+
+    class Hangs(BlobStore):
+        def put(self, data: bytes) -> str:
+            with lock:
+                began.append(len(data))
+            go_on.wait(60)
+            return super().put(data)
+
+    value = CODEC.encode(a_step(request_json=b"q" * 5 * MIB))
+
+    async def run() -> None:
+        blobs, kept = Blobs(Hangs(str(tmp_path)), CODEC, 0.2), []
+
+        async def one() -> None:
+            messages = Messages([Message("steps", b"t", value)])
+            kept.append(weakref.ref(messages))
+            with pytest.raises(BlobsUnavailable):
+                await blobs.fit(messages)
+
+        await asyncio.gather(*(one() for _ in range(THREADS * 3)))
+        late = asyncio.create_task(one())
+        await asyncio.sleep(0)  # all threads have been in the store for too long: it is told at once
+        await asyncio.sleep(0)
+        assert late.done()
+        gc.collect()
+        assert len([ref for ref in kept if ref() is not None]) <= THREADS == len(began)
+        go_on.set()  # the store is back, and so are its threads
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    (small,) = await blobs.fit(Messages([Message("steps", b"t", value)]))
+                    break
+                except BlobsUnavailable:
+                    await asyncio.sleep(0.01)
+        assert len(small.value) < 1000
+        blobs.close()
+
+    asyncio.run(run())
 
 
 def store_of(w: Trial) -> BlobStore:

@@ -18,6 +18,7 @@ from gateway.errors import BadRequest, Forbidden, WrongKey
 from gateway.metrics import Metrics
 from gateway.sessions import KEPT, Origin, Session, SessionKeys, secret_of
 from gateway.turns import first_user_turn, last_user_text, system_text
+from schemas.errors import SettingsError
 from schemas.ids import is_bucket
 from schemas.settings import Settings
 
@@ -89,7 +90,18 @@ def test_secret_is_made_once_for_all_gateways_of_a_directory(tmp_path: Path) -> 
     assert secret == secret_of(settings) and len(secret) > 30
     assert stat.S_IMODE((tmp_path / "d/session-secret").stat().st_mode) == 0o600
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["session-secret"]
-    assert secret_of(Settings.model_validate({"gateway": {"session_secret": "given"}})) == b"given"
+    given = "given by a person"
+    assert secret_of(Settings.model_validate({"gateway": {"session_secret": given}})) == given.encode()
+
+
+@pytest.mark.parametrize("secret", ["", " " * 40, "fifteen-of-them"])
+def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path, secret: str) -> None:
+    with pytest.raises(SettingsError, match=r"setting gateway\.session_secret: .* at least 16") as error:
+        secret_of(Settings.model_validate({"gateway": {"session_secret": secret}}))
+    assert secret == "" or secret not in str(error.value)
+    (tmp_path / "session-secret").write_text(secret + "\n")
+    with pytest.raises(SettingsError, match=r"session-secret: .* at least 16.*[Dd]elete"):
+        secret_of(Settings(data_dir=tmp_path))
 
 
 # ---------------------------------------------------------------- where
