@@ -15,7 +15,9 @@ from demo import model
 
 THINK, THOUGHT = "<think>", "</think>"
 SCHEMA = model.TOOLS[0]["function"]["parameters"] | {"additionalProperties": False}
-TOOLS = [{"type": "function", "function": {"name": "lookup", "strict": True, "parameters": SCHEMA}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "lookup", "strict": True, "parameters": SCHEMA}}
+]
 """Strict, for the helpers of the OpenAI client take no others."""
 
 
@@ -160,7 +162,8 @@ class Responses:
             "model": "policy",
             "input": said,
             "max_output_tokens": more.pop("max_tokens", 60),
-        } | more
+            **more,
+        }
         if tools:
             body["tools"] = [{"type": "function", **tool["function"]} for tool in TOOLS]
         body["extra_body"] = {name: body.pop(name) for name in ("seed", "stop") if name in body}

@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-import aiohttp
 import anthropic
 import openai
 import pytest
@@ -25,29 +22,22 @@ from pydantic import BaseModel
 from tests_contract import (
     CLOSE,
     LESSONS,
-    REASONING_PARSER,
     VERSION,
     Contract,
-    Loop,
     build_tokenizer,
     checked,
-    gateway,
     ids_of,
     logprobs_of,
     seen_text,
+    standing,
     teach,
     text_of,
 )
-from tests_ports import free_port
 from tests_speakers import SPEAKERS, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
-from demo import model
-from gateway.api_keys import Scope, create_key
 from gateway.calls import NO_TOKENS
-from rollout.server import VllmServer
 from schemas.events import VersionSpan
-from schemas.settings import RolloutSettings
 from schemas.tokens import unpack_ids
 
 pytestmark = pytest.mark.timeout(400)
@@ -57,46 +47,9 @@ pytestmark = pytest.mark.timeout(400)
 def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contract]:
     work = tmp_path_factory.mktemp("contract")
     directory = teach(work / "model")
-    settings = RolloutSettings(
-        port=free_port(),
-        dtype="float32",
-        max_model_len=model.MAX_TOKENS,
-        max_num_seqs=16,
-        kv_cache_mb=64,
-        tool_parser="strict_tags",
-        tool_parser_plugin=Path(model.__file__).with_name("tool_parser.py"),
-        reasoning_parser="think_tags",
-        startup_timeout_s=300,
-        extra_args=(
-            *("--reasoning-parser-plugin", str(REASONING_PARSER)),
-            *("--structured-outputs-config.enable_in_reasoning", "true"),
-            "--enable-scale-out",  # the routes that render a prompt
-        ),
-    )
-    server = VllmServer(settings, directory, work / "vllm.log")
-    with closing(Loop()) as loop:
-        stack = AsyncExitStack()
-
-        async def begin() -> Contract:
-            stack.push_async_callback(server.stop)
-            await server.start()
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            print(f"vLLM ready after {await server.wait_ready(http):.1f} s")
-            url, enter = server.base_url, stack.enter_async_context
-            scopes: tuple[Scope, ...] = ("agent", "reward")
-            keys = {str(scope): create_key(work / "locked" / "api-keys.json", scope, (scope,)) for scope in scopes}
-            return Contract(
-                loop.run, http, url, build_tokenizer(), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
-                captured=await enter(gateway(work / "captured", url, "auto")),
-                vllm=await enter(gateway(work / "vllm", url, "vllm")),
-                locked=await enter(gateway(work / "locked", url, "auto", auth="required")),
-                keys=keys,
-            )  # fmt: skip
-
-        try:
-            yield loop.run(begin())
-        finally:
-            loop.run(stack.aclose())
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with standing(work, directory, build_tokenizer(), network) as standing_one:
+        yield standing_one
 
 
 QUESTIONS = ("price of k374 plus 2?", "price of k015 plus 1?")
