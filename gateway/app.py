@@ -36,6 +36,7 @@ from gateway.redaction.shell import redaction_of
 from gateway.seed_api import LARGE_BODIES, seed_routes
 from gateway.sessions import secret_of
 from gateway.spool import Spool
+from gateway.unforeseen import Unforeseen
 from gateway.upstream import Upstream
 from gateway.workers import WorkerTable
 from runtime.blob_store import BlobStore
@@ -105,11 +106,12 @@ def create_app(
     app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app)
-    app.add_middleware(ControlBodyLimit)
+    app.add_middleware(ControlBodyLimit, memory=memory)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
     passed = {p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
     metrics.count_in_flight(lambda: parts.memory.calls)
     app.add_middleware(ModelCalls, calls=calls, passed=passed)
+    app.add_middleware(Unforeseen)
     _describe(app, [*(("POST", tail) for tail in calls), *((p.method, tail) for tail, p in passed.items())])
     return app
 
@@ -175,19 +177,19 @@ def _answer_errors(app: FastAPI) -> None:
             return reply(errors.NotFound(f"{asked}: no such path"))
         if error.status_code == 413:
             return reply(errors.BodyTooLarge(str(error.detail), "body"))
+        if error.status_code == 503:
+            return reply(errors.Overloaded(str(error.detail)))
         return reply(errors.BadRequest(str(error.detail), "body"))
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        logger().error("request_failed", path=request.url.path, error=repr(error))
-        return reply(errors.GatewayError("internal error, see the gateway's log"))
 
 
 class ControlBodyLimit:
-    """ASGI middleware: requests that are no model calls have small bodies. Those that carry token ids bound themselves."""
+    """ASGI middleware: requests that are no model calls have small bodies, and all together hold no more than `memory` has.
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    Those that carry token ids bound themselves.
+    """
+
+    def __init__(self, app: App, memory: Memory) -> None:
+        self._app, self._memory = app, memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in LARGE_BODIES:
@@ -198,10 +200,18 @@ class ControlBodyLimit:
         async def limited() -> MutableMapping[str, Any]:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
-            if size > MAX_CONTROL_BODY:
-                # FastAPI lets only its own kind of error out of the reading of a body.
+            part = len(message.get("body", b""))
+            # FastAPI lets only its own kind of error out of the reading of a body.
+            if size + part > MAX_CONTROL_BODY:
                 raise HTTPException(413, f"body: larger than {MAX_CONTROL_BODY} bytes")
+            try:
+                self._memory.take(part)
+            except errors.Overloaded as error:
+                raise HTTPException(503, error.message) from error
+            size += part
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._memory.give_back(size)

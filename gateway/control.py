@@ -116,9 +116,15 @@ class Recorder:
         self._parts = parts
 
     def opened(self, origin: Origin, said: OpenSession | Register) -> SessionEvent:
-        """The trajectory's opening; a repeated one is the same event, the first counts."""
+        """The trajectory's opening; the same one said again is the same event, another one adds what was not said before."""
+        told = (said.metadata, said.group_size, said.round, origin.channel, origin.group_id)
         return SessionEvent(
-            event_id=stable_id(origin.run_id, origin.trajectory_key, "opened"),
+            event_id=stable_id(
+                origin.run_id,
+                origin.trajectory_key,
+                "opened",
+                dumps(told, "metadata", Unprocessable, sort=True).decode(),
+            ),
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
             kind="opened",

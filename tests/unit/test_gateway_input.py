@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
+from fastapi.responses import StreamingResponse
 from multidict import CIMultiDict
 from openai import AsyncOpenAI
 
+from gateway.app import create_app
+from gateway.bus import MemoryBus
 from gateway.scripted import Say, Script
-from gateway.trial import Trial
+from gateway.trial import Trial, running
 from gateway.trial import play as play_in
+from gateway.workers import WorkerTable
 from schemas.codec import Codec
 from schemas.events import SessionEvent
+from schemas.settings import Settings
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
@@ -118,6 +124,96 @@ def test_a_header_said_twice_means_the_same_on_every_path(play: Play) -> None:
     play(scenario, Script([HI]))
 
 
+def test_openings_that_say_different_things_are_different_events(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        said: list[tuple[str, dict[str, Any]]] = [
+            ("/sessions", {"trajectory_key": "t", "group_id": "g"}),
+            ("/t/g/register_trajectory", {}),  # the same as the first
+            ("/t/g/register_trajectory", {"metadata": {"a": 1, "b": 2}}),
+            (
+                "/sessions",
+                {"trajectory_key": "t", "group_id": "g", "metadata": {"b": 2, "a": 1}},
+            ),  # the same as the third
+            ("/t/g/register_trajectory", {"metadata": {"a": 1}}),
+            ("/t/g/register_trajectory", {"metadata": {}}),
+            ("/t/g/register_trajectory", {"group_size": 4}),
+            ("/t/g/register_trajectory", {"round": 4}),
+            ("/t/g/register_trajectory", {"channel": "val"}),
+            ("/t/h/register_trajectory", {}),
+            ("/sessions", {"trajectory_key": "t"}),
+        ]
+        for path, body in said:
+            async with w.http.post(w.url + path, json=body) as r:
+                assert r.status < 300, await r.text()
+        ids = [r.event_id for r in w.records()]
+        assert ids[0] == ids[1] and ids[2] == ids[3] and len(set(ids)) == len(said) - 2
+
+    play(scenario, Script([HI]))
+
+
+def test_bodies_of_all_routes_together_are_bounded(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        body = orjson.dumps({"metadata": {"a": "x" * 3000}})
+        go_on = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:-1]
+            await go_on.wait()
+            yield body[-1:]
+
+        async def send(data: Any) -> tuple[int, Any]:
+            headers = {"content-type": "application/json"}
+            async with w.http.post(w.url + "/sessions", data=data, headers=headers) as r:
+                return r.status, await r.json()
+
+        held = asyncio.create_task(send(slowly()))
+        async with asyncio.timeout(60):
+            status, reply = 0, dict[str, Any]()
+            while status != 503:
+                status, reply = await send(io.BytesIO(body))
+        assert "max_in_flight_bytes" in reply["error"]["message"]
+        go_on.set()
+        assert (await held)[0] == 201
+        for _ in range(3):  # what was held is given back, whatever became of it
+            assert (await send(io.BytesIO(body)))[0] == 201
+            assert (await send(io.BytesIO(body[:-1])))[0] == 400
+            assert (await send(io.BytesIO(body * 2)))[0] == 503
+
+    play(scenario, Script([HI]), max_in_flight_bytes=5000)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_an_unforeseen_error_is_logged_without_what_a_client_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, started: bool
+) -> None:
+    settings = Settings.model_validate({"data_dir": tmp_path, "gateway": {"upstreams": ["http://127.0.0.1:9"]}})
+    app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
+
+    @app.get("/bug")
+    async def bug() -> StreamingResponse:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"x"
+            raise KeyError("their-words")
+
+        if started:
+            return StreamingResponse(parts())
+        raise KeyError("their-words")
+
+    async def scenario() -> None:
+        async with running(app) as url, aiohttp.ClientSession() as http:
+            async with http.get(url + "/bug") as r:
+                if started:
+                    with pytest.raises(aiohttp.ClientPayloadError):
+                        await r.read()
+                else:
+                    assert (r.status, (await r.json())["error"]["type"]) == (500, "server_error")
+
+    asyncio.run(scenario())
+    said = "".join(capfd.readouterr()) + caplog.text
+    assert "KeyError" in said and "test_gateway_input.py:" in said
+    assert "their-words" not in said
+
+
 def test_more_calls_than_allowed_are_refused(play: Play) -> None:
     gate = asyncio.Semaphore(0)
 
@@ -187,7 +283,7 @@ def test_register_and_complete_by_path(play: Play) -> None:
                 assert r.status == 200, await r.text()
         opened, again, failed, done, done_again = w.records()
         assert (opened.kind, opened.group_id, opened.channel, opened.group_size) == ("opened", "g", "val", 2)
-        assert again.event_id == opened.event_id
+        assert again.event_id != opened.event_id  # it says less
         assert (failed.kind, failed.reason, failed.channel) == ("failed", "gave up", "val")
         assert (done.kind, done.group_id) == ("completed", None)
         assert done.event_id == done_again.event_id != failed.event_id
