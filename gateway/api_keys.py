@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
+from runtime.durable_file import write_durably
 from schemas.ids import RUN_ID
 
 Scope = Literal["agent", "reward", "curate", "admin"]
@@ -126,17 +126,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(_File(keys=keys).model_dump_json(indent=1, exclude_none=True))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_durably(path, _File(keys=keys).model_dump_json(indent=1, exclude_none=True).encode(), 0o600)
 
 
 class KeyRing:

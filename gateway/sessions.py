@@ -14,6 +14,7 @@ import hmac
 import os
 import secrets
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import orjson
 
 from gateway import api_keys
 from gateway.errors import BadRequest, WrongKey
+from runtime.durable_file import fsync_path, fsynced_draft
 from schemas.errors import InvalidId, SettingsError
 from schemas.events import Channel
 from schemas.ids import check_group_id, check_run_id, check_trajectory_key
@@ -131,18 +133,10 @@ def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
 
 def _make_secret(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(secrets.token_urlsafe(32).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    try:
+    secret = secrets.token_urlsafe(32).encode()
+    with fsynced_draft(path, secret, 0o600) as draft, suppress(FileExistsError):
         os.link(draft, path)  # whole or not at all, and only the first one counts
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+    fsync_path(path.parent)
 
 
 def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from gateway.bus import Message
 from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
+from runtime.durable_file import fsync_path
 from runtime.telemetry import logger
 
 SEGMENT_BYTES = 1 << 20
@@ -101,14 +102,6 @@ def lock(directory: Path) -> int:
     return held
 
 
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @dataclass(slots=True)
 class Segment:
     """One file of the spool. keys: how many records of each key it holds."""
@@ -173,7 +166,7 @@ class Spool:
         """From now on some of its records may be on Kafka; durable when this returns. Raises OSError."""
         if not segment.maybe_sent:
             segment.path = segment.path.rename(segment.path.with_name(segment.path.stem + "-sent.spool"))
-            _sync(self._directory)
+            fsync_path(self._directory)
 
     def hold(self, segment: Segment) -> Path:
         """Put a segment aside for `clawstream spool drain`; gives where it lies now."""
@@ -181,8 +174,8 @@ class Spool:
             self.seal()
         target = self._directory / HELD / segment.path.name
         segment.path.rename(target)
-        _sync(target.parent)
-        _sync(self._directory)
+        fsync_path(target.parent)
+        fsync_path(self._directory)
         self.segments.remove(segment)
         self._held_bytes += segment.size
         return target
@@ -260,7 +253,7 @@ class Spool:
             self._active = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self.segments.append(Segment(path))
             self._next += 1
-            _sync(self._directory)
+            fsync_path(self._directory)
         elif maybe_sent:
             self.mark_sent(self.segments[-1])
         return self._active, self.segments[-1]

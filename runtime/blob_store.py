@@ -7,13 +7,12 @@ deleted here.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from runtime.durable_file import fsync_path, write_durably
 from runtime.errors import PlumbingError
 
 
@@ -88,26 +87,11 @@ class BlobStore:
 
 
 def _write(path: Path, data: bytes) -> None:
-    if not path.exists():
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _sync(path.parent.parent)
-            _sync(path.parent.parent.parent)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            with draft.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    _sync(path.parent)  # also when another one has just written it
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    if path.exists():
+        fsync_path(path.parent)  # another one may have just written it
+        return
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fsync_path(path.parent.parent)
+        fsync_path(path.parent.parent.parent)
+    write_durably(path, data)

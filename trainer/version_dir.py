@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from runtime.durable_file import fsync_path
 from runtime.telemetry import logger
 from schemas.ids import Version
 from trainer.errors import InvalidCheckpoint
@@ -46,9 +47,9 @@ def new_directory(final: Path, info: Mapping[str, Any]) -> Iterator[Path]:
     yield tmp
     (tmp / INFO).write_text(json.dumps({**info, "files": digests(tmp)}, indent=1))
     for path in (*tmp.rglob("*"), tmp):
-        _sync(path)
+        fsync_path(path)
     tmp.rename(final)
-    _sync(final.parent)
+    fsync_path(final.parent)
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -134,11 +135,3 @@ def prune(root: Path, run_id: str, delete: Collection[Version]) -> None:
         if version in delete:
             (path / INFO).unlink(missing_ok=True)
             shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

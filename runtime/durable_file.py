@@ -1,0 +1,40 @@
+"""Files that are whole or not there, and stay there after a loss of power: written beside their place, fsynced, moved into it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def fsync_path(path: Path) -> None:
+    """A file's bytes, or a directory's names, onto the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def fsynced_draft(path: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
+    """A hidden file beside `path` with these bytes, on disk; gone at the end of the block unless it was moved. mode: less the umask."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Put a file in its place, or replace it, as a whole: durable when this returns. The directory is there. Raises OSError."""
+    with fsynced_draft(path, data, mode) as draft:
+        draft.replace(path)
+    fsync_path(path.parent)
