@@ -6,7 +6,7 @@ UTC; four of them say more than their table:
     trajectories  one row a closed trajectory: its newest candidate revision with its reward, joined with the payload's metadata
     steps         with the trajectory they ended in, their index there, and their marks (late, duplicate, retried)
     rewards       the one that counts for each target, source and name: the highest revision, among equals the first on the log
-    curation      with the trajectory id, also when only the key was given
+    curation      with the trajectory id, also when only the key or a step was given; null until the trajectory of a step is known
 
 A connection can read nothing else: no files, no network, no settings.
 """
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import duckdb
 
+from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
 from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake_columns import TIME
@@ -80,6 +81,33 @@ def _utc(table: Table) -> str:
     return f"SELECT * REPLACE ({_times(names)}) FROM {table.name}_raw"
 
 
+def _targets(table: str) -> str:
+    """A table of rewards or marks with what each is of: `of_trajectory`, `of_step`; `may_be`, until that trajectory is known.
+
+    With a key that the gateway made a step says which trajectory is meant; with that key as trajectory id, all of that trajectory.
+    """
+    return f"""
+        places AS (
+            SELECT run_id, step_id, max_by(trajectory_id, kafka_timestamp) AS trajectory_id FROM (
+                SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp FROM trajectories_raw
+                UNION ALL SELECT run_id, step_id, trajectory_id, kafka_timestamp FROM step_marks_raw
+            ) GROUP BY ALL
+        ), said AS (
+            SELECT *, regexp_full_match(trajectory_key, '{UNNAMED_KEY.pattern}') AS unnamed,
+                   coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key FROM {table}_raw
+        ), targets AS (
+            SELECT s.* EXCLUDE (unnamed, by_key),
+                   CASE WHEN s.unnamed AND s.by_key THEN p.trajectory_id
+                        ELSE coalesce(s.trajectory_id, s.trajectory_key) END AS of_trajectory,
+                   CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key AND p.trajectory_id IS NOT NULL THEN NULL
+                        ELSE s.step_id END AS of_step,
+                   coalesce(of_trajectory, s.trajectory_id) AS may_be
+            FROM said s LEFT JOIN places p ON p.run_id = s.run_id AND p.step_id = s.step_id
+        )"""
+
+
+_FOUND = "EXCLUDE (of_trajectory, of_step, may_be) REPLACE (of_trajectory AS trajectory_id, of_step AS step_id, "
+
 _VIEWS = {
     "trajectories": f"""
         WITH latest AS (
@@ -121,14 +149,15 @@ _VIEWS = {
         FROM steps_raw s LEFT JOIN closed c ON c.run_id = s.run_id AND c.step.step_id = s.step_id
              LEFT JOIN later l ON l.run_id = s.run_id AND l.step_id = s.step_id""",
     "rewards": f"""
-        SELECT * REPLACE (coalesce(trajectory_id, trajectory_key) AS trajectory_id, {_times(("created_at", "kafka_timestamp"))})
-        FROM rewards_raw
+        WITH {_targets("rewards")}
+        SELECT * {_FOUND}{_times(("created_at", "kafka_timestamp"))})
+        FROM targets
         QUALIFY row_number() OVER (
-            PARTITION BY run_id, trajectory_key, coalesce(trajectory_id, trajectory_key), step_id, source, name
-            ORDER BY reward_revision DESC, rewards_raw.kafka_timestamp, kafka_offset) = 1""",
+            PARTITION BY run_id, trajectory_key, may_be, of_step, source, name
+            ORDER BY reward_revision DESC, targets.kafka_timestamp, kafka_offset) = 1""",
     "curation": f"""
-        SELECT * REPLACE (coalesce(trajectory_id, trajectory_key) AS trajectory_id, {_times(("created_at", "kafka_timestamp"))})
-        FROM curation_raw""",
+        WITH {_targets("curation")}
+        SELECT * {_FOUND}{_times(("created_at", "kafka_timestamp"))}) FROM targets""",
 }  # fmt: skip
 
 

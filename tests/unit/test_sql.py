@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,52 @@ def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
     rows = connect(settings).execute("select value, step_id, trajectory_id from rewards order by 1").fetchall()
     assert rows == [(2.0, None, "k"), (5.0, "k~1.0", "k")]
     assert connect(settings).execute("select count(*) from rewards_raw").fetchall() == [(5,)]
+
+
+@pytest.mark.parametrize("key", ["bucket-" + "0" * 32, "agent-codex-" + "0" * 32])
+def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_the_step(
+    settings: Settings, lake: SmallLake, key: str
+) -> None:
+    def of(event_id: str, value: float, n: int | None, **more: Any) -> events.Reward:
+        return events.Reward(
+            event_id=event_id, run_id="r", trajectory_key=key, source="human", name="n", function_version="1", value=value,
+            created_at=1, **{"reward_revision": 0, "step_id": f"{key}~{n}.0" if n is not None else None} | more,
+        )  # fmt: skip
+
+    sent = [of("a", 1.0, 1), of("b", 2.0, 1, trajectory_id=key), of("c", 3.0, 2, trajectory_id=key, reward_revision=1)]
+    sent += [
+        of("d", 4.0, None, trajectory_id=f"{key}~1"),
+        of("e", 5.0, 9),
+        of("f", 6.0, 8, trajectory_id=key),
+        of("g", 7.0, 7),
+    ]
+    lake.put("rewards", "RR", *sent)
+    mark = events.Curation(
+        event_id="m", run_id="r", trajectory_key=key, step_id=f"{key}~2.0", quality=1.0, by="me", created_at=1
+    )
+    lake.put("curation", "RR2", mark)
+    query = "select value, split_part(step_id, '~', 2), split_part(trajectory_id, '~', 2) from rewards order by 1"
+    unknown = [(v, f"{n}.0", None) for v, n in ((1.0, 1), (2.0, 1), (3.0, 2), (5.0, 9), (6.0, 8), (7.0, 7))]
+    of_marks = "select split_part(trajectory_id, '~', 2), quality from curation"
+    assert connect(settings).execute(query).fetchall() == sorted([*unknown, (4.0, None, "1")])
+    assert connect(settings).execute(of_marks).fetchall() == [(None, 1.0)]
+
+    whole = trajectory(key, "r/1.2", 0, 2), trajectory(key, "r/1.2", 1, 2)
+    lake.put("trajectories", "TT", *(replace(part, trajectory_id=f"{key}~1") for part in whole))
+    late = events.StepMark(
+        event_id="l",
+        run_id="r",
+        trajectory_key=key,
+        trajectory_id=f"{key}~5",
+        step_id=f"{key}~7.0",
+        mark="late",
+        offset=9,
+    )
+    lake.put("step_marks", "MM", late)
+    assert connect(settings).execute(query).fetchall() == [
+        (1.0, "1.0", "1"), (3.0, None, "1"), (5.0, "9.0", None), (6.0, "8.0", None), (7.0, "7.0", "5"),
+    ]  # fmt: skip
+    assert connect(settings).execute(of_marks).fetchall() == [("1", 1.0)]
 
 
 def test_time_travel(settings: Settings, lake: SmallLake) -> None:
