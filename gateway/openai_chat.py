@@ -55,10 +55,10 @@ class OpenAIChat:
                 )
                 for c in said["choices"]
             )
+            if kind == "vllm" and _strip(said, request.said):
+                body = orjson.dumps(said)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UpstreamFailed(f"the engine's reply is no chat completion: {error!r}") from error
-        if kind == "vllm" and _strip(said, request.said):
-            body = orjson.dumps(said)
         return Answer(choices, model, body)
 
     def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:

@@ -55,10 +55,10 @@ class OpenAICompletions:
                 building.add(piece)
                 choices.append(building.choice(piece.which, request.said, kind))
             model = text_or_none(said.get("model"))
+            if kind == "vllm" and _strip(said["choices"], request.said):
+                body = orjson.dumps(said)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UpstreamFailed(f"the engine's reply is no completion: {error!r}") from error
-        if kind == "vllm" and _strip(said["choices"], request.said):
-            body = orjson.dumps(said)
         return Answer(tuple(choices), model, body)
 
     def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:

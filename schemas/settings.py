@@ -146,7 +146,9 @@ class GatewaySettings(_Section):
     max_in_flight_bytes: Count = Field(
         256 << 20, description="memory: bodies of calls beyond it get 503; a call takes about six times its body"
     )
-    client_timeout_s: Positive = Field(60.0, description="agents on slow links: how long one may take nothing, or send nothing")
+    client_timeout_s: Positive = Field(
+        60.0, description="agents on slow links: how long one may take nothing, or send nothing"
+    )
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
     probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
