@@ -15,7 +15,7 @@ import orjson
 import pytest
 from tests_agents import Ear, environment, run
 from tests_ports import free_port
-from tests_stage import Stage, record, roots, tags
+from tests_stage import Stage, drifts, record, roots, tags
 from tests_toy_model import Call, Heard, Reply, ToyModel
 
 pytestmark = pytest.mark.long
@@ -173,3 +173,5 @@ def test_one_headless_run_over_each_protocol_is_one_trajectory(stage: Stage, tmp
     assert trajectory.trajectory_key.startswith("agent-openclaw-")
     assert roots(trajectory) == 1
     assert tags(trajectory) == [(), ()]
+    # Its context message moves to the end of every request, but over Responses.
+    assert drifts(trajectory) == ["root", "clean" if api == "openai-responses" else "root"]

@@ -50,6 +50,14 @@ def test_every_recording_is_known() -> None:
     assert {p.stem for p in RECORDED.glob("*.json")} == AGENTS.keys()
 
 
+def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_to_get_it_from() -> None:
+    packages = orjson.loads((RECORDED.parent / "package-lock.json").read_bytes())["packages"]
+    wanted = orjson.loads((RECORDED.parent / "package.json").read_bytes())["dependencies"]
+    assert packages[""]["dependencies"] == wanted
+    assert all("resolved" not in p for p in packages.values())
+    assert [n for n, p in packages.items() if n and "integrity" not in p and not p.get("inBundle")] == []
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_each_call_is_known_by_its_agent_session_and_tags(name: str) -> None:
     harness, sessions, expected = AGENTS[name]
