@@ -64,7 +64,7 @@ def body_of(i: int, path: str, said: str) -> dict[str, Any]:
 
 
 def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
-    """Path and headers of the i-th call: trajectories of eight calls, named in one way or another, or not at all."""
+    """Path and headers of the i-th call: trajectories of some calls, named in one way or another, or not at all."""
     key = f"soak-{i // 8}"
     match (i // 8) % 4:
         case 0:
@@ -72,7 +72,8 @@ def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
         case 1:
             return f"/v1{path}", {"x-clawstream-trajectory": key, "x-clawstream-group": f"group-{i // 64}"}
         case 2:
-            token = SESSIONS.mint(Origin("default", key, None, "train"))
+            # Short ones, so that the cache of keys is full when it is first measured.
+            token = SESSIONS.mint(Origin("default", f"soak-{i // 2}", None, "train"))
             return f"/v1{path}", {"authorization": f"Bearer {token}"}
     return f"/v1{path}", {"authorization": f"Bearer someone-{i // 80}"}  # a bucket, told by caller and first turn
 
