@@ -676,11 +676,11 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
         lane.watch()
         async with asyncio.timeout(SOON_S):
             await lane.first_probe.wait()
-            while "a bug" not in "".join(capsys.readouterr()):
+            while "a bug" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - the log is a file
                 await asyncio.sleep(0.005)
             lane.failed("probe", surely=True)
             await again.wait()
-            while lane.state != "ready":  # it is probed again
+            while lane.state != "ready":  # it is probed again  # noqa: ASYNC110 - the state is the prober's
                 await asyncio.sleep(0.005)
         await lane.close()
 
