@@ -91,6 +91,11 @@ def header_map(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
 
 
+def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """The client's keys, for an upstream with `forward_credentials`."""
+    return {name: headers[name] for name in CREDENTIALS if name in headers}
+
+
 async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
     """The request's body, taken from `memory`: give back its length. Raises BodyTooLarge, Overloaded, or ClientGone when it does not end."""
     parts, size, more = [], 0, True
@@ -156,15 +161,15 @@ class CallEndpoint:
             call = self._accept(caller, headers, body, trajectory, prompt)
             if call.request.n > 1:  # every choice's step has the body
                 held += self._hold_copies(call)
-            await self._prompts.check(call.request, call.protocol, call.origin)
-            room = call.request.n * (2 * len(call.body) + ROOM_A_STEP)
-            with parts.journal.reserve(room):
-                client = Client(receive)
-                try:
+            client = Client(receive)
+            try:
+                async with client:
+                    await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
+                with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
                     exchange = Exchange(parts, self._dialect, call, headers, client, send)
                     ending = await exchange.run()
-                finally:
-                    client.done()
+            finally:
+                client.done()
         except ClientGone:
             ending = "refused"
         except GatewayError as error:
@@ -232,7 +237,7 @@ class Exchange:
     ) -> None:
         self._parts, self._dialect, self._call = parts, dialect, call
         self._client, self._send = client, send
-        self._credentials = {k: headers[k] for k in CREDENTIALS if k in headers}
+        self._credentials = credentials_of(headers)
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
         self._asked: Worker | None = None
         self._engine = Engine()

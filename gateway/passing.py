@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gateway.calls import FORWARDED, RETURNED, Parts, Scope, Send, header_map, read_body, send_reply
-from gateway.disconnect import Receive
+from gateway.calls import FORWARDED, RETURNED, Parts, Scope, Send, credentials_of, header_map, read_body, send_reply
+from gateway.disconnect import Client, Receive
 from gateway.door import Caller
 from gateway.error_reply import Reply, reply_of
 from gateway.errors import ClientGone, GatewayError
 from gateway.protocol import Errors
+from gateway.request_body import model_of, object_of
 
 
 class PassEndpoint:
@@ -35,7 +36,12 @@ class PassEndpoint:
         caller = parts.door.authenticate(headers, "agent")
         body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
         try:
-            return await self._passed(caller, headers, body, trajectory, prompt)
+            client = Client(receive)
+            try:
+                async with client:
+                    return await self._passed(caller, headers, body, trajectory, prompt)
+            finally:
+                client.done()
         finally:
             parts.memory.give_back(len(body))
 
@@ -44,12 +50,13 @@ class PassEndpoint:
     ) -> Reply:
         parts = self._parts
         origin = parts.door.origin(caller, headers, trajectory, prompt, {})
+        model = model_of(object_of(body)) if self.method == "POST" else None
         forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         if body:
             forwarded["content-type"] = "application/json"
         async with parts.upstream.ask(
             self.method, self._path, body or None, forwarded,
-            key=origin.trajectory_key, run_id=origin.run_id, model=None,
+            key=origin.trajectory_key, run_id=origin.run_id, model=model, credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read()
             if response.status >= 400:

@@ -21,7 +21,7 @@ from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
 from gateway.protocol import Dialect
 from gateway.request_defaults import with_defaults
-from gateway.token_limits import may_exceed, prompts_of
+from gateway.token_limits import MAX_COUNTED, may_exceed, prompts_of
 from gateway.trial import running
 from gateway.workers import WorkerTable
 from schemas.codec import Codec
@@ -38,14 +38,18 @@ class Counter:
     """An engine that counts, a word a token, and samples nothing. asked: path and body of every request."""
 
     counts: bool = True
+    refusal: int = 400
     asked: list[tuple[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    left: int = 0
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         """Listen on loopback; gives the URL."""
         app = web.Application()
         app.router.add_post("/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
@@ -56,24 +60,51 @@ class Counter:
     async def _answer(self, http: web.Request) -> web.Response:
         said = orjson.loads(await http.read())
         self.asked.append((http.path, said))
+        self.keys.append(http.headers.get("authorization"))
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            finally:
+                self.left += 1
         text = said["messages"][0]["content"] if "messages" in said else said.get("prompt")
         match http.path, self.counts:
             case "/tokenize", True:
                 return web.json_response({"count": len(text.split()), "max_model_len": 9, "tokens": []})
             case "/v1/messages/count_tokens", True:
                 return web.json_response({"input_tokens": len(text.split())})
-        return web.json_response({"error": {"message": "the engine's own", "code": 400}}, status=400)
+        return web.json_response({"error": {"message": "the engine's own", "code": 400}}, status=self.refusal)
 
 
-def call(counter: Counter, directory: Path, path: str, body: Any, **gateway: Any) -> tuple[int, str]:
-    """Status and message that a call gets from a gateway before the engine."""
+@asynccontextmanager
+async def gateway_to(counter: Counter, directory: Path, upstream: dict[str, Any], **gateway: Any) -> AsyncIterator[str]:
+    """A gateway before the engine; gives the base URL of a trajectory. upstream: what its setting says beside the URL."""
+    async with counter.serve() as engine:
+        upstreams = [{"url": engine, **upstream}]
+        settings = Settings.model_validate({"data_dir": directory, "gateway": {"upstreams": upstreams, **gateway}})
+        app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
+        async with running(app) as url:
+            yield f"{url}/t/g"
+
+
+def call(
+    counter: Counter,
+    directory: Path,
+    path: str,
+    body: Any,
+    upstream: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+    **gateway: Any,
+) -> tuple[int, str]:
+    """Status and what is said in the reply that a call gets: an error's message, else all of it."""
 
     async def run() -> tuple[int, str]:
-        async with counter.serve() as engine, aiohttp.ClientSession() as http:
-            settings = Settings.model_validate({"data_dir": directory, "gateway": {"upstreams": [engine], **gateway}})
-            app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
-            async with running(app) as url, http.post(f"{url}/t/g{path}", json=body) as r:
-                return r.status, (await r.json())["error"]["message"]
+        async with (
+            gateway_to(counter, directory, upstream or {}, **gateway) as url,
+            aiohttp.ClientSession() as http,
+            http.post(url + path, json=body, headers=headers) as r,
+        ):
+            said = await r.json()
+            return r.status, said["error"]["message"] if "error" in said else str(said)
 
     return asyncio.run(run())
 
@@ -119,6 +150,65 @@ def test_a_prompt_that_may_pass_passes_whole(tmp_path: Path, limit: int | None, 
     assert call(counter, tmp_path, "/v1/chat/completions", CHAT, max_prompt_tokens=limit) == (400, "the engine's own")
     assert [path for path, _ in counter.asked] == paths
     assert counter.asked[-1][1]["messages"] == CHAT["messages"]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_count_that_fails_is_no_count_of_nothing(tmp_path: Path, status: int) -> None:
+    counter = Counter(counts=False, refusal=status)
+    got, _ = call(counter, tmp_path, "/v1/chat/completions", CHAT, {"kind": "text"}, max_prompt_tokens=999)
+    assert got == 502 and {path for path, _ in counter.asked} == {"/tokenize"}
+
+
+PROVIDER = {"kind": "text", "forward_credentials": True, "model_map": {"m": "its-own"}}
+KEY = {"authorization": "Bearer sk-provider"}
+
+
+def test_counting_asks_as_the_call_would(tmp_path: Path) -> None:
+    """With the client's key of the provider, and the provider's own name of the model."""
+    counter = Counter()
+    status, _ = call(counter, tmp_path, "/v1/chat/completions", CHAT, PROVIDER, KEY, max_prompt_tokens=999)
+    assert status == 400 and counter.keys == [KEY["authorization"]] and counter.asked[0][1]["model"] == "its-own"
+
+
+def test_count_tokens_is_asked_as_a_call_would_be(tmp_path: Path) -> None:
+    counter, path = Counter(), "/v1/messages/count_tokens"
+    body = {"model": "m", "messages": CHAT["messages"]}
+    assert call(counter, tmp_path, path, body, PROVIDER, KEY) == (200, "{'input_tokens': 1000}")
+    assert counter.keys == [KEY["authorization"]]
+    assert counter.asked == [(path, body | {"model": "its-own"})]
+    refused: list[Any] = [[], {"model": 1}]
+    for wrong in refused:
+        assert call(counter, tmp_path, path, wrong, PROVIDER, KEY)[0] == 400
+    assert len(counter.asked) == 1
+
+
+def test_only_so_many_prompts_are_counted_one_by_one(tmp_path: Path) -> None:
+    counter, body = Counter(), {"prompt": [LONG] * (MAX_COUNTED + 1)}
+    status, message = call(counter, tmp_path, "/v1/completions", body, max_prompt_tokens=1000)
+    assert status == 400 and str(MAX_COUNTED) in message and counter.asked == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+def test_a_client_that_leaves_is_counted_no_longer(tmp_path: Path, path: str) -> None:
+    async def body() -> None:
+        counter = Counter(gate=asyncio.Event())
+        async with (
+            gateway_to(counter, tmp_path, {"kind": "text"}, max_prompt_tokens=999) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            waiting = asyncio.create_task(http.post(url + path, json=CHAT))
+            async with asyncio.timeout(60):
+                while not counter.asked:  # noqa: ASYNC110 - it is the engine's
+                    await asyncio.sleep(0.005)
+                waiting.cancel()
+                root = url.removesuffix("/t/g")
+                while counter.left == 0:  # noqa: ASYNC110 - it is the engine's
+                    await asyncio.sleep(0.005)
+                while "clawstream_gateway_in_flight 0.0" not in await (await http.get(root + "/metrics")).text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            assert len(counter.asked) == 1
+
+    asyncio.run(body())
 
 
 def test_what_may_be_longer_than_its_bytes_is_counted() -> None:
