@@ -22,6 +22,9 @@ REPROBE_TEXT_S = 60.0
 """What was found to be no vLLM is seldom asked again: a provider's own server should not be bothered."""
 REST_S = 30.0
 """Longest time for which an engine that said `retry-after` is passed over."""
+MUTE = 5
+"""So many probes without a word of its kind make an engine of the settings a provider."""
+NOT_UP = (502, 503)
 MAX_HEADS = 256
 VERSION = "/version"
 
@@ -46,6 +49,7 @@ class Lane:
         self._soon = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._drained = False
+        self._mute = 0
 
     # -- whether it may be asked
 
@@ -194,7 +198,8 @@ class Lane:
         while True:
             await self._probe()
             self.first_probe.set()
-            pause = self._interval_s if self.worker.kind != "text" else max(REPROBE_TEXT_S, self._interval_s)
+            found = self.worker.kind == "text" and not self._mute
+            pause = max(REPROBE_TEXT_S, self._interval_s) if found else self._interval_s
             if self.circuit.open_until_s is not None or not self.kind_known:
                 pause = min(REPROBE_OPEN_S, self._interval_s)
             self._soon.clear()
@@ -208,8 +213,7 @@ class Lane:
     async def _probe(self) -> None:
         try:
             if not self.listed.kind_known:
-                status, told, body = await self._get(VERSION)
-                kind = kind_of(status, told, body)
+                kind = await self._kind()
                 if kind is None:
                     self.failed("probe")
                     return
@@ -224,6 +228,24 @@ class Lane:
             self.failed("probe")
             return
         self.answered("probe")
+
+    async def _kind(self) -> Kind | None:
+        """What it says to be; None: nothing. What answers or hangs MUTE times without a word of it is a provider, until it
+        says otherwise. A 502 or 503 is no answer: nothing is up there yet. Raises as `_get` does.
+        """
+        try:
+            status, told, body = await self._get(VERSION)
+        except TimeoutError:
+            kind, up = None, True
+        else:
+            kind, up = kind_of(status, told, body), status not in NOT_UP
+        if kind is not None:
+            self._mute = 0
+        if kind is not None or not up:
+            return kind
+        self._mute += 1
+        known = self.worker.worker_id is not None or (self.kind_known and self.worker.kind != "text")
+        return "text" if self._mute >= MUTE and not known else None
 
     def _found(self, kind: Kind) -> None:
         if self.kind_known and kind == self.worker.kind:

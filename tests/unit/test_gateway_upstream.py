@@ -21,7 +21,7 @@ from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.connections import Address, Connection, Pool, address_of
 from gateway.errors import GatewayError, NoWorker, UpstreamFailed, UpstreamTimeout
-from gateway.lane import Lane
+from gateway.lane import MUTE, Lane
 from gateway.metrics import Metrics
 from gateway.scripted import Say, Script
 from gateway.scripted_engine import ScriptedEngine
@@ -647,6 +647,51 @@ def test_calls_wait_while_weights_load_and_go_on_at_once() -> None:
             assert rig.count("waiting") == 0
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 500 x\r\ncontent-length: 0\r\n\r\n", LIMITED, b""])
+def test_what_never_says_its_kind_is_a_provider_until_it_does(says: bytes) -> None:
+    well = asyncio.Event()
+
+    async def answer(wire: Wire, request: bytes) -> bool | None:
+        if request.startswith(b"POST"):
+            await wire.say(OK)
+        elif well.is_set():
+            await wire.say(b'HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{"version":"1"}')
+        else:
+            await wire.say(says)
+        return None
+
+    async def test(url: str) -> None:
+        async with Rig([url]) as rig:
+            assert await rig.ask() == (200, b"hi")
+            assert [w.kind for w in rig.upstream.ready] == ["text"]
+            well.set()
+            await rig.until(lambda: [w.kind for w in rig.upstream.ready] == ["vllm"])
+
+    run(answer, test=test)
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
+    """Behind a proxy an engine that loads is a 503; a worker of ours is never a provider."""
+    probes = 0
+
+    async def answer(wire: Wire, request: bytes) -> bool | None:
+        nonlocal probes
+        probes += b"/version" in request
+        await wire.say(LIMITED if reports else BUSY)
+        return None
+
+    async def test(url: str) -> None:
+        async with Rig([] if reports else [url]) as rig:
+            if reports:
+                rig.table.hear("w", heard(url, "ready"), 0.0)
+            _ = rig.upstream.ready
+            await rig.until(lambda: probes > 2 * MUTE)
+            assert rig.upstream.ready == []
+
+    run(answer, test=test)
 
 
 def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
