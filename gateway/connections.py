@@ -22,8 +22,7 @@ MAX_HEAD = 1 << 20
 """Bytes of a reply's headers, and of what follows a chunked body."""
 READ_AHEAD = 1 << 18
 """Bytes that wait for a slow reader of a stream before the engine is made to wait."""
-MAX_REPLY = 1 << 28
-"""Bytes of a reply that is read whole."""
+MAX_REPLY = 64 << 20
 JOINED = 1 << 16
 """Up to here head and body of a request are written in one go."""
 
@@ -181,8 +180,10 @@ class Connection(asyncio.Protocol):
             self._wake()
         if self._size > READ_AHEAD and not self.complete and self._transport is not None:
             if self._whole:
-                if self._size > MAX_REPLY:
-                    self._fail(ConnectionError(f"the reply is larger than {MAX_REPLY} bytes"))
+                if self._size > self._pool.max_reply:
+                    self._fail(
+                        ConnectionError(f"the reply is larger than gateway.max_reply_bytes={self._pool.max_reply}")
+                    )
             else:
                 self._paused = True
                 self._transport.pause_reading()
@@ -251,10 +252,10 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one address."""
+    """The connections to one address. max_reply: bytes of a reply that is read whole."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: Address, max_reply: int = MAX_REPLY) -> None:
+        self._address, self.max_reply = address, max_reply
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._tls = ssl.create_default_context() if address.tls else None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gateway.connections import Connection, Pool, address_of
+from gateway.connections import MAX_REPLY, Connection, Pool, address_of
 from gateway.errors import BadRequest, Unreachable
 from gateway.health import CLOSED, Answered, By, Event, Failed, Left, Tried, admits, fold, kind_of
 from gateway.protocol import Kind
@@ -30,10 +30,15 @@ VERSION = "/version"
 
 
 class Lane:
-    """An engine. judged: called when it became callable, or ceased to be. worker: with the kind that was found."""
+    """An engine. judged: called when it became callable, or ceased to be. worker: with the kind that was found. max_reply: see `Pool`."""
 
     def __init__(
-        self, worker: Worker, clock: Callable[[], float], probe_interval_s: float, judged: Callable[[Lane], None]
+        self,
+        worker: Worker,
+        clock: Callable[[], float],
+        probe_interval_s: float,
+        judged: Callable[[Lane], None],
+        max_reply: int = MAX_REPLY,
     ) -> None:
         self.worker, self.name = worker, worker.name
         self.listed = worker
@@ -44,7 +49,7 @@ class Lane:
         self.first_probe = asyncio.Event()
         self._clock, self._interval_s, self._judged = clock, probe_interval_s, judged
         self._address = address_of(worker.base_url)
-        self.pool = Pool(self._address)
+        self.pool = Pool(self._address, max_reply)
         self._heads: dict[tuple[str, str], tuple[str, str]] = {}
         self._soon = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None

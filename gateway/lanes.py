@@ -132,8 +132,9 @@ class Lanes:
                 self._end(lane)
         for name, worker in listed.items():
             if name not in self._lanes:
+                settings = self._settings
                 lane = self._lanes[name] = Lane(
-                    worker, self._clock.monotonic, self._settings.probe_interval_s, self._judged
+                    worker, self._clock.monotonic, settings.probe_interval_s, self._judged, settings.max_reply_bytes
                 )
                 lane.watch()
         self._routes.clear()

@@ -146,6 +146,7 @@ class GatewaySettings(_Section):
     max_in_flight_bytes: Count = Field(
         256 << 20, description="memory: bodies of calls beyond it get 503; a call takes about six times its body"
     )
+    max_reply_bytes: Count = Field(64 << 20, description="larger replies that are not streamed; each is held in memory")
     client_timeout_s: Positive = Field(
         60.0, description="agents on slow links: how long one may take nothing, or send nothing"
     )

@@ -204,6 +204,29 @@ def test_a_second_reply_in_one_packet_is_nobodys(more: bytes, chunked: bool) -> 
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_reply_that_is_read_whole_has_a_bound(chunked: bool) -> None:
+    piece = b"x" * 65536
+
+    async def answer(wire: Wire, _: bytes) -> bool:
+        head = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (64 * len(piece))
+        await wire.say(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
+        for _turn in range(64):
+            await wire.say(b"10000\r\n" + piece + b"\r\n" if chunked else piece)
+        await wire.say(b"0\r\n\r\n" if chunked else b"")
+        return True
+
+    async def test(url: str) -> None:
+        async with Rig(as_text(url), max_reply_bytes=1 << 20) as rig:
+            with pytest.raises(UpstreamFailed, match="max_reply_bytes=1048576"):
+                await rig.ask()
+            assert len(rig.asked) == 1
+            async with rig.upstream.ask("POST", "/v1/x", None, {}, key="k", run_id="r", model=None) as response:
+                assert sum([len(piece) async for piece in response.pieces()]) == 64 * len(piece)
+
+    run(answer, test=test)
+
+
 def test_what_follows_a_body_is_no_header_and_has_a_bound() -> None:
     chunk = b"HTTP/1.1 200 OK\r\nx-a: first\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"
 
