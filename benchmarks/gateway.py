@@ -47,6 +47,8 @@ from gateway.api_keys import create_key
 from runtime.broker import EmbeddedBroker
 
 PEERS = Path(".venv-peers/bin")
+LITELLM_KEY = "sk-" + "0123456789abcdef" * 4
+"""It does not start without one."""
 START_S = 120.0
 
 
@@ -237,9 +239,14 @@ class Bench:
         model = {"model": "openai/policy", "api_base": f"http://127.0.0.1:{engine.port}/v1", "api_key": "none"}
         config.write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": model}]}))
         command = [str(PEERS / "litellm"), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
-        quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False", "LITELLM_LOG": "ERROR"}
+        quiet = {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_TELEMETRY": "False",
+            "LITELLM_LOG": "ERROR",
+            "LITELLM_MASTER_KEY": LITELLM_KEY,
+        }
         process = self.start("litellm", command, f"http://127.0.0.1:{port}/health/liveliness", quiet)
-        return Side("litellm", port, calls, process=process)
+        return Side("litellm", port, calls, headers=f"authorization: Bearer {LITELLM_KEY}\r\n", process=process)
 
     def router(self, engine: Side, calls: int) -> Side:
         """vllm-router, round robin."""
