@@ -302,6 +302,17 @@ def posts_per_call(engine: Side, side: Side, calls: int) -> float:
     return (asked() - before) / calls
 
 
+def loop_ns() -> float:
+    """CPU nanoseconds of one turn of an empty Python loop, median of five: how fast this machine is just now."""
+    turns, found = 1_000_000, []
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(turns):
+            pass
+        found.append(1e9 * (time.process_time() - began) / turns)
+    return round(statistics.median(found), 1)
+
+
 def machine() -> dict[str, Any]:
     """Where it ran."""
     model = next(
@@ -312,6 +323,7 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "empty_loop_ns": loop_ns(),
         "load1": round(os.getloadavg()[0], 2),
     }
 
