@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 
 from gateway.error_reply import kind_of
-from gateway.errors import BadRequest, GatewayError, UpstreamFailed
+from gateway.errors import GatewayError, UpstreamFailed
 from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
 from gateway.reply_body import array, mapping, number, text, text_or_none
-from gateway.request_body import error_text, model_of, object_of, stream_of
+from gateway.request_body import check_messages, error_text, model_of, object_of, stream_of
 
 STOP_REASONS = {
     "end_turn": "stop",
@@ -86,9 +86,7 @@ class AnthropicMessages:
 
     def request(self, body: bytes) -> Request:
         said = object_of(body)
-        messages = said.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise BadRequest("messages: must be a list of message objects", "messages")
+        check_messages(said)
         return Request(model_of(said), stream_of(said), 1, body, said)
 
     def engine_body(self, request: Request, kind: Kind) -> bytes:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.error_reply import OPENAI
-from gateway.errors import BadRequest, GatewayError, UpstreamFailed
+from gateway.errors import GatewayError, UpstreamFailed
 from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
 from gateway.reply_body import array, array_or_none, mapping, number, text_or_none
-from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.request_body import check_messages, error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
 
 DONE = b"[DONE]"
@@ -31,9 +31,7 @@ class OpenAIChat:
 
     def request(self, body: bytes) -> Request:
         said = object_of(body)
-        messages = said.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise BadRequest("messages: must be a list of message objects", "messages")
+        check_messages(said)
         return Request(model_of(said), stream_of(said), n_of(said), body, said)
 
     def engine_body(self, request: Request, kind: Kind) -> bytes:

@@ -45,6 +45,13 @@ def model_of(said: dict[str, Any]) -> str | None:
     return model
 
 
+def check_messages(said: dict[str, Any]) -> None:
+    """Raises BadRequest unless the request has a list of messages."""
+    messages = said.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise BadRequest("messages: must be a list of message objects", "messages")
+
+
 def stream_of(said: dict[str, Any]) -> bool:
     """Whether the reply is to be streamed. Raises BadRequest."""
     stream = said.get("stream")

@@ -15,7 +15,6 @@ from gateway.sse import Splitter, data_of
 from gateway.tokens import Captured
 from schemas import capture
 
-_COLON = ord(":")
 MAX_STREAM = 256 << 20
 """Bytes of a stream: all of it is kept until its steps are recorded."""
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -51,7 +50,7 @@ class EventStream:
             return b""
 
     def _event(self, event: bytes) -> bytes:
-        if event[0] == _COLON and self._capturing and event.startswith(capture.COMMENT):
+        if self._capturing and capture.is_comment(event):
             self._frames.append(event)
             return b""
         data = data_of(event)
@@ -84,11 +83,7 @@ class EventStream:
 
     def close(self) -> None:
         """The engine has closed the stream. A failure when it should not have yet."""
-        try:
-            self._take_unsent()
-        except NOT_THE_PROTOCOL as error:
-            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
-            return
+        self._take_unsent()
         unfinished = self._fold.unfinished()
         if self.failure is None and not self.ended and unfinished:
             self.fail(
@@ -118,10 +113,7 @@ class EventStream:
 
     def whole(self) -> Answer | None:
         """All that came, the held part too. None: it cannot be put together, and `failure` says why."""
-        try:
-            self._take_unsent()
-        except NOT_THE_PROTOCOL as error:
-            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+        self._take_unsent()
         return self.sent()
 
     def _take_unsent(self) -> None:
@@ -129,5 +121,8 @@ class EventStream:
         if self._frames:
             unsent.append((self._frames, None))
             self._frames = []
-        for frames, payload in unsent:
-            self._add(frames, payload)
+        try:
+            for frames, payload in unsent:
+                self._add(frames, payload)
+        except NOT_THE_PROTOCOL as error:
+            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
