@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from gateway.choices_fold import ChoicesFold
 from gateway.error_reply import OPENAI
-from gateway.errors import GatewayError, UpstreamFailed
+from gateway.errors import UpstreamFailed
 from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
 from gateway.reply_body import array, array_or_none, mapping, number, text_or_none
-from gateway.request_body import check_messages, error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.request_body import check_messages, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
-
-DONE = b"[DONE]"
 
 
 class OpenAIChat:
@@ -185,21 +184,14 @@ class _Building:
         return Choice(index, orjson.dumps(message), self.finish_reason, tokens)
 
 
-class OpenAIChatFold:
+class OpenAIChatFold(ChoicesFold[_Building]):
     """A streamed reply: see `protocol.Fold`."""
 
     def __init__(self, request: Request, kind: Kind) -> None:
-        self._n, self._asked, self._kind = request.n, request.said, kind
-        self._choices: dict[int, _Building] = {}
+        super().__init__(request, kind, _Building)
         self._prompt_ids: list[Any] | None = None
-        self._model: str | None = None
 
-    def read(self, event: bytes, data: bytes) -> Part:
-        if data == DONE:
-            return Part(None, event, last=True)
-        chunk = mapping(orjson.loads(data))
-        if chunk.get("error") is not None:
-            return Part(None, event, failure=error_text(chunk["error"]))
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
         pieces = [_piece(c, self._kind) for c in array(chunk.get("choices"))]
         payload = (text_or_none(chunk.get("model")), array_or_none(chunk.get("prompt_token_ids")), pieces)
         if self._kind == "vllm":  # the pieces have what is taken out
@@ -220,17 +212,8 @@ class OpenAIChatFold:
         if prompt_ids is not None:
             self._prompt_ids = prompt_ids
         for piece in pieces:
-            building = self._choices.get(piece.which)
-            if building is None:
-                building = self._choices[piece.which] = _Building()
-            building.add(piece)
+            self._building(piece.which).add(piece)
 
     def answer(self) -> Answer:
         choices = tuple(b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items()))
         return Answer(choices, self._model, b"")
-
-    def unfinished(self) -> int:
-        return self._n - sum(1 for b in self._choices.values() if b.finish_reason)
-
-    def error(self, error: GatewayError) -> bytes:
-        return b"data: " + OPENAI.body(error) + b"\n\n"

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from gateway.choices_fold import ChoicesFold
 from gateway.error_reply import OPENAI
-from gateway.errors import BadRequest, GatewayError, UpstreamFailed
+from gateway.errors import BadRequest, UpstreamFailed
 from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request, Tokens
 from gateway.reply_body import array, array_or_none, mapping, number, text, text_or_none
-from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.request_body import model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
 
-DONE = b"[DONE]"
 ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
 NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
 
@@ -174,20 +174,13 @@ class _Building:
         return packed_tokens(self.prompt_ids, self.ids, self.logprobs)
 
 
-class OpenAICompletionsFold:
+class OpenAICompletionsFold(ChoicesFold[_Building]):
     """A streamed reply: see `protocol.Fold`."""
 
     def __init__(self, request: Request, kind: Kind) -> None:
-        self._n, self._asked, self._kind = request.n, request.said, kind
-        self._choices: dict[int, _Building] = {}
-        self._model: str | None = None
+        super().__init__(request, kind, _Building)
 
-    def read(self, event: bytes, data: bytes) -> Part:
-        if data == DONE:
-            return Part(None, event, last=True)
-        chunk = mapping(orjson.loads(data))
-        if chunk.get("error") is not None:
-            return Part(None, event, failure=error_text(chunk["error"]))
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
         choices = array(chunk.get("choices"))
         pieces = [_piece(c, self._asked, self._kind) for c in choices]
         payload = (text_or_none(chunk.get("model")), pieces)
@@ -199,17 +192,8 @@ class OpenAICompletionsFold:
         model, pieces = payload
         self._model = model or self._model
         for piece in pieces:
-            building = self._choices.get(piece.which)
-            if building is None:
-                building = self._choices[piece.which] = _Building()
-            building.add(piece)
+            self._building(piece.which).add(piece)
 
     def answer(self) -> Answer:
         choices = (b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items()))
         return Answer(tuple(choices), self._model, b"")
-
-    def unfinished(self) -> int:
-        return self._n - sum(1 for b in self._choices.values() if b.finish_reason)
-
-    def error(self, error: GatewayError) -> bytes:
-        return b"data: " + OPENAI.body(error) + b"\n\n"

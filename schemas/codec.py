@@ -28,7 +28,6 @@ from schemas.avro_writer import Write, writer_of
 from schemas.errors import Undecodable, UnknownSchema
 
 MAGIC = b"\xc3\x01"
-CONFLUENT_MAGIC = 0
 AVRO_DIR = Path(__file__).parent / "avro"
 NAMESPACE = "clawstream"
 Event = Any  # any class of schemas.events; the union of all of them would say no more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from schemas.events import Reward, RewardValue
+from schemas.events import RewardValue
 
 SMALLEST_GROUP: Mapping[str, int] = {"grpo": 2}
 """Members that an algorithm needs to learn anything from a group: with one every advantage of grpo is zero. Others: 1."""
@@ -43,16 +43,3 @@ def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]
         if v.step_id is None and v.value is not None and (not weights or f"{v.source}/{v.name}" in weights)
     ]
     return sum(terms) if terms else None
-
-
-def value_of(reward: Reward) -> RewardValue:
-    """The part of a reward event that counts in a candidate."""
-    return RewardValue(
-        source=reward.source,
-        name=reward.name,
-        function_version=reward.function_version,
-        step_id=reward.step_id,
-        value=reward.value,
-        reason=reward.reason,
-        reward_revision=reward.reward_revision,
-    )
