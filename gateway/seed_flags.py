@@ -89,7 +89,7 @@ def _with_scheme(address: str) -> str:
 
 def main() -> None:
     """`clawstream gateway` with the arguments of this process."""
-    from runtime.cli import app
+    from runtime.cli.main import app
 
     app(["gateway", *sys.argv[1:]])
 

@@ -17,7 +17,7 @@ from deltalake import CommitProperties, Transaction, write_deltalake
 from tests_ports import free_port
 from tests_up import ENVIRON, ROOT, call, command
 
-from runtime.cli import app
+from runtime.cli.main import app
 from runtime.config import words_of
 from runtime.kafka import Cluster
 from runtime.records import create_topics
@@ -51,7 +51,7 @@ def commands() -> Iterator[tuple[str, ...]]:
 def test_help_imports_nothing_heavy() -> None:
     """What takes time is imports: 80 ms with these left out."""
     code = (
-        "import sys; from runtime.cli import app\n"
+        "import sys; from runtime.cli.main import app\n"
         "try: app(['--help'])\n"
         "finally: print(' '.join(m.partition('.')[0] for m in sys.modules), file=sys.stderr)"
     )

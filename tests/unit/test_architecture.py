@@ -65,7 +65,7 @@ def test_file_is_a_noun_and_not_too_long(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("runtime.cli", {"pydantic", "confluent_kafka", "rich", "torch", "faust", "duckdb"}),
+        ("runtime.cli.main", {"pydantic", "confluent_kafka", "rich", "torch", "faust", "duckdb"}),
         ("schemas.codec", {"pydantic", "confluent_kafka", "torch"}),
         ("gateway.app", {"torch", "transformers", "faust", "deltalake", "vllm"}),
         ("stream_jobs.admission", {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"}),

@@ -1,0 +1,3 @@
+from runtime.cli.main import main
+
+main()

@@ -1,0 +1,65 @@
+"""`clawstream broker`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from runtime.cli.words import Config, Words, fail, group, plain_errors, settings_of
+
+app = group("The embedded Apache Kafka.")
+Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")]
+
+
+def _with_nodes(words: list[str] | None, nodes: int | None) -> list[str]:
+    return [*(words or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
+
+
+@app.command("run")
+def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
+    """Run the broker in the foreground, for a supervisor or a container."""
+    from runtime.broker import run_foreground
+    from runtime.telemetry import configure
+
+    settings = settings_of(config, _with_nodes(words, nodes))
+    configure("broker", settings.log_level)
+    with plain_errors():
+        raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
+
+
+@app.command("start")
+def broker_start(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
+    """Start the broker in the background."""
+    from runtime.broker import start
+
+    settings = settings_of(config, _with_nodes(words, nodes))
+    with plain_errors():
+        for node in start(settings.broker, settings.broker_dir):
+            typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
+
+
+@app.command("stop")
+def broker_stop(words: Words = None, config: Config = None) -> None:
+    """Stop the broker that was started in the background."""
+    from runtime.broker import stop
+
+    settings = settings_of(config, words)
+    with plain_errors():
+        pids = stop(settings.broker_dir)
+    typer.echo(f"stopped {', '.join(map(str, pids))}" if pids else f"no broker runs on {settings.broker_dir}")
+
+
+@app.command("status")
+def broker_status(words: Words = None, config: Config = None) -> None:
+    """Which nodes run; exit code 1 when none does."""
+    from runtime.broker import status
+
+    settings = settings_of(config, words)
+    nodes = status(settings.broker_dir)
+    for node in nodes:
+        typer.echo(
+            f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid or '-'}, {'ready' if node.ready else 'not ready'}"
+        )
+    if not any(node.ready for node in nodes):
+        fail(f"no broker is ready on {settings.broker_dir}")

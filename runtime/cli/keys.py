@@ -1,0 +1,51 @@
+"""`clawstream keys`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.cli.words import Config, Words, fail, group, load, settings_of
+
+app = group("API keys of the gateway.")
+
+
+def _keys_command(function: str, config: Path | None, words: list[str] | None, **given: object) -> None:
+    """Print what a function of the gateway's key commands says; what a user can mend is one line without a traceback."""
+    settings = settings_of(config, words)
+    keys = load("gateway.key_commands")
+    try:
+        typer.echo(getattr(keys, function)(settings, **given))
+    except keys.GatewayError as e:
+        fail(str(e))
+
+
+@app.command("create")
+def keys_create(
+    name: Annotated[str, typer.Option("--name", help="Who or what will use it.")],
+    scope: Annotated[list[str], typer.Option("--scope", help="agent, reward, curate or admin; may be repeated.")],
+    run: Annotated[str | None, typer.Option("--run", help="The run of everything written with it.")] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", help="How long it is good for; default: until revoked.")
+    ] = None,
+    words: Words = None,
+    config: Config = None,
+) -> None:
+    """Make an API key and print it, this once: only its hash is kept."""
+    _keys_command("create", config, words, name=name, scopes=scope, run_id=run, days=days)
+
+
+@app.command("list")
+def keys_list(words: Words = None, config: Config = None) -> None:
+    """Names, scopes and runs of all API keys."""
+    _keys_command("listing", config, words)
+
+
+@app.command("revoke")
+def keys_revoke(
+    name: Annotated[str, typer.Argument(help="Its name or id.")], words: Words = None, config: Config = None
+) -> None:
+    """Forget an API key; gateways refuse it a second later."""
+    _keys_command("revoke", config, words, name=name)

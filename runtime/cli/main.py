@@ -1,0 +1,146 @@
+"""The command line. Imports nothing heavy until a command runs: `clawstream --help` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Literal
+
+import typer
+
+from runtime.cli import broker, keys, spool, topics
+from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
+
+POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
+"""Modules that list what their processes have stored, for `doctor`."""
+
+app = typer.Typer(
+    name="clawstream",
+    help="The data foundation of agentic reinforcement learning, as an event stream.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich alone would double the start-up
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+jobs = group("Stream jobs.")
+app.add_typer(broker.app, name="broker")
+app.add_typer(topics.app, name="topics")
+app.add_typer(jobs, name="jobs")
+app.add_typer(keys.app, name="keys")
+app.add_typer(spool.app, name="spool")
+
+
+@app.command()
+def up(words: Words = None, config: Config = None) -> None:
+    """Run everything on this machine until Ctrl-C, then stop in order."""
+    run("runtime.up:run", config, words)
+
+
+@app.command()
+def demo(words: Words = None, config: Config = None) -> None:
+    """Make a tiny model, let an agent use it, train it until it has learned the task, and report."""
+    run("demo.main:main", config, words)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def gateway(words: Words = None, config: Config = None) -> None:
+    """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
+    run("gateway.main:main", config, load("gateway.seed_flags").words_of(words or ()))
+
+
+@jobs.command("assemble")
+def jobs_assemble(words: Words = None, config: Config = None) -> None:
+    """Join steps with rewards into trajectories and candidates."""
+    run("stream_jobs.app:run_assemble", config, words)
+
+
+@jobs.command("reward")
+def jobs_reward(words: Words = None, config: Config = None) -> None:
+    """Compute rule rewards of closed trajectories."""
+    run("stream_jobs.app:run_reward", config, words)
+
+
+@app.command()
+def admit(words: Words = None, config: Config = None) -> None:
+    """Fold candidates into groups and ready batches."""
+    run("stream_jobs.admission:main", config, words)
+
+
+@app.command()
+def lake(words: Words = None, config: Config = None) -> None:
+    """Write every topic to Delta Lake, each record once."""
+    run("stream_jobs.lake:main", config, words)
+
+
+@app.command()
+def train(words: Words = None, config: Config = None) -> None:
+    """Learn from ready batches and publish weight versions."""
+    run("trainer.loop:main", config, words)
+
+
+@app.command()
+def rollout(words: Words = None, config: Config = None) -> None:
+    """Run vLLM and load each weight version into it without restart."""
+    run("rollout.worker:main", config, words)
+
+
+@app.command()
+def lag(words: Words = None, config: Config = None) -> None:
+    """How far every consumer group is behind, in records."""
+    settings = settings_of(config, words)
+    from runtime.lag import format_lag
+    from runtime.lag import lag as group_lag
+
+    with plain_errors():
+        typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
+
+
+@app.command()
+def doctor(
+    words: Words = None,
+    config: Config = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for every partition, those that fit too.")] = False,
+) -> None:
+    """Hold every stored position against today's topics; exit code 1 when one does not fit."""
+    settings = settings_of(config, words)
+    from runtime.doctor import SERIOUS, examine, format_diagnoses
+
+    with plain_errors():
+        cluster = cluster_of(settings)
+        found = []
+        for name in POSITIONS:
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError as e:
+                if e.name is not None and e.name.partition(".")[0] == name.partition(".")[0]:
+                    raise
+                typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
+            else:
+                found += module.positions(settings, cluster)
+        diagnoses = examine(cluster, found)
+    typer.echo(format_diagnoses(diagnoses, every))
+    if any(d.verdict in SERIOUS for d in diagnoses):
+        raise SystemExit(1)
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(help="DuckDB SQL over the tables of the lake.")],
+    words: Words = None,
+    config: Config = None,
+    output: Annotated[
+        Literal["table", "json", "csv"], typer.Option("--format", "-f", help="How to print it.")
+    ] = "table",
+) -> None:
+    """Ask the lake."""
+    settings = settings_of(config, words)
+    module = load("stream_jobs.sql")
+    try:
+        typer.echo(module.run_sql(settings, query, output))
+    except module.LakeError as e:
+        fail(str(e))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,30 @@
+"""`clawstream spool`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+
+app = group("What gateways could not send.")
+
+
+@app.command("drain")
+def spool_drain(
+    words: Words = None,
+    config: Config = None,
+    gateway_id: Annotated[str | None, typer.Option("--gateway-id", help="Of this gateway only.")] = None,
+) -> None:
+    """Send what is too old to be sent by itself; each record only if the lake does not have it."""
+    settings = settings_of(config, words)
+    spool, lake = load("gateway.spool_drain"), load("stream_jobs.lake_lookup")
+    with plain_errors():
+        cluster_of(settings)
+        try:
+            for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
+                runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
+                typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
+        except (spool.GatewayError, lake.LakeError) as e:
+            fail(str(e))

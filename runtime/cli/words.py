@@ -1,0 +1,82 @@
+"""What every command line shares: settings from words, errors as one line, the cluster, modules of processes by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from runtime.kafka import Cluster
+    from schemas.settings import Settings
+
+PATIENCE_S = 5.0
+"""How long a command that a person waits for looks for Kafka."""
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")]
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+
+
+def group(help_text: str) -> typer.Typer:
+    """A group of commands."""
+    return typer.Typer(help=help_text, no_args_is_help=True, rich_markup_mode=None)
+
+
+def settings_of(config: Path | None, words: list[str] | None) -> Settings:
+    """The settings; a wrong one ends the command with code 2."""
+    from runtime.config import load as read
+    from schemas.errors import SettingsError
+
+    try:
+        return read(config, words or ())
+    except SettingsError as e:
+        fail(str(e), 2)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End with one line on standard error."""
+    sys.stderr.write(f"clawstream: {message}\n")
+    raise SystemExit(code)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Errors that a user can do something about, as one line without a traceback."""
+    from runtime.errors import PlumbingError
+
+    try:
+        yield
+    except PlumbingError as e:
+        fail(str(e))
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """The cluster of the settings, which answers. Raises Unavailable soon when it does not."""
+    from runtime.records import cluster_of as connect
+
+    cluster = connect(settings)
+    cluster.ask(PATIENCE_S)
+    return cluster
+
+
+def load(module: str) -> ModuleType:
+    """A module of a process, by name, so that no process imports another. Ends with what to install when a library is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is not None and e.name.partition(".")[0] == module.partition(".")[0]:
+            raise
+        fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
+
+
+def run(target: str, config: Path | None, words: list[str] | None) -> None:
+    """Call `module:function` with the settings."""
+    settings = settings_of(config, words)
+    module, _, function = target.partition(":")
+    getattr(load(module), function)(settings)
