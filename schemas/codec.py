@@ -37,6 +37,7 @@ TOP_LEVEL: tuple[type, ...] = (
     events.AssemblyMarker, events.AssemblyDelta, events.AssemblySnapshot, events.Trajectory, events.StepMark,
     events.Candidate, events.AdmissionPolicy, events.RunEnded, events.ReadyBatch, events.Refused, events.Late,
     events.PolicyApplied, events.WeightVersion, events.WorkerStatus, events.SchemaPublished, events.DeadLetter,
+    events.DeadLetterResolved,
 )  # fmt: skip
 
 

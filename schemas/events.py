@@ -530,3 +530,22 @@ class DeadLetter:
     reason: str
     detail: str
     created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetterResolved:
+    """What became of a dead letter: its record was sent again, as it was or repaired, or nothing is to be done. In one
+    transaction with the record that was sent. Key: the dead letter's.
+    """
+
+    topic: str
+    topic_id: str
+    partition: int
+    offset: int
+    action: str
+    sent_topic_id: str | None = None
+    sent_partition: int | None = None
+    sent_offset: int | None = None
+    by: str
+    note: str | None = None
+    created_at: int

@@ -109,7 +109,7 @@ class Topics:
             self._spec(self.weights, 1, (events.WeightVersion,), keep | append_time),
             self._spec(self.workers, 1, (events.WorkerStatus,), compact | append_time),
             self._spec(self.schemas, 1, (events.SchemaPublished,), compact | append_time),
-            self._spec(self.dead_letters, 1, (events.DeadLetter,), keep | append_time),
+            self._spec(self.dead_letters, 1, (events.DeadLetter, events.DeadLetterResolved), keep | append_time),
         )
 
     def ready_batches_spec(self, run_id: str, channel: str) -> TopicSpec:

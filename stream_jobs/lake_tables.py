@@ -80,7 +80,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
         topics.candidates: ("candidates", "run_events"),
         topics.weights: ("weights",),
         topics.schemas: ("schemas",),
-        topics.dead_letters: ("dead_letters",),
+        topics.dead_letters: ("dead_letters", "dead_letters_resolved"),
     }.get(topic)
     if fed is None and topics.parse_ready_batches(topic):
         return ("batches", "groups", "late_revisions", "run_events")
@@ -307,3 +307,4 @@ def _other_tables() -> Iterable[Table]:
     yield _table("weights", events.WeightVersion, ("kafka_topic_id", "version_id"), stats=("run_id", "version_id"))
     yield _table("schemas", events.SchemaPublished, ("fingerprint",))
     yield _table("dead_letters", events.DeadLetter, ("topic_id", "partition", "offset", "process"))
+    yield _table("dead_letters_resolved", events.DeadLetterResolved)
