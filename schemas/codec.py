@@ -33,7 +33,7 @@ NAMESPACE = "clawstream"
 Event = Any  # any class of schemas.events; the union of all of them would say no more
 
 TOP_LEVEL: tuple[type, ...] = (
-    events.Step, events.SessionEvent, events.Tick, events.Reward, events.Curation,
+    events.Step, events.SessionEvent, events.Tick, events.Reward, events.Curation, events.Assessment,
     events.AssemblyMarker, events.AssemblyDelta, events.AssemblySnapshot, events.Trajectory, events.StepMark,
     events.Candidate, events.AdmissionPolicy, events.RunEnded, events.ReadyBatch, events.Refused, events.Late,
     events.PolicyApplied, events.WeightVersion, events.WorkerStatus, events.SchemaPublished, events.DeadLetter,

@@ -124,6 +124,18 @@ class CandidateStep:
     reason: str | None = None
     quality: float | None = None
     tags: tuple[str, ...] = ()
+    assessed_quality: float | None = None
+    oldest_sync_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A score below 1.0, or a rule that failed."""
+
+    rule: str
+    step_id: str | None = None
+    score: float | None = None
+    evidence: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +279,25 @@ class Curation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """What the quality rules say of one closed trajectory. Key: trajectory key. State: the highest assessment_revision,
+    among equals the first on the log.
+    """
+
+    event_id: str
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str
+    rules: tuple[str, ...]
+    quality: float | None = None
+    step_quality: tuple[float, ...]
+    findings: tuple[Finding, ...]
+    assessment_revision: int
+    by: str | None = None
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblyMarker:
     """A new owner of the partition. Its own offset is the owner's epoch."""
 
@@ -362,6 +393,8 @@ class Candidate:
     reason: str | None = None
     quality: float | None = None
     tags: tuple[str, ...] = ()
+    assessed_quality: float | None = None
+    assessment_revision: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +422,9 @@ class AdmissionPolicy:
     algorithm: str
     min_quality: float | None = None
     untrained_tags: tuple[str, ...] = ()
+    min_step_quality: float | None = None
+    require_assessment: bool = False
+    published_by: str | None = None
     created_at: int
 
 

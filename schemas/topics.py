@@ -92,7 +92,12 @@ class Topics:
         compact = {"cleanup.policy": "compact", "segment.ms": "600000"}
         return (
             self._spec(self.steps, partitions, (events.Step, events.SessionEvent, events.Tick), long | append_time),
-            self._spec(self.rewards, partitions, (events.Reward, events.Curation, events.Tick), keep | append_time),
+            self._spec(
+                self.rewards,
+                partitions,
+                (events.Reward, events.Curation, events.Assessment, events.Tick),
+                keep | append_time,
+            ),
             self._spec(
                 self.assembly,
                 partitions,
