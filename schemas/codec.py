@@ -242,3 +242,8 @@ class Codec:
 def without_kafka(event: Event) -> Mapping[str, Any]:
     """The record as plain dicts and lists, for JSON and tests."""
     return _flattener(event.__class__)(event)
+
+
+def record_from(name: str, plain: Mapping[str, Any]) -> Event:
+    """The record of a top-level name from plain dicts and lists, the other way round. Raises TypeError for a field that is missing."""
+    return _builder(next(cls for cls in TOP_LEVEL if cls.__name__ == name))(dict(plain))

@@ -21,6 +21,10 @@ class UnknownSchema(SchemaError):
         self.fingerprint = fingerprint
 
 
+class NotARecord(SchemaError):
+    """What is to become a record has a field too many, too few or of a wrong type. The message names the field."""
+
+
 class InvalidId(SchemaError):
     """An id has a character or a length that it must not have. The message names the field."""
 

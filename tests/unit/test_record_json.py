@@ -1,0 +1,90 @@
+"""Records as a person edits them: every record there and back, bytes that nobody touched, and what is said about a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from fastavro.utils import generate_one
+
+from schemas import codec as codec_module
+from schemas.codec import TOP_LEVEL, Codec, record_from, shipped
+from schemas.errors import NotARecord
+from schemas.events import Reward, Step, VersionSpan
+from schemas.record_json import from_json, to_json
+from schemas.tokens import pack_ids, pack_logprobs
+
+CODEC = Codec()
+STEP = Step(
+    step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0, protocol="p", model="m", status="ok",
+    streamed=False, request_json=b'{"a":  1.0,"n":123456789012345678901234567890}', response_json=b"no json", gateway_id="g",
+    prompt_token_ids=pack_ids([1, 2]), response_token_ids=b"odd", response_logprobs=pack_logprobs([-0.1, float("-inf")]),
+    versions=(VersionSpan(version="r/0.0", start=0, end=1),), received_at=1, finished_at=2,
+)  # fmt: skip
+REWARD = Reward(
+    event_id="e", run_id="r", trajectory_key="k", source="env", name="n", function_version="1", value=math.nan,
+    reward_revision=0, created_at=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL)
+def test_there_and_back(cls: type) -> None:
+    for _ in range(20):
+        record = record_from(cls.__name__, generate_one(codec_module._parse(shipped(cls.__name__))))
+        said = json.loads(json.dumps(to_json(record), allow_nan=False))
+        assert CODEC.encode(from_json(CODEC, cls.__name__, said, record)) == CODEC.encode(record)
+        again = from_json(CODEC, cls.__name__, said)
+        assert json.dumps(to_json(again)) == json.dumps(said)
+
+
+def test_what_is_shown() -> None:
+    said = to_json(STEP)
+    assert said["prompt_token_ids"] == [1, 2] and said["response_token_ids"] == {"base64": "b2Rk"}
+    assert said["response_logprobs"] == {"base64": "zczMvQAAgP8="} and said["response_json"] == {
+        "base64": "bm8ganNvbg=="
+    }
+    assert said["versions"] == [{"version": "r/0.0", "start": 0, "end": 1}] and said["request_json"]["a"] == 1.0
+    assert to_json(REWARD)["value"] == "NaN"
+    assert from_json(CODEC, "Reward", to_json(REWARD) | {"value": "-Infinity"}).value == -math.inf
+
+
+def test_only_what_is_changed_changes() -> None:
+    made = from_json(
+        CODEC, "Step", to_json(STEP) | {"response_token_ids": [7, 8], "response_json": {"b": 2}, "model": "x"}, STEP
+    )
+    assert made == dataclasses.replace(STEP, response_token_ids=pack_ids([7, 8]), response_json=b'{"b":2}', model="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"choice_index": "1"}, "choice_index: int was expected, not '1'"),
+        ({"choice_index": 2**31}, "no Step: "),
+        ({"choice_index": True}, "choice_index: int was expected, not True"),
+        ({"streamed": 1}, "streamed: boolean was expected, not 1"),
+        ({"status": "fine"}, "status: must be one of ok, aborted, error, not 'fine'"),
+        ({"run_id": None}, "run_id: must not be null"),
+        ({"nope": 1}, "nope: no field of Step; there are step_id, run_id,"),
+        ({"versions": [{"version": "r/0.0", "start": 0}]}, "versions.0.end: is missing, and has no default"),
+        ({"versions": {}}, "versions: a list was expected"),
+        ({"versions": [3]}, "versions.0: an object was expected, not 3"),
+        ({"prompt_token_ids": [1.5]}, "prompt_token_ids: no list of whole numbers"),
+        ({"response_logprobs": ["x"]}, "response_logprobs: no list of numbers"),
+        ({"prompt_token_ids": {"base64": "!"}}, "prompt_token_ids: no base64"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_field(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(NotARecord) as raised:
+        from_json(CODEC, "Step", to_json(STEP) | change)
+    assert why in str(raised.value)
+
+
+def test_no_record() -> None:
+    with pytest.raises(NotARecord, match=re.escape("there is no record '../Step'")):
+        from_json(CODEC, "../Step", {})
+    with pytest.raises(NotARecord, match="value: a number was expected"):
+        from_json(CODEC, "Reward", to_json(REWARD) | {"value": "much"})
