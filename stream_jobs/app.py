@@ -316,11 +316,12 @@ def _credentials(options: Mapping[str, str]) -> Any:
 
 
 class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """Faust hard-codes the fetch wait; there is no setting."""
+    """Faust hard-codes the fetch wait, and reads what transactions have not committed: there are no settings."""
 
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
         consumer._fetch_max_wait_ms = FETCH_WAIT_MS
+        consumer._isolation_level = "read_committed"
         return consumer
 
 
