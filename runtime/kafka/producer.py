@@ -51,7 +51,7 @@ class Producer:
         if transactional_id is not None:
             config |= {
                 "transactional.id": transactional_id,
-                "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "transaction.timeout.ms": overrides.get("transaction.timeout.ms", TRANSACTION_TIMEOUT_MS),
                 "retry.backoff.ms": 5,
             }
         self._config, self._transactional = config, transactional_id is not None
@@ -140,14 +140,18 @@ class Producer:
         value: bytes | None,
         headers: Mapping[str, bytes] | None = None,
         partition: int | None = None,
+        timestamp_ms: int | None = None,
     ) -> None:
-        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises what failed."""
+        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises what failed.
+
+        timestamp_ms: counts on topics with CreateTime only; None: now.
+        """
 
         def delivered(err: Code | None, _: Message) -> None:
             if err is not None and self._failed is None:
                 self._failed = KafkaException(err)
 
-        self._produce(topic, key, value, headers, partition, delivered)
+        self._produce(topic, key, value, headers, partition, delivered, timestamp_ms)
         self._producer.poll(0)  # else deliveries pile up until the queue is full
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
@@ -185,8 +189,11 @@ class Producer:
         headers: Mapping[str, bytes] | None,
         partition: int | None,
         delivered: Any,
+        timestamp_ms: int | None = None,
     ) -> None:
         more: dict[str, Any] = {"partition": partition} if partition is not None else {}
+        if timestamp_ms is not None:
+            more["timestamp"] = timestamp_ms
         try:
             self._producer.produce(
                 topic, value, key, on_delivery=delivered, headers=dict(headers) if headers else None, **more
