@@ -6,7 +6,7 @@ Rules (design sections 1, 2 and 3.13):
   together. It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, tick included, has a timestamp
   (running maximum) past its time-out; that record is folded after the closing. In a bucket or an agent's session nobody says that it
   is over, so there inactivity is its normal end, `completed`, and the next step begins the next trajectory. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
-- Rewards and curation fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
+- Rewards, curation and assessments fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
   after the reward, by log timestamps on both sides: whichever was read first.
 - What has no target yet waits `orphan_after` on the clock of `claw.steps`, then is buried as `unknown_target`. A completion of an
   unknown trajectory waits as well: steps from a gateway's spool may still come. When the time is over it closes the trajectory, if by
@@ -153,6 +153,6 @@ class Fold:
             self.state.apply(entry)
             self._entries.append(entry)
             if entry[0] == op.CLOSED or (
-                entry[0] in (op.REWARD, op.CURATED) and (entry[1], entry[2]) in self.state.closed
+                entry[0] in (op.REWARD, op.CURATED, op.ASSESSED) and (entry[1], entry[2]) in self.state.closed
             ):
                 self._changed[entry[1], entry[2]] = None

@@ -19,6 +19,7 @@ from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
 from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
     STEPS,
+    Assessed,
     Burial,
     Closed,
     ClosedStep,
@@ -167,6 +168,11 @@ class Assembly:
                 for name, value in fields.items():
                     setattr(marks, name, value)
 
+    def _assessed(self, run: str, key: str, assessed: list[Any]) -> None:
+        with self._folded((run, key)) as folded:
+            if folded.supersedes(assessed):
+                folded.assessed = Assessed(*assessed)
+
     def _waits(self, source: Source, offset: int, at: int, run: str, key: str, tail: str | None, entry: Entry) -> None:
         self.waiting[source][offset] = Waiting(source, offset, at, (run, key), tail, entry)
         self.waiting_for.setdefault((run, key), []).append((source, offset))
@@ -287,7 +293,7 @@ class _FoldedOf:
 
 
 OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
-RETRIED = "y"
+RETRIED, ASSESSED = "y", "e"
 REWARD, CURATED, WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "r", "q", "w", "x", "m", "d", "D", "t", "n"
 
 _APPLY: Mapping[str, Any] = {
@@ -295,5 +301,5 @@ _APPLY: Mapping[str, Any] = {
     LOST: Assembly._lost, FACTS: Assembly._facts, REVISED: Assembly._revised, FORGOTTEN: Assembly._forgotten,
     REWARD: Assembly._reward, CURATED: Assembly._curated, WAITS: Assembly._waits, WAITS_NO_MORE: Assembly._waits_no_more,
     MARKED: Assembly._marked, BURIED: Assembly._buried, DONE: Assembly._done, TIMES: Assembly._times,
-    NEW: Assembly._new_position, RETRIED: Assembly._retried,
+    NEW: Assembly._new_position, RETRIED: Assembly._retried, ASSESSED: Assembly._assessed,
 }  # fmt: skip

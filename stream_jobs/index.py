@@ -86,13 +86,26 @@ class Marks:
     tags: list[str] | None = None
 
 
+class Assessed(NamedTuple):
+    """What the rules say: quality of the whole, and of each step by its index in the closed trajectory."""
+
+    revision: int
+    quality: float | None
+    steps: list[float]
+
+
 @dataclass(slots=True)
 class Folded:
-    """Rewards and curation of a trajectory, folded. seen: hashes of curation events, so that a re-sent one changes nothing."""
+    """Rewards, curation and assessment of a trajectory, folded. seen: hashes of curation events, so that a re-sent one changes nothing."""
 
     rewards: dict[str, RewardEntry] = field(default_factory=dict)
     marks: dict[str, Marks] = field(default_factory=dict)
     seen: list[int] = field(default_factory=list)
+    assessed: Assessed | None = None
+
+    def supersedes(self, assessed: list[Any]) -> bool:
+        """Whether an assessment changes the state: highest revision, among equals the first."""
+        return self.assessed is None or assessed[0] > self.assessed.revision
 
     def beats(self, reward: RewardEntry) -> bool:
         """Whether the reward changes the state: highest revision, among equals the first."""
@@ -104,12 +117,14 @@ class Folded:
             [list(r) for r in self.rewards.values()],
             [[t, m.quality, m.trainable, m.tags] for t, m in self.marks.items()],
             self.seen,
+            *([list(self.assessed)] if self.assessed is not None else []),
         ]
 
     @classmethod
     def load(cls, plain: Any) -> Folded:
         rewards = (RewardEntry(*r) for r in plain[0])
-        return cls({r.slot: r for r in rewards}, {t: Marks(q, b, g) for t, q, b, g in plain[1]}, plain[2])
+        assessed = Assessed(*plain[3]) if len(plain) > 3 else None
+        return cls({r.slot: r for r in rewards}, {t: Marks(q, b, g) for t, q, b, g in plain[1]}, plain[2], assessed)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.events import Curation, Reward, SessionEvent, Step
+from schemas.events import Assessment, Curation, Reward, SessionEvent, Step
 from schemas.ids import (
     check_group_id,
     check_run_id,
@@ -15,6 +15,7 @@ from schemas.ids import (
     is_bucket,
     is_unnamed,
     key_of_step,
+    key_of_trajectory,
     unnamed_trajectory_id,
 )
 from schemas.topics import MAX_MESSAGE_BYTES
@@ -75,12 +76,13 @@ class Judge:
         """What a record changes, and the payload to keep. Raises Refusal, InvalidId or ValueError when it can't be folded."""
         if isinstance(event, Bad):
             raise Refusal(event.reason, event.detail)
-        belongs = isinstance(event, Step | SessionEvent) if source == STEPS else isinstance(event, Reward | Curation)
-        if not belongs:
+        if not isinstance(event, Step | SessionEvent if source == STEPS else Reward | Curation | Assessment):
             raise Refusal("invalid", f"a {type(event).__name__} does not belong on {TOPIC_WORD[source]}")
         run, name = check_run_id(event.run_id), check_trajectory_key(event.trajectory_key)
         if key != name.encode():
             raise Refusal("invalid", f"Kafka key {key!r:.250} is not the trajectory key {name!r}")
+        if isinstance(event, Assessment):
+            return self._assessment(offset, (run, name), event), None
         if event.step_id is not None and key_of_step(event.step_id) != name:
             raise Refusal("invalid", f"step id {event.step_id!r:.250} is not of trajectory key {name!r}")
         match event:
@@ -128,6 +130,8 @@ class Judge:
         folded: Folded = trajectory.folded if trajectory is not None else Closed.load(self.state.closed[key]).folded
         if entry[0] == op.REWARD:
             return folded.beats(RewardEntry(*entry[3]))
+        if entry[0] == op.ASSESSED:
+            return folded.supersedes(entry[3])
         return entry[3] not in folded.seen
 
     def give_up(self, source: Source, offset: int, why: str) -> list[Entry]:
@@ -245,7 +249,7 @@ class Judge:
             ]
         return [[op.CLOSED, *found, event.kind, reason, now]]
 
-    # -- rewards and curation
+    # -- rewards, curation and assessments
 
     def _reward(self, offset: int, name: Key, reward: Reward) -> list[Entry]:
         if len(reward.name) > NAME_CHARS or len(reward.function_version) > NAME_CHARS:
@@ -257,7 +261,7 @@ class Judge:
         entry = RewardEntry(
             reward.source, reward.name, reward.function_version, tail, reward.value, reason, reward.reward_revision
         )
-        return self._aim(offset, name, reward, op.REWARD, [list(entry)])
+        return self._aim(offset, *_target_of(name, reward), op.REWARD, [list(entry)])
 
     def _curation(self, offset: int, name: Key, mark: Curation) -> list[Entry]:
         if mark.quality is not None and not 0 <= mark.quality <= 1:
@@ -273,12 +277,21 @@ class Judge:
         if not fields:
             return []
         what = [hash_of(mark.event_id.encode()), _step_meant(name, mark) or "", fields]
-        return self._aim(offset, name, mark, op.CURATED, what)
+        return self._aim(offset, *_target_of(name, mark), op.CURATED, what)
 
-    def _aim(self, offset: int, name: Key, event: Reward | Curation, kind: str, what: list[Any]) -> list[Entry]:
-        """Apply to a known target, wait for one that may come, or bury."""
-        key = _trajectory_meant(name, event)
-        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None
+    def _assessment(self, offset: int, name: Key, said: Assessment) -> list[Entry]:
+        scores = [*said.step_quality, *([said.quality] if said.quality is not None else [])]
+        if not all(0 <= score <= 1 for score in scores):
+            raise Refusal("invalid", "a quality is not in [0, 1]")
+        if key_of_trajectory(said.trajectory_id) != name[1] or is_unnamed(said.trajectory_id):
+            raise Refusal(
+                "invalid", f"{said.trajectory_id!r:.250} is not the id of a trajectory of trajectory key {name[1]!r}"
+            )
+        what = [said.assessment_revision, said.quality, list(said.step_quality)]
+        return self._aim(offset, (name[0], said.trajectory_id), None, op.ASSESSED, [what])
+
+    def _aim(self, offset: int, key: Key, tail: str | None, kind: str, what: list[Any]) -> list[Entry]:
+        """Apply to a known target, wait for one that may come, or bury. key, tail: as in `target`."""
         at = self.state.time[REWARDS]
         since = self.appeared(key, tail, at)
         if since is not None and since <= at + self.limits.orphan_after:
@@ -305,21 +318,21 @@ def _step_meant(name: Key, event: Reward | Curation) -> str | None:
     return event.step_id[len(name[1]) + 1 :]
 
 
-def _trajectory_meant(name: Key, event: Reward | Curation) -> Key:
-    """The trajectory as far as the record says it: where the gateway made the key, by its id; else the key, and the step says which.
+def _target_of(name: Key, event: Reward | Curation) -> tuple[Key, str | None]:
+    """The trajectory as far as the record says it, and the tail of the step that it names.
 
-    Raises Refusal.
+    Where the gateway made the key a trajectory is known by its id; else by the key, and the step says which. Raises Refusal.
     """
-    given = event.trajectory_id
+    given, tail = event.trajectory_id, event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None
     if given is None or given == name[1]:
         if is_unnamed(name[1]) and event.step_id is None:
             raise Refusal(
                 "invalid", f"{name[1]} was made by the gateway: the trajectory must be named, or a step of it"
             )
-        return name
+        return name, tail
     if not (is_unnamed(name[1]) and given.startswith(f"{name[1]}~")):
         raise Refusal("invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}")
-    return name[0], given
+    return (name[0], given), tail
 
 
 def _check_sizes(step: Step, tail: str) -> None:

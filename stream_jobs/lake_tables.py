@@ -75,7 +75,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
     """Names of the tables that a topic feeds; empty for a topic that the lake does not keep."""
     fed = {
         topics.steps: ("steps", "session_events"),
-        topics.rewards: ("rewards", "curation"),
+        topics.rewards: ("rewards", "curation", "assessments"),
         topics.trajectories: ("trajectories", "step_marks"),
         topics.candidates: ("candidates", "run_events"),
         topics.weights: ("weights",),
@@ -216,6 +216,7 @@ def _session_tables() -> Iterable[Table]:
     yield _table("session_events", events.SessionEvent, key, stats=stats)
     yield _table("rewards", events.Reward, key, stats=("step_id", *stats))
     yield _table("curation", events.Curation, key, stats=stats)
+    yield _table("assessments", events.Assessment, key, stats=("trajectory_id", *stats))
 
 
 def _trajectory_tables() -> Iterable[Table]:

@@ -19,6 +19,7 @@ from stream_jobs.payload import Kept, Payload, start_of
 from stream_jobs.tree import WIDTH, Sampled, build
 
 T = TypeVar("T")
+_UNMARKED = Marks()
 _ITEM_BYTES = 400
 """Upper bound of what a step or segment takes besides its variable fields."""
 
@@ -135,18 +136,27 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
 
 def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     """What admission has to know, at the revision that `closed` has come to. At most 64 KiB when encoded."""
-    whole = closed.folded.marks.get("", Marks())
+    folded = closed.folded
+    whole, assessed = folded.marks.get("", _UNMARKED), folded.assessed
     name = key_of_trajectory(key[1])
-    steps = []
+    steps, synced = [], list[int]()
+    scores = assessed.steps if assessed is not None and len(assessed.steps) == len(closed.steps) else None
     for index, s in enumerate(closed.steps):
-        marks = closed.folded.marks.get(s.tail, Marks())
+        marks = folded.marks.get(s.tail, _UNMARKED)
         reason = s.reason or ("curation" if marks.trainable is False else None)
+        score = scores[index] if scores is not None else None
+        found = (
+            [v.sync_index for v in map(parse_version, filter(None, (s.oldest, s.newest))) if v] if not reason else []
+        )
+        synced += found
         steps.append(CandidateStep(
             step_id=f"{name}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
-            quality=marks.quality, tags=tuple(s.tags or ()),
+            quality=score if marks.quality is None else marks.quality,
+            tags=(*(s.tags or ()), *(t for t in marks.tags or () if t not in (s.tags or ()))),
+            assessed_quality=score, oldest_sync_index=min(found, default=None),
         ))  # fmt: skip
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
-    synced = [v.sync_index for s in trained for v in map(parse_version, filter(None, (s.oldest, s.newest))) if v]
+    judged = assessed.quality if assessed is not None else None
     reason = _why_not(closed, whole, bool(trained))
     record = Candidate(
         run_id=key[0],
@@ -168,8 +178,10 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
         newest_sync_index=max(synced, default=None),
         trainable=reason is None,
         reason=reason,
-        quality=whole.quality,
+        quality=judged if whole.quality is None else whole.quality,
         tags=tuple(whole.tags or ()),
+        assessed_quality=judged,
+        assessment_revision=assessed.revision if assessed is not None else None,
     )
     return _small(record, codec)
 

@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from schemas.codec import Codec
-from schemas.events import Candidate, Curation, Reward, SessionEvent, Step, Trajectory
+from schemas.events import Assessment, Candidate, Curation, Reward, SessionEvent, Step, Trajectory
+from schemas.ids import key_of_trajectory
 from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
@@ -88,6 +89,14 @@ def curation(key: str, event_id: str, n: int | None = None, **fields: Any) -> Cu
     return Curation(
         event_id=event_id, run_id="r", trajectory_key=key, by="me", created_at=0,
         step_id=f"{key}~C{n}.0" if n is not None else None, **fields,
+    )  # fmt: skip
+
+
+def assessment(key: str, quality: float | None, *steps: float, revision: int = 1) -> Assessment:
+    """What rules say of a trajectory and of its steps, by index."""
+    return Assessment(
+        event_id=f"{key}-assessed-{revision}", run_id="r", trajectory_key=key_of_trajectory(key), trajectory_id=key,
+        rules=("length@1",), quality=quality, step_quality=steps, findings=(), assessment_revision=revision, created_at=0,
     )  # fmt: skip
 
 

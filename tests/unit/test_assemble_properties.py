@@ -13,7 +13,7 @@ from schemas.events import Tick
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS, Source
 from stream_jobs.state_log import StateLog
-from stream_jobs.trial import BUCKET, CODEC, Worker, content, curation, reward, session, step
+from stream_jobs.trial import BUCKET, CODEC, Worker, assessment, content, curation, reward, session, step
 
 KEYS = ("a", "b", BUCKET)
 MOMENT = st.integers(0, 400)
@@ -48,7 +48,11 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
         n = 0 if n is None and key == BUCKET else n
-        if draw(st.booleans()):
+        if draw(st.integers(0, 3)) == 0 and key != BUCKET:
+            rewards.append(
+                assessment(key, 0.5, *draw(st.lists(st.sampled_from([0.25, 1.0]), max_size=3)), revision=i % 3)
+            )
+        elif draw(st.booleans()):
             made = reward(key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2)))
             rewards.append(replace(made, trajectory_id=draw(st.sampled_from([None, key]))))
         else:
