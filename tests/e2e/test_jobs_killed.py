@@ -1,0 +1,59 @@
+"""`kill -9` at random of every stream job, admission, the lake writer and the broker, under load; then everything is counted and folded again."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from tests_chaos import VICTIMS, fed, installation, running
+from tests_chaos_feed import longest_pause_s
+from tests_chaos_logs import Logs
+
+PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
+
+
+def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: float, seed: int) -> None:
+    """pause_s: between two kills, on average."""
+    rng = random.Random(seed)
+    victims = [v for _ in range(-(-kills // len(VICTIMS))) for v in rng.sample(VICTIMS, len(VICTIMS))][:kills]
+    settings = installation(home, PROCESSES, rng)
+    with running(settings, workers=2) as made, fed(made, steps, rate, seed) as feeder:
+        made.until_batches(1)
+        begun = time.monotonic()
+        for victim in victims:
+            time.sleep(rng.uniform(0, 2 * pause_s))  # where in its work it dies is chance
+            made.kill(victim)
+        killed_s = time.monotonic() - begun
+        feeder.finish(timeout_s=steps / rate + 300)
+        acks = feeder.acks()
+        made.settle(acks)
+        logs = Logs.read(settings, made.cluster)
+        figures = logs.check(acks)
+        assert figures["steps"] >= steps
+        restarts = [made.first.table[n]["restarts"] for n in PROCESSES] + [
+            made.machines["1"].table["assemble"]["restarts"]
+        ]
+        assert all(restarts), f"somebody was never killed: {restarts}"
+        made.stop()
+    logs.check_lake()
+    print(
+        json.dumps(
+            {"kills": kills, "seconds_of_kills": round(killed_s), "longest_pause_of_acks_s": round(longest_pause_s(acks), 1), **figures}
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_random(tmp_path: Path) -> None:
+    """The short version of the one below."""
+    kill_at_random(tmp_path, kills=12, steps=10_000, rate=250.0, pause_s=2.5, seed=random.randrange(1 << 30))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    """102 kills over 200,000 steps: about 20 minutes on two cores."""
+    kill_at_random(tmp_path, kills=102, steps=200_000, rate=350.0, pause_s=6.0, seed=random.randrange(1 << 30))

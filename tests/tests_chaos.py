@@ -1,0 +1,181 @@
+"""An installation on several machines, as far as one machine can tell, whose processes are killed: real processes under real supervisors."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests_chaos_feed import GROUP_SIZE, Ack, Feeder
+from tests_chaos_logs import Outputs
+from tests_ports import free_port
+from tests_up import Up, up
+
+from runtime.kafka import Cluster
+from runtime.lag import data_lag
+from runtime.records import create_topics
+from schemas.settings import Settings
+
+RUN = "chaos"
+BATCH_GROUPS = 4
+SETTLE_S = 240.0
+DEADLINE_S = 15.0
+"""Time-outs of the installation: shorter than an outage may last, so that outages make some trajectories close by time."""
+VICTIMS = ("assemble", "assemble-1", "reward", "admit", "lake", "broker")
+
+
+def installation(home: Path, processes: tuple[str, ...], rng: random.Random, **more: Any) -> Settings:
+    """Settings of the first machine. more: sections that are laid over these."""
+    sections: dict[str, Any] = {
+        "run_id": RUN,
+        "data_dir": home / "first",
+        "kafka": {"partitions": 4},
+        "broker": {"port": free_port()},
+        "jobs": {
+            "reward_functions": {"*": ["exact_match@1"]},
+            "tick_interval_s": 0.3,
+            "trajectory_timeout_s": DEADLINE_S,
+            "bucket_inactivity_s": DEADLINE_S / 2,
+            "orphan_after_s": DEADLINE_S,
+        },
+        "admit": {
+            "channels": ["train"],
+            "policy": {
+                "group_size": GROUP_SIZE,
+                "batch_groups": BATCH_GROUPS,
+                "required_rewards": ["env/score", "rule"],
+                "reward_deadline_s": DEADLINE_S,
+                "group_deadline_s": DEADLINE_S,
+            },
+        },
+        # Other boundaries of commits in every run: what is exactly once must not depend on them.
+        "lake": {"flush_rows": rng.randrange(20, 400), "flush_interval_s": rng.uniform(0.2, 1.5)},
+        "up": {"processes": processes, "restart_delay_s": 0.3, "drain_timeout_s": 120.0},
+    }
+    for name, section in more.items():
+        sections[name] = {**sections.get(name, {}), **section} if isinstance(section, dict) else section
+    return Settings.model_validate(sections)
+
+
+def another_worker(settings: Settings, worker: str) -> Settings:
+    """Another machine of the installation, with one more worker of assemble."""
+    return settings.model_copy(
+        update={
+            "data_dir": settings.data_dir.parent / f"machine-{worker}",
+            "kafka": settings.kafka.model_copy(update={"bootstrap_servers": settings.bootstrap_servers}),
+            "jobs": settings.jobs.model_copy(update={"worker_id": worker}),
+            "up": settings.up.model_copy(update={"processes": ("assemble",)}),
+        }
+    )
+
+
+@dataclass
+class Installation:
+    """The machines by the name of their worker of assemble; the first has everything else too."""
+
+    settings: Settings
+    machines: dict[str, Up]
+    cluster: Cluster
+    outputs: Outputs
+
+    @property
+    def first(self) -> Up:
+        return next(iter(self.machines.values()))
+
+    def pid(self, victim: str) -> int | None:
+        """The process to kill: the victim itself, not the supervisor's wrapper around it. `assemble-N`: that of worker N."""
+        if victim == "broker":
+            path = self.settings.broker_dir / "node-1" / "broker.pid"
+            try:
+                pid = int(path.read_text())
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except (OSError, ValueError):
+                return None
+            return pid if str(path.parent).encode() in command else None
+        name, _, worker = victim.partition("-")
+        row = (self.machines[worker] if worker else self.first).table.get(name)
+        return row["pid"] if row and row["state"] == "running" else None
+
+    def kill(self, victim: str) -> None:
+        """`kill -9`, as soon as there is somebody to kill."""
+        while True:
+            self.first.until(lambda: self.pid(victim) is not None, f"{victim} runs")
+            pid = self.pid(victim)
+            try:
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    return
+            except ProcessLookupError:
+                continue  # it has just died of something else, such as a broker that is away
+
+    def until_batches(self, count: int, timeout_s: float = 120.0) -> None:
+        """Wait until so many more batches are out."""
+        self.outputs.look()
+        goal = self.outputs.batches + count
+
+        def enough() -> bool:
+            self.outputs.look()
+            return self.outputs.batches >= goal
+
+        self.first.until(enough, f"{goal} batches", timeout_s)
+
+    def lag(self) -> dict[str, int]:
+        """What each group has still to read."""
+        prefix = self.settings.kafka.topic_prefix
+        groups = [f"{prefix}-{g}" for g in ("assemble", "reward", f"admit.{RUN}.train", "lake")]
+        return {g: data_lag(self.cluster, self.settings, g) for g in groups}
+
+    def settle(self, acks: list[Ack], timeout_s: float = SETTLE_S) -> None:
+        """Wait until all that was sent has become what it can: steps closed, groups decided but for the batch that is not full."""
+        steps = {a.id for a in acks if a.kind == "Step"}
+        out = self.outputs
+
+        def rest() -> str:
+            out.look()
+            if left := len(steps - out.steps):
+                return f"{left} steps are in no closed trajectory"
+            if len(groups := {out.groups[t] for t in out.groups.keys() - out.decided}) >= BATCH_GROUPS:
+                return f"{len(groups)} groups are not decided"
+            lag = {g: n for g, n in self.lag().items() if n}
+            return f"lag {lag}" if lag else ""
+
+        deadline, quiet = time.monotonic() + timeout_s, 0
+        while quiet < 2:  # what the reward job wrote must have come through assemble as well
+            why = rest()
+            quiet = 0 if why else quiet + 1
+            assert time.monotonic() < deadline, f"not settled within {timeout_s:g} s: {why}"
+            time.sleep(0.3)
+
+    def stop(self) -> None:
+        """An orderly end of all machines, the first one's last."""
+        for machine in reversed(self.machines.values()):
+            machine.stop()
+
+
+@contextmanager
+def running(settings: Settings, workers: int) -> Iterator[Installation]:
+    """The installation with so many workers of assemble, each on its own machine."""
+    with ExitStack() as stack:
+        machines = {"0": stack.enter_context(up(settings))}
+        cluster = Cluster(settings.bootstrap_servers)
+        machines["0"].until_says("up", '"event": "up"')
+        create_topics(cluster, settings)
+        for n in range(1, workers):
+            machines[str(n)] = stack.enter_context(up(another_worker(settings, str(n))))
+        yield Installation(settings, machines, cluster, Outputs(settings, cluster))
+
+
+@contextmanager
+def fed(made: Installation, steps: int, rate: float, seed: int, **load: Any) -> Iterator[Feeder]:
+    """A feeder for it; it has ended behind the block."""
+    feeder = Feeder(made.settings, made.settings.data_dir.parent / "feeder", steps, rate, seed, **load)
+    try:
+        yield feeder
+    finally:
+        feeder.kill()
