@@ -54,10 +54,7 @@ class Fold:
         if offset <= state.applied[source]:
             return None
         state.applied[source] = offset
-        state.time[source] = max(state.time[source], timestamp)
-        if source == STEPS:
-            self._pass_time()
-        self._forget()
+        self.tick(source, timestamp)
         if isinstance(event, Tick):
             return None
         try:
@@ -71,6 +68,13 @@ class Fold:
         if source == STEPS:
             self._meet(entries)
         return kept
+
+    def tick(self, source: Source, timestamp: int) -> None:
+        """Time goes on, with a record or without one."""
+        self.state.time[source] = max(self.state.time[source], timestamp)
+        if source == STEPS:
+            self._pass_time()
+        self._forget()
 
     def seal(self) -> list[Entry]:
         """End the batch: each changed closed trajectory gets one new candidate revision. Returns the entries since the last seal."""

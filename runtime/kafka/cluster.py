@@ -173,19 +173,23 @@ class Cluster:
 
     def written_since(self, topic: str, timestamp_ms: int) -> int:
         """Records that came to a topic at or after a log timestamp, control records included; all partitions."""
+        ends = self.watermarks(topic, isolation="read_uncommitted")
+        return sum(ends[p][1] - first for p, first in self.offsets_at(topic, timestamp_ms, "read_uncommitted").items())
+
+    def offsets_at(self, topic: str, timestamp_ms: int, isolation: str = "read_committed") -> dict[int, int]:
+        """Partition to the first offset whose log timestamp is at or after this one; the end where there is none."""
         asked = {
             TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
             for p in range(self.topics(topic).get(topic, 0))
         }
-        ends = self.watermarks(topic, isolation="read_uncommitted")
-        total = 0
+        ends, found = self.watermarks(topic, isolation=isolation), dict[int, int]()
         for tp, future in self.admin.list_offsets(asked, request_timeout=READ_TIMEOUT_S).items():
             try:
-                first = future.result().offset
+                offset = future.result().offset
             except KafkaException as e:
                 raise translated(e) from e
-            total += ends[tp.partition][1] - first if first >= 0 else 0  # -1: nothing since
-        return total
+            found[tp.partition] = offset if offset >= 0 else ends[tp.partition][1]
+        return found
 
     def check_position(self, topic: str, stored_topic_id: str, partition: int, offset: int) -> bool:
         """Whether a stored position is of today's topic of that name: False for another id, which starts a new position.
