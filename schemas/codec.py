@@ -24,6 +24,7 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from schemas import events
+from schemas.avro_reader import Read, reader_of
 from schemas.avro_writer import Write, writer_of
 from schemas.errors import Undecodable, UnknownSchema
 
@@ -140,6 +141,11 @@ def _written(cls: type) -> Write:
     return writer_of(shipped(cls.__name__))
 
 
+@cache
+def _reading(name: str) -> Read:
+    return reader_of(shipped(name), lambda inner: getattr(events, inner))
+
+
 class Codec:
     """Encodes records and decodes values. Holds the known writer schemas; a new one is added by `announce`.
 
@@ -212,13 +218,17 @@ class Codec:
         if reader is None:
             raise UnknownSchema(fingerprint_of(writer))
         parsed, cls, _ = reader
-        stream = io.BytesIO(value)
-        stream.seek(body)
         try:
-            plain = fastavro.schemaless_reader(stream, writer, None if writer is parsed else parsed)
-            if stream.read(1):
-                raise Undecodable(f"bytes after the end of a {name}")
-            return _builder(cls)(typing.cast("dict[str, Any]", plain))
+            if writer is parsed:
+                record, end = _reading(name)(value, body)
+            else:
+                stream = io.BytesIO(value)
+                stream.seek(body)
+                plain = fastavro.schemaless_reader(stream, writer, parsed)
+                record, end = _builder(cls)(typing.cast("dict[str, Any]", plain)), stream.tell()
+            if end != len(value):
+                raise Undecodable(f"a {name} that ends at byte {end} of {len(value)}")
+            return record
         except (EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError) as e:
             raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
         except fastavro.read.SchemaResolutionError as e:
