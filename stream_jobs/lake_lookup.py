@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow.compute as pc
-
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_keys import present
 from stream_jobs.lake_log import marks_in
 from stream_jobs.lake_tables import Placed, Table, catalog, tables_of
 
@@ -64,9 +63,4 @@ def _present(settings: Settings, table: Table, keys: Sequence[tuple[Any, ...]]) 
         delta = open_table(settings.lake_uri, table.name, settings.lake.storage_options)
     except LakeMissing:
         return []
-    condition = None
-    for at, name in enumerate(table.key):
-        one = pc.field(name).isin(list({key[at] for key in keys}))
-        condition = one if condition is None else condition & one
-    rows = dataset(delta, settings.lake.storage_options).to_table(columns=list(table.key), filter=condition)
-    return list(zip(*(rows.column(name).to_pylist() for name in table.key), strict=True))
+    return list(present(dataset(delta, settings.lake.storage_options), table.key, keys))
