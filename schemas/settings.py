@@ -196,6 +196,7 @@ class JobsSettings(_Section):
     snapshot_min_bytes: Count = Field(4 << 20, description="shorter recovery against more state log")
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
     tick_interval_s: Positive = Field(1.0, description="resolution of time-outs")
+    write_ticks: bool = Field(True, description="copied topics have the ticks of their source and must get no others")
     trajectory_timeout_s: Positive = Field(3600.0, description="agents that think longer between two calls")
     closed_horizon_s: Positive = Field(
         86400.0, description="how long after closing a reward still finds its trajectory"
@@ -211,6 +212,9 @@ class JobsSettings(_Section):
     )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to `name@version` or `package.module:function@version`"
+    )
+    quality_functions: Mapping[str, tuple[str, ...]] = Field(
+        {}, description="run id (or *) to quality rules, named in the same way, or to `built_in`; see docs/quality.md"
     )
 
 

@@ -35,6 +35,7 @@ class Assembler:
         jobs, topics = settings.jobs, settings.kafka.topics
         self.inputs: tuple[str, ...] = (topics.steps, topics.rewards)
         self.tick_interval_s = jobs.tick_interval_s
+        self._write_ticks = jobs.write_ticks
         self._shared = Shared(
             cluster=cluster,
             producer=cluster.producer(),
@@ -81,8 +82,8 @@ class Assembler:
 
     async def tick(self) -> None:
         """Write the time into the inputs of every own partition. One that is lost does no harm: the next one says more."""
-        if self._ticking:
-            return  # Kafka is away: no pile of ticks
+        if self._ticking or not self._write_ticks:
+            return  # when Kafka is away: no pile of ticks
         codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
         places = [(topic, p) for p in self._owners for topic in self.inputs]
         self._ticking = True
