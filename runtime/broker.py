@@ -131,23 +131,24 @@ class EmbeddedBroker:
     def start(self, *, detach: bool = False) -> None:
         """Format the data directory if it is new, start every node, return when all serve clients.
 
+        With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
         Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a JVM exits (with
-        the end of its log) or 60 s pass. Nothing is left running then.
+        the end of its log) or 60 s pass. Nothing that was started here is left running then.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with _one_starter(self.data_dir):
-            self._refuse_second_broker()
+            down = self._nodes_down(some_may_run=detach)
             java, jars_dir = find_java(self._java_setting), ensure_jars(self._jars_setting)
-            for plan in self.plans.values():
+            for plan in down:
                 check_port_free(config.LOOPBACK, plan.port, f"clients of node {plan.node}")
                 check_port_free(config.LOOPBACK, plan.controller_port, f"controller of node {plan.node}")
             self._cluster_id = _claim_directory(self.data_dir, self.plans)
-            _format_new(list(self.plans.values()), java, jars_dir, self._cluster_id)
+            _format_new(down, java, jars_dir, self._cluster_id)
             try:
-                for plan in self.plans.values():
+                for plan in down:
                     self._launch(plan, java, jars_dir)
-                for plan in self.plans.values():
+                for plan in down:
                     self._await_ready(plan, everyone=frozenset(self.plans))
             except BaseException:
                 self.stop()
@@ -191,14 +192,19 @@ class EmbeddedBroker:
             raise BrokerError(f"node {node} of {self.data_dir} was not started by this EmbeddedBroker")
         return self._jvms[node]
 
-    def _refuse_second_broker(self) -> None:
-        for plan in self.plans.values():
-            if (pid := read_pid(plan)) is not None:
-                raise BrokerError(
-                    f"a broker already runs on {self.data_dir}: node {plan.node}, pid {pid}. "
-                    "Use it, stop it (clawstream broker stop), or choose another data directory"
-                )
+    def _nodes_down(self, some_may_run: bool) -> list[NodePlan]:
+        """The nodes to start; raises BrokerError when there is a broker already."""
+        pids = {plan.node: read_pid(plan) for plan in self.plans.values()}
+        down = [plan for plan in self.plans.values() if pids[plan.node] is None]
+        running = [f"node {node}, pid {pid}" for node, pid in pids.items() if pid is not None]
+        if running and not (some_may_run and down):
+            raise BrokerError(
+                f"a broker already runs on {self.data_dir}: {'; '.join(running)}. "
+                "Use it, stop it (clawstream broker stop), or choose another data directory"
+            )
+        for plan in down:
             plan.pid_file.unlink(missing_ok=True)
+        return down
 
     def _launch(self, plan: NodePlan, java: Java, jars_dir: Path) -> None:
         plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
@@ -229,7 +235,7 @@ class EmbeddedBroker:
 def start(
     settings: BrokerSettingsLike, data_dir: Path, *, advertised_host: str = config.LOOPBACK
 ) -> tuple[NodeStatus, ...]:
-    """Start the broker of `settings` on `data_dir` so that it outlives this process."""
+    """Start the broker of `settings` on `data_dir`, or what has died of it, so that it outlives this process."""
     _of_settings(settings, data_dir, advertised_host).start(detach=True)
     return status(data_dir)
 
@@ -278,7 +284,7 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
             for node, code in broker.exit_codes.items():
                 if len(broker.plans) == 1:
                     return code
-                broker.restart(node)
+                _bring_back(broker, node)
             time.sleep(4 * _POLL_S)
     except _StopAskedFor:
         return 0
@@ -289,6 +295,15 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
         return died.exit_code
     finally:
         broker.stop()
+
+
+def _bring_back(broker: EmbeddedBroker, node: int) -> None:
+    """Restart a node that has died. Killed again within its start: later once more, for the others serve all the same."""
+    try:
+        broker.restart(node)
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
 
 
 def _of_settings(settings: BrokerSettingsLike, data_dir: Path, advertised_host: str) -> EmbeddedBroker:

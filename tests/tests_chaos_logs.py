@@ -116,6 +116,8 @@ class Logs:
     """The log of candidates that admission reads."""
     decisions: list[Decision] = field(default_factory=list)
     """The journal."""
+    batch_times: list[int] = field(default_factory=list)
+    """Log timestamps of the batches there, ms."""
 
     @classmethod
     def read(cls, settings: Settings, cluster: Cluster) -> Logs:
@@ -145,7 +147,10 @@ class Logs:
         for record, event in decoded(topics.dead_letters, 0):
             out._output(record, event)
         journal = topics.ready_batches(settings.run_id, TRAIN)
-        out.decisions = [event for _, event in decoded(journal, 0)]
+        for record, event in decoded(journal, 0):
+            out.decisions.append(event)
+            if isinstance(event, ReadyBatch):
+                out.batch_times.append(record.timestamp_ms)
         return out
 
     def _inputs(self, records: Iterable[tuple[Source, Record, Any]]) -> None:
@@ -289,12 +294,17 @@ class Logs:
         found = dataset(open_table(uri, table, {}), {}).to_table(columns=[name])
         return found.column(name).to_pylist()  # type: ignore[no-any-return]
 
-    def longest_gap_s(self, topic: str, since_ms: int = 0, until_ms: int | None = None) -> float:
-        """The longest time between two records of a partition of an output, by the log's clock."""
-        longest = 0
-        for (name, _), times in self.times.items():
-            inside = [t for t in times if name == topic and since_ms <= t <= (until_ms or t)]
-            longest = max(longest, *(b - a for a, b in pairwise(inside)), 0)
+    def pause_of_batches_s(self, since_ms: int, until_ms: int) -> float:
+        """The longest time between two batches, by the log's clock."""
+        inside = [t for t in self.batch_times if since_ms <= t <= until_ms]
+        return max((b - a for a, b in pairwise([since_ms, *inside, until_ms])), default=0) / 1000
+
+    def pause_of_trajectories_s(self, since_ms: int, until_ms: int) -> float:
+        """The longest time in which a partition of assemble put out nothing, by the log's clock."""
+        topic, longest = self.settings.kafka.topics.trajectories, 0
+        for p in range(self.settings.kafka.partitions):
+            inside = [t for t in self.times[topic, p] if since_ms <= t <= until_ms]
+            longest = max(longest, *(b - a for a, b in pairwise([since_ms, *inside, until_ms])))
         return longest / 1000
 
 

@@ -1,0 +1,104 @@
+"""Three real brokers, three copies of everything: each is killed in turn under load, and brought back by `clawstream broker start`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from tests_chaos import Installation, fed, installation, running
+from tests_chaos_feed import longest_pause_s
+from tests_chaos_logs import Logs
+from tests_ports import free_port
+from tests_up import call
+
+from runtime.broker import status
+from runtime.config import words_of
+from schemas.settings import Settings
+
+NODES = 3
+ACKS_PAUSE_S, BATCHES_PAUSE_S = 10.0, 30.0
+
+
+@contextmanager
+def brokers(settings: Settings) -> Iterator[None]:
+    """The cluster of the settings, started as a person does it."""
+    started = call("broker", "start", "--nodes", str(NODES), *words_of(settings), timeout_s=180)
+    try:
+        assert started.returncode == 0, started.stderr
+        yield
+    finally:
+        call("broker", "stop", *words_of(settings))
+
+
+def kill_node(settings: Settings, node: int) -> None:
+    (pid,) = [n.pid for n in status(settings.broker_dir) if n.node == node]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def bring_back(made: Installation) -> None:
+    """The dead node runs again, and has all that the others have."""
+    back = call("broker", "start", *words_of(made.settings), timeout_s=180)
+    assert back.returncode == 0, back.stderr
+    assert len([n for n in status(made.settings.broker_dir) if n.ready]) == NODES
+    admin = AdminClient({"bootstrap.servers": made.settings.bootstrap_servers, "log_level": 0})
+
+    def in_sync() -> bool:
+        topics = admin.list_topics(timeout=30).topics.values()
+        return all(len(p.isrs) == NODES for t in topics for p in t.partitions.values())
+
+    made.first.until(in_sync, "all copies are in sync")
+
+
+def kill_each(home: Path, rate: float, batches: int, settings_of: random.Random) -> dict[str, float]:
+    """batches: to wait for with a node dead, and again with it back. Returns the longest pauses, seconds."""
+    settings = installation(
+        home, ("assemble", "reward", "admit", "lake"), settings_of,
+        broker={"nodes": NODES, "port": free_port(nodes=NODES), "heap_mb": 256},
+    )  # fmt: skip
+    assert settings.replication == (3, 2)
+    with brokers(settings), running(settings, workers=1) as made:
+        with fed(made, steps=1, rate=rate, seed=settings_of.randrange(1 << 30)) as feeder:
+            made.until_batches(3)
+            begun, begun_ms = time.monotonic(), time.time_ns() // 1_000_000
+            for node in range(1, NODES + 1):
+                kill_node(settings, node)
+                made.until_batches(batches)
+                bring_back(made)
+                made.until_batches(batches)
+            ended, ended_ms = time.monotonic(), time.time_ns() // 1_000_000
+            feeder.finish(timeout_s=300)
+            acks = feeder.acks()
+        made.settle(acks)
+        logs = Logs.read(settings, made.cluster)
+        figures = logs.check(acks)
+        made.stop()
+    logs.check_lake()
+    pauses = {
+        "acks_pause_s": longest_pause_s([a for a in acks if begun <= a.at <= ended]),
+        "batches_pause_s": logs.pause_of_batches_s(begun_ms, ended_ms),
+    }
+    print(json.dumps({**{k: round(v, 1) for k, v in pauses.items()}, "seconds": round(ended - begun), **figures}))
+    return pauses
+
+
+@pytest.mark.timeout(600)
+def test_each_is_killed_once(tmp_path: Path) -> None:
+    """The short version of the one below, which also holds the pauses against their bounds."""
+    kill_each(tmp_path, rate=120.0, batches=3, settings_of=random.Random(os.getpid()))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_each_is_killed_under_load(tmp_path: Path) -> None:
+    pauses = kill_each(tmp_path, rate=500.0, batches=60, settings_of=random.Random(os.getpid()))
+    assert pauses["acks_pause_s"] <= ACKS_PAUSE_S
+    assert pauses["batches_pause_s"] <= BATCHES_PAUSE_S
