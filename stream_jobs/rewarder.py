@@ -1,4 +1,6 @@
-"""The reward job: reads closed trajectories, writes what the configured rules say of them. Its only state is its group's position.
+"""The reward job: reads closed trajectories, writes what the configured rules say of them: their quality, then their rewards.
+
+Its only state is its group's position.
 
 A trajectory in several parts is rewarded when its last part is there. Nothing from its first part on is done before: a restart begins
 there again. A writer that was killed between two parts begins anew with part 0.
@@ -14,9 +16,10 @@ from runtime.blob_store import BlobMissing, BlobStore
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
-from schemas.events import Reward, StepMark, Trajectory
+from schemas.events import Assessment, Reward, StepMark, Trajectory
 from schemas.parts import joined
 from schemas.settings import Settings
+from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
 from stream_jobs.blobs import resolved
 from stream_jobs.reward import no_reward, rewards_of, rules_for, rules_of
 
@@ -62,6 +65,7 @@ class Rewarder:
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self.rules = rules_of(settings.jobs.reward_functions)
+        self.quality_rules = quality_rules_of(settings.jobs.quality_functions)
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0
@@ -106,9 +110,9 @@ class Rewarder:
             if not isinstance(event, Trajectory | StepMark):
                 buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
         whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r.offset, e)) is not None]
-        rewards = await asyncio.to_thread(self._rewards, whole)
+        answers = await asyncio.to_thread(self._answers, whole)
         encode, send = self._decoder.codec.encode, self._producer.send_soon
-        acks = [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in rewards]
+        acks = [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
         for record, reason, detail in buried:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
             acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
@@ -118,18 +122,21 @@ class Rewarder:
         await asyncio.gather(*acks)
         return {self._topics.trajectories: gather.done(records[-1].offset)}
 
-    def _rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
+    def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
         """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there."""
-        now, rewards = now_micros(), list[Reward]()
+        now, answers = now_micros(), list[Reward | Assessment]()
         for trajectory in trajectories:
             rules = rules_for(self.rules, trajectory.run_id)
+            quality = quality_rules_for(self.quality_rules, trajectory.run_id)
             try:
-                whole = resolved(trajectory, self._blobs.get) if rules else trajectory
+                whole = resolved(trajectory, self._blobs.get) if rules or quality else trajectory
             except BlobMissing as e:
-                rewards += [no_reward(trajectory, rule, now, str(e)) for rule in rules]
+                answers += [not_assessed(trajectory, quality, now, str(e))] if quality else []
+                answers += [no_reward(trajectory, rule, now, str(e)) for rule in rules]
             else:
-                rewards += [r for rule in rules for r in rewards_of(whole, rule, now)]
-        return rewards
+                answers += [assessment_of(whole, quality, now)] if quality else []
+                answers += [r for rule in rules for r in rewards_of(whole, rule, now)]
+        return answers
 
     async def tick(self) -> None:
         """Nothing to do."""

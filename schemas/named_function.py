@@ -1,0 +1,49 @@
+"""Functions that settings name: a built-in one, or a user's own, under the name and version that its records carry. Pure but for the import."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from schemas.errors import SettingsError
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)  # no slots: with them a generic alias cannot make one
+class Named(Generic[F]):
+    """A function with its name and version."""
+
+    name: str
+    version: str
+    function: F
+
+    @property
+    def revision(self) -> int:
+        """The version where that is a whole number, else 0."""
+        return int(self.version) if self.version.isdecimal() else 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str) -> Named[F]:
+    """`name@version` or `package.module:function@version`. kind: what a built-in one is. Raises SettingsError that begins with the setting's name."""
+    where = f"setting {setting}: {spec!r}"
+    target, sep, version = spec.rpartition("@")
+    if not sep or not target or not version:
+        raise SettingsError(f"{where}: write name@version or package.module:function@version")
+    module, colon, name = target.rpartition(":")
+    if not colon:
+        if name not in built_in:
+            raise SettingsError(f"{where}: no built-in {kind} {name!r}; there are {', '.join(sorted(built_in))}")
+        return Named(name, version, built_in[name])
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise SettingsError(f"{where}: {type(e).__name__}: {e}") from e
+    if not callable(function):
+        raise SettingsError(f"{where}: {module}.{name} is not callable")
+    return Named(name, version, function)
