@@ -153,9 +153,9 @@ class Watch:
         self.count = 0
 
     def new(self) -> list[tuple[Record, Any]]:
-        """What has come since, of the kinds."""
+        """What has come since, of the kinds, to the end that the topic has now."""
         found: list[tuple[Record, Any]] = []
-        while records := self._reader.poll(2000, 0.05):
+        while (records := self._reader.poll(2000, 0.05)) or not self._reader.at_end:
             mine = (r for r in records if r.value is not None and self._codec.type_name(r.value) in self._kinds)
             found += [(r, self._codec.decode(r.value)) for r in mine]
         self.count += len(found)

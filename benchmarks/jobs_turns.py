@@ -1,0 +1,89 @@
+"""What a conversation of 100 turns costs assemble: state log a step, and CPU a KB of prompt."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmarks.jobs_installation import Installation, Watch
+from benchmarks.jobs_load import GROUP_SIZE, LONG, Shape, events, write
+from benchmarks.jobs_sides import Bench, expect, feed_both
+from schemas.events import AssemblyDelta, SessionEvent, Step
+from schemas.settings import Settings
+from stream_jobs import assembly as op
+from stream_jobs.assemble import Fold
+from stream_jobs.assembler import limits_of
+from stream_jobs.assembly import Assembly
+from stream_jobs.index import STEPS
+from stream_jobs.state_log import unpacked
+
+BATCH = 20
+"""Steps of one partition in a batch under load."""
+Delta = list[tuple[int, float]]
+"""(turn, bytes) of each step that a record of the state log notes."""
+
+
+def part_turns(bench: Bench) -> dict[str, Any]:
+    """Many long conversations through a worker of assemble, then a few through the fold alone."""
+    load = write(bench.directory, LONG, GROUP_SIZE if bench.size.check else LONG.together)
+    with bench.installation(load) as here:
+        worker = here.job("jobs assemble")
+        here.until_logged(worker, "partition_taken_over", here.settings.kafka.partitions)
+        before = worker.cpu_s()
+        feed_both(here, load)
+        used = worker.cpu_s() - before
+        written = _written(here)
+    expect("steps in the state log", sum(map(len, written)), load.steps)
+    fold_us, kilobytes = fold_us_per_kb(LONG, GROUP_SIZE)
+    return {
+        "state_bytes_per_step_turn100": _bytes_per_step(written, lambda turn: turn > 0.9 * LONG.turns),
+        "state_bytes_per_step_turn10": _bytes_per_step(written, lambda turn: turn <= 0.1 * LONG.turns),
+        "state_steps_per_delta": load.steps / len(written),
+        "cpu_us_per_prompt_kb": fold_us,
+        "assemble_cpu_us_per_prompt_kb": 1e6 * used / load.trajectories / kilobytes,
+    }
+
+
+def _written(here: Installation) -> list[Delta]:
+    """Each delta that notes steps, all of its bytes shared among them: also those that say how a trajectory began and ended."""
+    log, turns, deltas = Watch(here, here.topics.assembly, AssemblyDelta), Counter[tuple[str, str]](), list[Delta]()
+    for record, delta in sorted(log.new(), key=lambda found: (found[0].partition, found[0].offset)):
+        noted = [(e[1], e[2]) for e in unpacked(delta.entries) if e[0] == op.STEP]
+        numbers = []
+        for key in noted:
+            turns[key] += 1
+            numbers.append(turns[key])
+        if numbers:
+            deltas.append([(turn, len(record.value or b"") / len(numbers)) for turn in numbers])
+    log.close()
+    return deltas
+
+
+def _bytes_per_step(deltas: Sequence[Delta], counts: Callable[[int], bool]) -> float:
+    """The mean over the steps of some turns."""
+    return fmean(size for delta in deltas for turn, size in delta if counts(turn))
+
+
+def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
+    """CPU microseconds of the fold alone a KB of prompt ids, and KB of prompt ids a trajectory. Decoding is not in it."""
+    state = Assembly()
+    fold = Fold(state, limits_of(Settings()))
+    fed: list[Step | SessionEvent] = [e for e in events(shape, trajectories) if not _ends(e)]
+    kept, seconds, offset = {}, 0.0, 0
+    for first in range(0, len(fed), BATCH):
+        began = time.process_time()
+        for event in fed[first : first + BATCH]:
+            kept[offset] = fold.record(STEPS, offset, offset, event.trajectory_key.encode(), event)
+            offset += 1
+        fold.seal()
+        seconds += time.process_time() - began
+    expect("steps of the fold", sum(len(t.steps) for t in state.opened.values()), trajectories * shape.turns)
+    kilobytes = sum(len(e.prompt_token_ids or b"") for e in fed if isinstance(e, Step)) / 1024
+    return 1e6 * seconds / kilobytes, kilobytes / trajectories
+
+
+def _ends(event: Step | SessionEvent) -> bool:
+    return isinstance(event, SessionEvent) and event.kind == "completed"
