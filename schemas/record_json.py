@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -52,6 +53,34 @@ def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | Non
     except (TypeError, ValueError) as e:
         raise NotARecord(f"no {name}: {e}") from e
     return record
+
+
+def changed(said: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """The fields with changes `path=value`; path: names and list indexes with dots between; value: JSON, else it is text.
+
+    Raises NotARecord for a path that is not there.
+    """
+    out: dict[str, Any] = copy.deepcopy(dict(said))
+    for change in changes:
+        path, sep, text = change.partition("=")
+        if not sep or not path:
+            raise NotARecord(f"{change!r}: must be field=value")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *outer, last = path.split(".")
+        node: Any = out
+        try:
+            for name in outer:
+                node = node[int(name) if isinstance(node, list) else name]
+            if isinstance(node, list):
+                node[int(last)] = value
+            else:
+                node[last] = value
+        except (KeyError, IndexError, ValueError, TypeError) as e:
+            raise NotARecord(f"{path}: there is no such field or index") from e
+    return out
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,6 +15,8 @@ MAX_RECORD_BYTES = 4 * 1024 * 1024
 MAX_CANDIDATE_BYTES = 64 * 1024
 CANDIDATE_PARTITIONS = 4
 _FOREVER = "-1"
+REPLAYS = "replays"
+"""Header of a record that was sent again: the dead letter it comes from. The log may have the record before, however long ago."""
 
 
 @dataclass(frozen=True, slots=True)

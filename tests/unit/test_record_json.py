@@ -15,7 +15,7 @@ from schemas import codec as codec_module
 from schemas.codec import TOP_LEVEL, Codec, record_from, shipped
 from schemas.errors import NotARecord
 from schemas.events import Reward, Step, VersionSpan
-from schemas.record_json import from_json, to_json
+from schemas.record_json import changed, from_json, to_json
 from schemas.tokens import pack_ids, pack_logprobs
 
 CODEC = Codec()
@@ -33,7 +33,7 @@ REWARD = Reward(
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_there_and_back(cls: type) -> None:
-    for _ in range(20):
+    for _ in range(4):
         record = record_from(cls.__name__, generate_one(codec_module._parse(shipped(cls.__name__))))
         said = json.loads(json.dumps(to_json(record), allow_nan=False))
         assert CODEC.encode(from_json(CODEC, cls.__name__, said, record)) == CODEC.encode(record)
@@ -88,3 +88,16 @@ def test_no_record() -> None:
         from_json(CODEC, "../Step", {})
     with pytest.raises(NotARecord, match="value: a number was expected"):
         from_json(CODEC, "Reward", to_json(REWARD) | {"value": "much"})
+
+
+def test_changes_by_path() -> None:
+    said = changed(
+        to_json(STEP), ["run_id=new", "versions.0.end=2", 'tags=[{"name":"t","evidence":"e"}]', "group_id=null"]
+    )
+    assert (said["run_id"], said["versions"][0]["end"], said["tags"], said["group_id"]) == (
+        "new", 2, [{"name": "t", "evidence": "e"}], None,
+    )  # fmt: skip
+    assert to_json(STEP)["versions"][0]["end"] == 1
+    for wrong in ("versions.5.end=1", "versions.x.end=1", "run_id.a=1", "nothing", "=3"):
+        with pytest.raises(NotARecord):
+            changed(to_json(STEP), [wrong])
