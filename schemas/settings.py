@@ -239,6 +239,10 @@ class PolicySettings(_Section):
     val_deadline_s: Positive = Field(60.0, description="close a validation batch that stays short")
     algorithm: str = Field("grpo", description="what the trainer does")
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="drop low-quality trajectories")
+    min_step_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="leave out low-quality steps"
+    )
+    require_assessment: bool = Field(False, description="wait for the quality rules' answer as for a required reward")
     untrained_tags: tuple[str, ...] = Field(
         ("title", "summary"), description="train the calls an agent makes beside its work, or not its sub-agents"
     )

@@ -172,7 +172,7 @@ class Admission:
                     self._candidate(entry.event, entry)
             return
         for group in self._groups.values():
-            group.weigh(policy, self.channel)
+            group.weigh(policy)
         self._plan_again()
         self._consider_all()
 
@@ -229,7 +229,7 @@ class Admission:
     def _join(self, group: Group, member: Member) -> None:
         """A member comes, or a new revision of one."""
         policy = self._in_force
-        member.weigh(policy, self.channel)
+        member.weigh(policy)
         before = group.first_closed_at if group.members else None
         group.put(member)
         if group.first_closed_at != before:
@@ -312,8 +312,8 @@ class Admission:
             self._batches.remove(group)
             if group.verdict is None:
                 raise RuntimeError(f"group {group.key}: in a batch without a verdict")
-            for member, reason in group.verdict.dropped:
-                self._refuse_one(member.candidate, group.key[1], reason, member.candidate.reason)
+            for member, lack in group.verdict.dropped:
+                self._refuse_one(member.candidate, group.key[1], lack.reason, lack.detail)
             usable += group.verdict.usable
             built.append(batch_group(group, group.verdict.usable))
         at = self._log_time(m.candidate for m in usable)

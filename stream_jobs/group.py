@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quality.readiness import Lack, awaited, flaws, trained_part
 from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
-from schemas.reward_value import SMALLEST_GROUP, missing, training_reward, valueless
-from stream_jobs.policy import trained_part
+from schemas.reward_value import SMALLEST_GROUP, training_reward
 
 GroupKey = tuple[str, int]
 """Group id and round."""
@@ -20,31 +19,32 @@ GroupKey = tuple[str, int]
 class Member:
     """A closed trajectory at its highest revision so far. first_offset: of its first candidate record.
 
-    whole: as it came; candidate: what of it the policy trains. flaw: the reason for which it can't be trained as it stands; awaits: a required reward is not there yet.
+    whole: as it came; candidate: what of it the policy trains. flaw: why it can't be trained as it stands; awaits: a required reward
+    or assessment that is not there yet.
     """
 
     whole: Candidate
     place: Place | None
     first_offset: int
-    flaw: str | None = None
-    awaits: bool = False
+    flaw: Lack | None = None
+    awaits: Lack | None = None
     candidate: Candidate = field(init=False)
 
     def __post_init__(self) -> None:
         self.candidate = self.whole
 
-    def weigh(self, policy: AdmissionPolicy, channel: Channel) -> None:
-        """Find out what of it is trained, its flaw and whether it awaits a reward, under this policy."""
+    def weigh(self, policy: AdmissionPolicy) -> None:
+        """Find out what of it is trained, its flaw and what it awaits, under this policy."""
         self.candidate = trained_part(self.whole, policy)
-        self.flaw = flaw_of(self.candidate, self.place, policy, channel)
-        self.awaits = self.flaw is None and bool(missing(policy.required_rewards, self.candidate.rewards))
+        self.flaw = next(flaws(self.candidate, policy, self.place is not None), None)
+        self.awaits = awaited(self.candidate, policy) if self.flaw is None else None
 
 
 class Verdict(NamedTuple):
     """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the others for their reasons."""
 
     usable: tuple[Member, ...]
-    dropped: tuple[tuple[Member, str], ...]
+    dropped: tuple[tuple[Member, Lack], ...]
     refusal: str | None = None
     detail: str | None = None
 
@@ -92,16 +92,16 @@ class Group:
         """Take a member, or a new revision of one."""
         tid = member.candidate.trajectory_id
         old = self.members.get(tid)
-        self.awaiting += member.awaits - (old.awaits if old is not None else False)
+        self.awaiting += (member.awaits is not None) - (old is not None and old.awaits is not None)
         closed_at = member.candidate.closed_at
         self.first_closed_at = min(self.first_closed_at, closed_at) if self.members else closed_at
         self.members[tid] = member
 
-    def weigh(self, policy: AdmissionPolicy, channel: Channel) -> None:
+    def weigh(self, policy: AdmissionPolicy) -> None:
         """Look at every member again, under another policy."""
         for member in self.members.values():
-            member.weigh(policy, channel)
-        self.awaiting = sum(m.awaits for m in self.members.values())
+            member.weigh(policy)
+        self.awaiting = sum(m.awaits is not None for m in self.members.values())
 
     def deadline(self, policy: AdmissionPolicy) -> int:
         """Event time from which it no longer waits for members."""
@@ -110,25 +110,6 @@ class Group:
     def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
         """Event times from which it no longer waits for the rewards of a member."""
         return [m.candidate.closed_at + policy.reward_deadline_ms for m in self.members.values() if m.awaits]
-
-
-def flaw_of(candidate: Candidate, place: Place | None, policy: AdmissionPolicy, channel: Channel) -> str | None:
-    """The reason for which a trajectory can't be trained, whatever the other members are; None: it can."""
-    if candidate.outcome not in policy.train_outcomes:
-        return "outcome"
-    if not candidate.trainable or place is None or (channel == "train" and candidate.oldest_sync_index is None):
-        return "untrainable"
-    if candidate.trainable_tokens < policy.min_trainable_tokens:
-        return "too_short"
-    limit = policy.max_trajectory_tokens
-    if limit is not None and candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps) > limit:
-        return "too_long"
-    if policy.min_quality is not None and candidate.quality is not None and candidate.quality < policy.min_quality:
-        return "quality"
-    if policy.required_rewards and valueless(policy.required_rewards, candidate.rewards):
-        return "reward_missing"
-    reward = training_reward(policy.reward_weights, candidate.rewards)
-    return "reward_missing" if reward is not None and not math.isfinite(reward) else None
 
 
 def judge(
@@ -150,16 +131,16 @@ def judge(
     usable, dropped = [], []
     for tid in sorted(group.members):
         member = group.members[tid]
-        reason = member.flaw or ("reward_missing" if member.awaits else None)
-        if reason is None:
+        lack = member.flaw or member.awaits
+        if lack is None:
             usable.append(member)
         else:
-            dropped.append((member, reason))
+            dropped.append((member, lack))
     least = min(policy.min_members, group.n)
     if channel == "train":  # whatever n is: an agent may have opened a group of one
         least = max(least, SMALLEST_GROUP.get(policy.algorithm, 1))
     if len(usable) < least:
-        reasons = Counter(reason for _, reason in dropped)
+        reasons = Counter(lack.reason for _, lack in dropped)
         detail = f"{len(usable)} of {group.n} usable, {least} needed" + "".join(
             f"; {count} {reason}" for reason, count in sorted(reasons.items())
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from schemas.events import AdmissionPolicy, Candidate
+from schemas.events import AdmissionPolicy
 from schemas.settings import Settings
 
+SETTINGS = "settings"
+"""`published_by` of what an admission process publishes at its start."""
 
-def policy_of(settings: Settings, version: int, created_at: int) -> AdmissionPolicy:
+
+def policy_of(settings: Settings, version: int, created_at: int, published_by: str = SETTINGS) -> AdmissionPolicy:
     """The policy that the settings describe. created_at: wall clock, microseconds."""
     p = settings.admit.policy
     return AdmissionPolicy(
@@ -33,31 +36,22 @@ def policy_of(settings: Settings, version: int, created_at: int) -> AdmissionPol
         algorithm=p.algorithm,
         min_quality=p.min_quality,
         untrained_tags=p.untrained_tags,
+        min_step_quality=p.min_step_quality,
+        require_assessment=p.require_assessment,
+        published_by=published_by,
         created_at=created_at,
     )
 
 
-def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
-    """The candidate as the policy has it trained: steps with an untrained tag are not. Its sync indexes stay those of all its steps."""
-    left_out = frozenset(policy.untrained_tags)
-    if not any(s.trainable and not left_out.isdisjoint(s.tags) for s in candidate.steps):
-        return candidate
-    steps = tuple(
-        s if left_out.isdisjoint(s.tags) or not s.trainable else dataclasses.replace(
-            s, trainable=False, reason=f"tagged {min(left_out.intersection(s.tags))}"
-        )
-        for s in candidate.steps
-    )  # fmt: skip
-    left = sum(s.response_tokens for s in steps if s.trainable)
-    if any(s.trainable for s in steps):
-        return dataclasses.replace(candidate, steps=steps, trainable_tokens=left)
-    reason = candidate.reason or "no trainable step"
-    return dataclasses.replace(candidate, steps=steps, trainable_tokens=left, trainable=False, reason=reason)
-
-
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
-    """Whether they demand the same: version and clock aside."""
-    return dataclasses.replace(a, policy_version=b.policy_version, created_at=b.created_at) == b
+    """Whether they demand the same, whoever published them and when."""
+    told = {"policy_version": b.policy_version, "created_at": b.created_at, "published_by": b.published_by}
+    return dataclasses.replace(a, **told) == b  # type: ignore[arg-type]
+
+
+def is_of_settings(policy: AdmissionPolicy) -> bool:
+    """Whether an admission process published it, and not a person."""
+    return policy.published_by in (None, SETTINGS)
 
 
 def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
@@ -66,6 +60,9 @@ def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> s
     for field in ("group_size", "min_members", "batch_groups", "sync_every", "val_groups"):
         if getattr(policy, field) < 1:
             return f"{name}: {field} is {getattr(policy, field)}, must be at least 1"
+    for field in ("min_quality", "min_step_quality"):
+        if (least := getattr(policy, field)) is not None and not 0 <= least <= 1:
+            return f"{name}: {field} is {least}, must be in [0, 1]"
     if before is None or (policy.policy_version == before.policy_version and same_content(policy, before)):
         return None
     if policy.sync_every != before.sync_every:

@@ -1,0 +1,70 @@
+"""Admission in tests: a policy, candidates, a log of them, and what came of it, in few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schemas.events import (
+    AdmissionPolicy,
+    Candidate,
+    CandidateStep,
+    Place,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RewardValue,
+    Tick,
+)
+from stream_jobs.admit import Admission
+from stream_jobs.journal import Decision, Entry, Source
+
+SOURCE = Source("topic-1", 2, 1)
+
+
+def policy(**changes: Any) -> AdmissionPolicy:
+    plain: dict[str, Any] = {
+        "run_id": "r", "policy_version": 1, "group_size": 2, "min_members": 2, "required_rewards": ("rule",),
+        "reward_weights": {}, "reward_deadline_ms": 1000, "group_deadline_ms": 5000, "max_staleness": None,
+        "drop_zero_variance": True, "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"),
+        "batch_groups": 1, "sync_every": 1, "val_groups": 2, "val_deadline_ms": 3000, "algorithm": "grpo", "created_at": 0,
+    }  # fmt: skip
+    return AdmissionPolicy(**{**plain, **changes})
+
+
+def reward(value: float | None, source: Any = "rule", name: str = "exact") -> RewardValue:
+    return RewardValue(source=source, name=name, function_version="1", value=value, reward_revision=0)
+
+
+def cand(tid: str, group: str = "g", value: float | None = 1.0, **changes: Any) -> Candidate:
+    """A usable trajectory; `rewards=()` has none yet, `value=None` is an explicit no_reward."""
+    plain: dict[str, Any] = {
+        "run_id": "r", "channel": "train", "trajectory_key": tid, "trajectory_id": tid, "group_id": group,
+        "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 10, "rewards": (reward(value),),
+        "steps": (CandidateStep(step_id=f"{tid}~1.0", index=0, response_tokens=5, trainable=True),),
+        "prompt_tokens": 7, "trainable_tokens": 5, "oldest_sync_index": 0, "newest_sync_index": 0, "trainable": True,
+    }  # fmt: skip
+    return Candidate(**{**plain, **changes})
+
+
+def tick(event_time: int, partition: int = 0) -> Tick:
+    return Tick(partition=partition, event_time=event_time)
+
+
+def entries(*events: Any) -> list[Entry]:
+    return [Entry(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i)) for i, e in enumerate(events)]
+
+
+def fold(*events: Any, channel: Any = "train", source: Source = SOURCE) -> list[Decision]:
+    """All decisions but the first policy's."""
+    state = Admission("r", channel, source)
+    out = [d for e in entries(*events) for d in state.fold(e)]
+    return out[1:] if out and isinstance(out[0], PolicyApplied) else out
+
+
+def groups(decisions: list[Decision]) -> list[list[list[str]]]:
+    """Trajectory ids by group by batch."""
+    return [[[m.trajectory_id for m in g.members] for g in d.groups] for d in decisions if isinstance(d, ReadyBatch)]
+
+
+def refusals(decisions: list[Decision]) -> list[tuple[str, tuple[str, ...], bool]]:
+    return [(d.reason, d.trajectory_ids, d.whole_group) for d in decisions if isinstance(d, Refused)]
