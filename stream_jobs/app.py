@@ -1,7 +1,9 @@
 """The stream jobs `assemble` and `reward` on Faust: the only file that imports it.
 
 Faust is a thin shell here: the consumer group, rebalances, fetching, commits. It has no table and no store, and its error path (which
-acknowledges, and so loses) is never entered: any exception ends the process at once and the supervisor restarts it.
+acknowledges, and so loses) is never entered: any exception ends the process at once and the supervisor restarts it. Records do not go
+through its streams, one by one, but in the batches in which they were fetched: Faust's machinery for single records costs more than the
+fold. So nothing is acknowledged by the record, either; what is done is committed by its offset.
 
 The protocol of assemble, for each partition (`stream_jobs.owner`; the fold is `stream_jobs.assemble`, the state log
 `stream_jobs.state_log`). A process may be killed between any two lines:
@@ -15,7 +17,7 @@ The protocol of assemble, for each partition (`stream_jobs.owner`; the fold is `
    else another worker owns the partition, and this one dies before any output.
 4. The outputs are awaited: payload, marks and dead letters first, then candidates with the payload's place in their headers. Their bytes
    depend on the decision alone, so sending one again gives the same bytes. That they are done rides in the next delta.
-5. The batch is acknowledged strictly in order, without holes; Faust commits. A snapshot when the log has grown, then it is trimmed.
+5. Once a second Kafka is told how far the batches came. A snapshot when the log has grown, then it is trimmed.
 6. Any other exception: the process ends (`runtime.lifecycle.die`).
 
 On SIGTERM the batch in hand is finished and committed, then the process exits 0.
@@ -29,10 +31,10 @@ import os
 import ssl
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import faust
@@ -55,8 +57,14 @@ METADATA_MS = 5000
 GATHER_S = 0.005
 GATHER_ROUNDS = 6
 """A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
+COMMIT_S = 1.0
 STOP_S = 8.0
 REPEAT_LOG_S = 10.0
+
+
+NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
+Fetched = Mapping[Any, Sequence[Any]]
+"""aiokafka's records by its topic and partition."""
 
 
 class Job(Protocol):
@@ -108,11 +116,12 @@ class Shell:
         self._job = job
         self._batch_records = settings.jobs.batch_records
         self._positions: Mapping[tuple[str, int], int] = {}
-        self._unacked: dict[TP, deque[Any]] = {}
+        self._fetched: asyncio.Queue[tuple[int, Fetched]] = asyncio.Queue(maxsize=GATHER_ROUNDS)
+        self._done: dict[TP, int] = {}
         self._busy = asyncio.Lock()
         self._stopping = False
         self._app = _make_app(settings, group)
-        self._app.transport.Consumer = partial(_Consumer, positions=self._position)
+        self._app.transport.Consumer = partial(_Consumer, positions=self._position, take=self._take)
         inputs = self._app.topic(
             *job.inputs, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw"
         )
@@ -122,7 +131,11 @@ class Shell:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Ends the process on any failure."""
-        ticking, starting = asyncio.create_task(self._tick()), asyncio.create_task(self._app.start())
+        starting = asyncio.create_task(self._app.start())
+        repeated = [
+            asyncio.create_task(self._repeat(self._job.tick_interval_s, self._job.tick)),
+            asyncio.create_task(self._repeat(COMMIT_S, self._commit)),
+        ]
         try:
             while not stop.is_set():
                 if starting.done():
@@ -133,7 +146,8 @@ class Shell:
                     await asyncio.wait_for(stop.wait(), 0.2)
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
-        ticking.cancel()
+        for task in repeated:
+            task.cancel()
         self._stopping = True
         async with self._busy:
             logger().info("stopping")
@@ -141,7 +155,7 @@ class Shell:
             async with asyncio.timeout(STOP_S):
                 await starting
                 await self._job.revoked()
-                await self._app.consumer.commit()
+                await self._commit()
                 await self._app.stop()
                 self._job.close()
         except TimeoutError:
@@ -149,13 +163,19 @@ class Shell:
             sys.stderr.flush()
             os._exit(0)  # all that is acknowledged is durable: nothing is left to wait for
 
-    async def _tick(self) -> None:
+    async def _repeat(self, interval_s: float, what: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await asyncio.sleep(self._job.tick_interval_s)
+            await asyncio.sleep(interval_s)
             try:
-                await self._job.tick()
+                await what()
             except Exception as e:  # noqa: BLE001 - protocol point 6
                 die(e)
+
+    async def _commit(self) -> None:
+        """Tell Kafka how far we are."""
+        done, self._done = self._done, {}
+        if done:
+            await self._app.consumer._commit(done)
 
     # -- rebalances
 
@@ -166,7 +186,7 @@ class Shell:
         try:
             self._positions = {}
             await self._job.revoked()
-            self._unacked.clear()
+            await self._commit()
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
 
@@ -181,7 +201,7 @@ class Shell:
             }
             if absent:
                 raise NotCoPartitioned(f"assigned {sorted(assignment)}, but not {sorted(absent)}")
-            self._unacked.clear()
+            self._done = {}
             positions = await self._job.assigned(partitions)
             if generation != self._app.consumer_generation_id:
                 await self._job.revoked()  # already out of date: Faust comes again with the newer assignment
@@ -194,46 +214,47 @@ class Shell:
 
     # -- records
 
-    async def _read(self, stream: Any) -> None:
-        """The agent. Takes whole batches from the channel: Faust's machinery for single events costs more than the fold."""
-        queue, get = stream.channel.queue, stream.channel.get
+    async def _take(self, fetched: Fetched) -> None:
+        """What Faust has fetched while its flow was open. Waits while there is enough."""
+        await self._fetched.put((self._app.consumer_generation_id, fetched))
+
+    async def _read(self, _: Any) -> None:
+        """The agent: Faust starts it, ends it and asks for its topics; its stream stays empty."""
         try:
             while not self._stopping:
-                events = [await get()]
+                batch = [await self._fetched.get()]
                 for gathered in range(GATHER_ROUNDS):
-                    before = len(events)
-                    while len(events) < self._batch_records and not queue.empty():
-                        events.append(queue.get_nowait())
-                    if len(events) >= self._batch_records or (gathered and len(events) == before):
+                    before = len(batch)
+                    while _count(batch) < self._batch_records and not self._fetched.empty():
+                        batch.append(self._fetched.get_nowait())
+                    if _count(batch) >= self._batch_records or (gathered and len(batch) == before):
                         break
                     await asyncio.sleep(GATHER_S)
                 if not self._stopping:
                     async with self._busy:
-                        await self._process(events)
-        except StopAsyncIteration:
-            pass  # Faust ends the stream when the app stops
+                        await self._process(batch)
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
 
-    async def _process(self, events: Iterable[Any]) -> None:
-        generation = self._app.consumer_generation_id
-        batches: dict[int, list[Record]] = {}
-        for event in events:
-            message = event.message
-            if message.generation_id == generation:
-                self._unacked.setdefault(message.tp, deque()).append(message)
-                batches.setdefault(message.partition, []).append(_record(message))
-        await asyncio.gather(*(self._process_partition(p, records) for p, records in batches.items()))
+    async def _process(self, batch: Sequence[tuple[int, Fetched]]) -> None:
+        """Process what is of the present generation: a later one reads the rest again."""
+        now = self._app.consumer_generation_id
+        by_partition: dict[int, list[Record]] = {}
+        for generation, fetched in batch:
+            if generation == now:
+                for tp, records in fetched.items():
+                    by_partition.setdefault(tp.partition, []).extend(map(_record, records))
+        await asyncio.gather(*(self._process_partition(p, records) for p, records in by_partition.items()))
 
     async def _process_partition(self, partition: int, records: Sequence[Record]) -> None:
         generation = self._app.consumer_generation_id
         done = await self._job.process(partition, records)
-        if generation != self._app.consumer_generation_id:
-            return
-        for topic, offset in done.items():
-            waiting = self._unacked.get(TP(topic, partition), deque())
-            while waiting and waiting[0].offset <= offset:
-                waiting.popleft().ack(self._app.consumer)
+        if generation == self._app.consumer_generation_id:
+            self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
+
+
+def _count(batch: Sequence[tuple[int, Fetched]]) -> int:
+    return sum(len(records) for _, fetched in batch for records in fetched.values())
 
 
 class _Seldom(logging.Filter):
@@ -255,16 +276,9 @@ class _Seldom(logging.Filter):
         return True
 
 
-def _record(message: Any) -> Record:
-    return Record(
-        message.topic,
-        message.partition,
-        message.offset,
-        round(message.timestamp * 1000),
-        message.key,
-        message.value,
-        {},
-    )
+def _record(r: Any) -> Record:
+    """Headers are left out: no input of the jobs has any that count."""
+    return Record(r.topic, r.partition, r.offset, r.timestamp, r.key, r.value, NO_HEADERS)
 
 
 def _make_app(settings: Settings, group: str) -> Any:
@@ -287,12 +301,11 @@ def _make_app(settings: Settings, group: str) -> Any:
         consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
         consumer_auto_offset_reset="earliest",  # a first start; a job that keeps positions of its own refuses holes
-        stream_buffer_maxsize=4096,
         broker_commit_interval=1.0,
         broker_session_timeout=jobs.session_timeout_s,
         broker_heartbeat_interval=min(1.0, jobs.session_timeout_s / 4),
         broker_request_timeout=max(40.0, jobs.session_timeout_s + 10),  # Kafka wants it above the session's
-        broker_max_poll_records=2000,
+        broker_max_poll_records=jobs.batch_records,
         producer_acks=-1,
     )
 
@@ -326,10 +339,16 @@ class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
 
 
 class _Consumer(driver.Consumer):  # type: ignore[misc]
-    """Seeks to the job's own positions instead of the committed ones."""
+    """Seeks to the job's own positions instead of the committed ones, and gives whole fetches away instead of single records."""
 
-    def __init__(self, *args: Any, positions: Callable[[tuple[str, int]], int | None], **kwargs: Any) -> None:
-        self._own_position = positions
+    def __init__(
+        self,
+        *args: Any,
+        positions: Callable[[tuple[str, int]], int | None],
+        take: Callable[[Fetched], Awaitable[None]],
+        **kwargs: Any,
+    ) -> None:
+        self._own_position, self._take = positions, take
         super().__init__(*args, **kwargs)
 
     def _new_consumer_thread(self) -> Any:
@@ -341,3 +360,28 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]
         if own:
             await self.seek_wait(own)
         return committed | own
+
+    async def _drain_messages(self, fetcher: Any) -> None:
+        """Runs as long as Faust's fetcher. Any exception ends the process, but for those by which Faust stops it."""
+        try:
+            while not (self.should_stop or fetcher.should_stop):
+                fetched, _ = await self._wait_next_records(1.0)
+                if fetched and self.flow_active:
+                    await self._take(fetched)
+                elif fetched:
+                    await self._give_back()
+        except (*self.consumer_stopped_errors, asyncio.CancelledError):
+            if not self.transport.app.should_stop:
+                raise
+
+    async def _give_back(self) -> None:
+        """What was fetched while partitions were taken away, or before the new ones were sought, must come again."""
+        try:
+            await self.perform_seek()
+        except Exception:
+            if self.flow_active:
+                raise  # while it is not, the rebalance that goes on seeks before anything flows
+
+    def verify_event_path(self, now: float, tp: TP) -> None:
+        """Faust looks whether its streams hang; it has none. What remains is whether aiokafka fetches."""
+        self._thread.verify_recovery_event_path(now, tp)
