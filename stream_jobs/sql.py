@@ -8,6 +8,8 @@ UTC; four of them say more than their table:
     rewards       the one that counts for each target, source and name: the highest revision, among equals the first on the log
     curation      with the trajectory id, also when only the key or a step was given; null until the trajectory of a step is known
 
+Of lineage (`stream_jobs.lineage`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
+
 A connection can read nothing else: no files, no network, no settings.
 """
 
@@ -23,6 +25,7 @@ import duckdb
 
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
+from stream_jobs import lineage
 from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake_columns import TIME
 from stream_jobs.lake_tables import Table, catalog
@@ -54,6 +57,8 @@ def connect(settings: Settings, versions: Mapping[str, int] | None = None) -> An
         connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
     for name, table in catalog().items():
         connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
+    for name, query in lineage.VIEWS.items():
+        connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
