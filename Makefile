@@ -9,7 +9,7 @@ export DO_NOT_TRACK = 1
 unexport PIP_FIND_LINKS UV_FIND_LINKS
 SEED ?= 0
 
-.PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-check clean
+.PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,8 +41,12 @@ bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-rou
 	@bash infra/install-peers.sh
 	@$(PY) -m benchmarks.gateway
 
+bench-jobs: install ## CPU a step of the stream jobs and the lake, beside a bare loop and a dictionary
+	@$(PY) -m benchmarks.jobs
+
 bench-check: install ## whether the benchmarks still work, without peers and in seconds
 	@$(PY) -m benchmarks.gateway --check
+	@$(PY) -m benchmarks.jobs --check
 
 lint: install ## format, style, types
 	.venv/bin/ruff format --check .

@@ -58,7 +58,7 @@ class Loop:
         self._trajectories_id = cluster.topic_id(self._topics.trajectories)
         count = cluster.topics(self._topics.steps)[self._topics.steps]
         self._partitions = [Partition(p, settings) for p in range(count)]
-        servers = {"bootstrap.servers": settings.bootstrap_servers}
+        servers = {"bootstrap.servers": settings.bootstrap_servers, "log_level": 2}
         self._producer = Producer(producer_options(servers))
         self._consumer = Consumer({
             **servers, "group.id": "bare-loop", "enable.auto.commit": False, "auto.offset.reset": "error", "fetch.wait.max.ms": 50,

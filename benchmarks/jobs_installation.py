@@ -130,7 +130,7 @@ class Installation:
     def feed(self, file: Path) -> None:
         """Put a file on its topics, from another process: what that costs is nobody's."""
         servers = self.settings.bootstrap_servers
-        command = [sys.executable, "-m", "benchmarks.jobs_load", str(file), servers, self.settings.kafka.topic_prefix]
+        command = [sys.executable, "-m", "benchmarks.jobs_feeder", str(file), servers, self.settings.kafka.topic_prefix]
         subprocess.run(command, check=True)
 
     def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +15,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from runtime.kafka import Cluster
+from benchmarks.jobs_feeder import HEAD
 from schemas.codec import Codec
 from schemas.events import Reward, SessionEvent, Step
 from schemas.ids import new_ulid
-from schemas.topics import Topics
 
 RUN = "bench"
 RULE = "exact_match"
 GROUP_SIZE = 8
 VOCABULARY = 151_936
-FLUSH_EVERY = 2000
-_HEAD = struct.Struct("<?HI")  # whether it is a reward, length of key and value
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,27 +150,5 @@ def write(directory: Path, shape: Shape, trajectories: int, first: int = 0) -> L
         with path.open("wb") as out:
             for event in what:
                 key, value = event.trajectory_key.encode(), codec.encode(event)
-                out.write(_HEAD.pack(isinstance(event, Reward), len(key), len(value)) + key + value)
+                out.write(HEAD.pack(isinstance(event, Reward), len(key), len(value)) + key + value)
     return load
-
-
-def read(path: Path) -> Iterator[tuple[bool, bytes, bytes]]:
-    """Whether it is a reward, key and value of each record in a file."""
-    with path.open("rb") as file:
-        while head := file.read(_HEAD.size):
-            reward, key, value = _HEAD.unpack(head)
-            yield reward, file.read(key), file.read(value)
-
-
-def feed(path: Path, bootstrap_servers: str, prefix: str) -> None:
-    """Put a file on its topics, as fast as it goes."""
-    topics, producer = Topics(prefix), Cluster(bootstrap_servers).producer(linger_ms=10)
-    for at, (reward, key, value) in enumerate(read(path), 1):
-        producer.put(topics.rewards if reward else topics.steps, key, value)
-        if at % FLUSH_EVERY == 0:
-            producer.flush()
-    producer.flush()
-
-
-if __name__ == "__main__":
-    feed(Path(sys.argv[1]), *sys.argv[2:])

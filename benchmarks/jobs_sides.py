@@ -12,14 +12,15 @@ from typing import Any
 from uuid import uuid4
 
 from benchmarks.jobs_dict_pool import Pool
+from benchmarks.jobs_feeder import read
 from benchmarks.jobs_installation import Installation, Process, Watch
-from benchmarks.jobs_load import GROUP_SIZE, RUN, STANDARD, Load, events, read, rewards
+from benchmarks.jobs_load import GROUP_SIZE, RUN, STANDARD, Load, events, rewards
 from schemas.events import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
 from schemas.topics import partition_of
 from stream_jobs.lake import dataset, open_table
 
 JOBS = ("assemble", "reward", "admit", "lake")
-SETTLED_S = 3.0
+SETTLED_S = 2.0
 """So long nobody takes a partition over before the workers are counted as settled."""
 
 
@@ -141,7 +142,13 @@ def bare_loop(bench: Bench, load: Load) -> float:
 def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float]:
     """Workers of assemble, rewards fed as to the bare loop. Returns CPU microseconds a step, and the first worker's percent of the steps."""
     with bench.installation(load) as here:
-        processes = [here.job("jobs assemble", str(w)) for w in range(workers)]
+        processes = list[Process]()
+        for worker in range(
+            workers
+        ):  # one after the other: who is just taking over when another one joins is fenced, and dies
+            processes.append(here.job("jobs assemble", str(worker)))
+            alone = here.settings.kafka.partitions if worker == 0 else 1
+            here.until_logged(processes[-1], "partition_taken_over", alone)
         takers = _settled(here, workers)
         before = sum(p.cpu_s() for p in processes)
         feed_both(here, load)

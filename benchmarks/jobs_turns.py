@@ -28,7 +28,8 @@ Delta = list[tuple[int, float]]
 
 def part_turns(bench: Bench) -> dict[str, Any]:
     """Many long conversations through a worker of assemble, then a few through the fold alone."""
-    load = write(bench.directory, LONG, GROUP_SIZE if bench.size.check else LONG.together)
+    conversations = 2 if bench.size.check else LONG.together
+    load = write(bench.directory, LONG, conversations)
     with bench.installation(load) as here:
         worker = here.job("jobs assemble")
         here.until_logged(worker, "partition_taken_over", here.settings.kafka.partitions)
@@ -37,7 +38,7 @@ def part_turns(bench: Bench) -> dict[str, Any]:
         used = worker.cpu_s() - before
         written = _written(here)
     expect("steps in the state log", sum(map(len, written)), load.steps)
-    fold_us, kilobytes = fold_us_per_kb(LONG, GROUP_SIZE)
+    fold_us, kilobytes = fold_us_per_kb(LONG, min(conversations, GROUP_SIZE))
     return {
         "state_bytes_per_step_turn100": _bytes_per_step(written, lambda turn: turn > 0.9 * LONG.turns),
         "state_bytes_per_step_turn10": _bytes_per_step(written, lambda turn: turn <= 0.1 * LONG.turns),
