@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from schemas.events import SessionEvent, Step, Tag, VersionSpan
 from stream_jobs.index import StepEntry
@@ -12,8 +12,7 @@ from stream_jobs.provenance import Provenance
 from stream_jobs.tree import WIDTH
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """What is kept of a step. prompt: packed ids from token `start` on; what is before it are the parent's prompt and response.
 
     tokens: False when prompt or response ids are not known.

@@ -14,6 +14,7 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from schemas.events import Drift, Segment, VersionSpan
 
@@ -21,8 +22,7 @@ WIDTH = 4
 """Bytes of a packed token id."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known."""
 
     prompt: bytes
