@@ -270,8 +270,17 @@ class LakeSettings(_Section):
     uri: str | None = Field(None, description="another disk or an object store; default <data_dir>/lake")
     storage_options: Mapping[str, str] = Field({}, description="credentials and options of the object store")
     flush_interval_s: Positive = Field(2.0, description="fresher tables against more small files")
-    flush_rows: Count = Field(2000, description="memory against more commits")
+    flush_rows: Count = Field(8000, description="memory against more commits")
     dedupe_window: Count = Field(200_000, description="ids a table remembers to drop re-sent records")
+    care_interval_s: Positive = Field(
+        600.0, description="how often small files become large ones, beside the writer, and what is too old goes"
+    )
+    history_days: Positive = Field(
+        2.0, description="how far back SQL can ask for a table as it was; files and log entries stay as long"
+    )
+    retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
+        {}, description="table to the age at which its rows are deleted; one that is not named keeps them for ever"
+    )
 
 
 class TrainerSettings(_Section):
@@ -399,6 +408,12 @@ class Settings(_Section):
                 f"rollout.drain_timeout_s={self.rollout.drain_timeout_s:g} must be at least {ENGINE_STOP_S + 1:g} below "
                 f"up.stop_timeout_s={self.up.stop_timeout_s:g}: the worker would be killed while it waits"
             )
+        for table, days in self.lake.retention_days.items():
+            if days * 86400 <= self.spool_max_age_s:
+                raise ValueError(
+                    f"lake.retention_days.{table}={days:g} must exceed gateway.spool_max_age_s={self.spool_max_age_s:g}: a record "
+                    "that comes out of a spool would be written again"
+                )
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
