@@ -19,6 +19,7 @@ from ulid import ULID
 
 from schemas import codec as codec_module
 from schemas import events, ids, tokens
+from schemas.avro_reader import reader_of
 from schemas.avro_writer import writer_of
 from schemas.codec import AVRO_DIR, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
@@ -142,9 +143,12 @@ def test_wrong_field_types_are_refused(wrong: dict[str, typing.Any]) -> None:
 
 
 @pytest.mark.parametrize("schema", [["string", "null"], ["null", "string", "int"], "fixed", {"type": "fixed"}])
-def test_types_that_no_schema_of_ours_has_are_not_written(schema: typing.Any) -> None:
+def test_types_that_no_schema_of_ours_has_are_neither_written_nor_read(schema: typing.Any) -> None:
+    record = {"type": "record", "name": "x", "fields": [{"name": "a", "type": schema}]}
     with pytest.raises(ValueError):
-        writer_of(schema)
+        writer_of(record)
+    with pytest.raises(ValueError):
+        reader_of(record, lambda name: dataclasses.make_dataclass(name, ["a"], slots=True))
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)
