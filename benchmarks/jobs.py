@@ -1,6 +1,6 @@
 """What the stream jobs cost a step, side by side with the same fold in a bare loop and with a dictionary. Prints one JSON line.
 
-    make bench-jobs                                              everything, about ten minutes, then one of small steps
+    make bench-jobs                                              everything, ten minutes or so
     python -m benchmarks.jobs --check                            few steps: whether the benchmark itself still works
     python -m benchmarks.jobs --only pipeline --steps 8192 --rounds 1
 
@@ -10,6 +10,17 @@ encoded before, and fed by another process as fast as Kafka takes them. Each rou
 sides; a figure is the median over the rounds. CPU is that of the side's processes, user and system, all threads, from when they have their
 partitions (start-up is not in it): of the jobs up to the last ready batch, of the lake until it has caught up with that. Kafka's, the
 feeder's and this process's are not in it. The benchmark fails when a batch, a group or a row of the lake is missing or too many.
+
+    steps_per_s_per_core            a second of CPU of all jobs: assemble, reward, admit, lake
+    cpu_us_per_step                 all jobs, microseconds; <job>_cpu_us_per_step: one of them
+    bare_loop_cpu_us_per_step       the same fold, state log and outputs in a plain loop on confluent-kafka (`jobs_bare_loop`)
+    ratio_to_bare_loop              all jobs to the bare loop, of a round
+    dict_pool_steps_per_s           the same grouping in dictionaries, given decoded records; nothing outlives its process
+    cpu_ratio_2_workers             assemble alone: CPU a step of two workers to that of one
+    split_2_workers                 percent of the trajectories that the first of two workers had
+    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of 100; turn10: the first ten
+    cpu_us_per_prompt_kb            fold alone, a KB of prompt ids of such a conversation; assemble_...: the whole worker
+    rss_growth_500k_1m              percent by which a worker of assemble grows from step 500,000 to a million, 50,000 closed remembered
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +46,7 @@ from schemas.settings import Settings
 
 def part_pipeline(bench: Bench) -> dict[str, Any]:
     """The jobs, the bare loop and the dictionary, in rounds."""
-    load = write(bench.directory, STANDARD, bench.size.trajectories)
+    load = write(bench.directory, bench.size.shape, bench.size.trajectories)
     ours: list[dict[str, float]] = []
     bare: list[float] = []
     for at in range(bench.size.rounds):
@@ -61,7 +73,7 @@ def part_pipeline(bench: Bench) -> dict[str, Any]:
 
 def part_workers(bench: Bench) -> dict[str, Any]:
     """Assemble alone, with one worker and with two, in rounds."""
-    load = write(bench.directory, STANDARD, bench.size.trajectories)
+    load = write(bench.directory, bench.size.shape, bench.size.trajectories)
     found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for at in range(bench.size.rounds):
         for workers in (1, 2) if at % 2 == 0 else (2, 1):
@@ -109,20 +121,17 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="run one part; may be given several times")
     parser.add_argument("--steps", type=int, help="steps a round")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument(
+        "--text", action="store_true", help="steps have as much text as tokens, four bytes each; default: little"
+    )
     parser.add_argument("--port", type=int, help="of Kafka; default: one that is free")
     asked = parser.parse_args()
-    size = Size(asked.steps or (512 if asked.check else 16384), asked.rounds or (1 if asked.check else 3), asked.check)
+    steps, rounds = (512, 1) if asked.check else (16384, 3)
+    shape = replace(STANDARD, text=asked.text)
+    size = Size(asked.steps or steps, asked.rounds or rounds, asked.check, shape)
+    parts = asked.only or [name for name in PARTS if not asked.check or name != "memory"]
     with tempfile.TemporaryDirectory(prefix="clawstream-bench-") as directory:
-        print(
-            json.dumps(
-                run(
-                    Path(directory),
-                    asked.port or free_port(),
-                    size,
-                    asked.only or [p for p in PARTS if not asked.check or p != "memory"],
-                )
-            )
-        )
+        print(json.dumps(run(Path(directory), asked.port or free_port(), size, parts)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from uuid import uuid4
 from benchmarks.jobs_dict_pool import Pool
 from benchmarks.jobs_feeder import read
 from benchmarks.jobs_installation import Installation, Process, Watch
-from benchmarks.jobs_load import GROUP_SIZE, RUN, STANDARD, Load, events, rewards
+from benchmarks.jobs_load import GROUP_SIZE, RUN, STANDARD, Load, Shape, events, rewards
 from schemas.events import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
 from schemas.topics import partition_of
 from stream_jobs.lake import dataset, open_table
@@ -31,11 +31,12 @@ class Size:
     steps: int
     rounds: int
     check: bool
+    shape: Shape = STANDARD
 
     @property
     def trajectories(self) -> int:
-        """Of 8 steps."""
-        return max(1, round(self.steps / STANDARD.turns / GROUP_SIZE)) * GROUP_SIZE
+        """Of a round."""
+        return max(1, round(self.steps / self.shape.turns / GROUP_SIZE)) * GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,9 @@ def feed_both(here: Installation, load: Load) -> None:
 
 def dict_pool(size: Size) -> float:
     """Steps a CPU second of the dictionary, which is given records that are decoded already."""
-    fed = [*events(STANDARD, size.trajectories), *rewards(size.trajectories)]
+    fed = [*events(size.shape, size.trajectories), *rewards(size.trajectories)]
     pool, began = Pool(), time.process_time()
     served = [group for event in fed for group in pool.take(event)]
     seconds = time.process_time() - began
     expect("groups of the pool", len(served), size.trajectories // GROUP_SIZE)
-    return size.trajectories * STANDARD.turns / seconds
+    return size.trajectories * size.shape.turns / seconds
