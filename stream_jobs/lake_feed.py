@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable
 from runtime.records import Decoder, dead_letter, reason_of
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import Tick
 from schemas.settings import Settings
 from schemas.topics import Topics
-from stream_jobs.lake_tables import Placed, Row, catalog, tables_of
-from stream_jobs.lake_window import Positions, Source
+from stream_jobs.lake_rows import Rows, Schemas
+from stream_jobs.lake_tables import Row, Table, catalog, tables_of
+from stream_jobs.lake_window import Positions
+from stream_jobs.lake_writer import Lake
 
 POLL_RECORDS = 500
 POLL_S = 0.1
 MAX_BUFFER_BYTES = 64 * 1024 * 1024
 """Encoded bytes read before the next flush, whatever the number of rows."""
-
-Marks = Callable[[str, Iterable[Source]], Positions]
-"""(table, sources) to what the table has committed; sources it knows nothing of are left out."""
+_PART_KEPT = 8
+"""Of a record whose table leaves most of it out an eighth is counted: what is kept of a trajectory is far less."""
 
 
 class _Followed(NamedTuple):
     topic_id: str
     tables: tuple[str, ...]
-    records: tuple[type, ...]
+    records: frozenset[str]
 
 
 class Feed:
@@ -38,8 +38,9 @@ class Feed:
     where the process that works on the topic makes the dead letter; where there is none (`_is_ours`), the lake makes it.
     """
 
-    def __init__(self, cluster: Cluster, settings: Settings, decoder: Decoder, marks: Marks) -> None:
-        self._cluster, self._decoder, self._marks = cluster, decoder, marks
+    def __init__(self, cluster: Cluster, settings: Settings, schemas: Schemas, decoder: Decoder, lake: Lake) -> None:
+        self._cluster, self._codec, self._lake = cluster, schemas, lake
+        self._parse = Rows(schemas, decoder, lake.tables, self._widen)
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
@@ -76,7 +77,7 @@ class Feed:
                 topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
             )
             sources = [(topic_id, p) for p in range(new[topic])]
-            marks = [self._marks(table, sources) for table in followed.tables]
+            marks = [self._lake.marks(table, sources) for table in followed.tables]
             for p, (low, high) in ends[topic].items():
                 start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)
             positions = {p: o for (t, p), o in start.items() if t == topic}
@@ -94,24 +95,27 @@ class Feed:
         followed = self._followed[record.topic]
         if record.value is None and record.topic == self._topics.schemas:
             return  # compacted: a key may be taken back
+        value = record.value or b""
         try:
-            event = self._decoder.decode(record.value)
+            name, found = self._parse(record, followed.topic_id, followed.tables)
         except (Undecodable, UnknownSchema) as e:
             self._skip(record, reason_of(e), str(e))
             return
-        if isinstance(event, Tick):
+        if name not in followed.records:
+            self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")
             return
-        placed = Placed(followed.topic_id, record.partition, record.offset, record.timestamp_ms, record.headers, event)
-        if type(event) not in followed.records:
-            self._skip(record, "invalid", f"a {type(event).__name__} does not belong on {record.topic}")
-            return
-        for name in followed.tables:
-            if type(event) not in catalog()[name].rows:
-                continue
-            made = catalog()[name].rows_of(placed)
-            self.rows[name] += made
-            self._buffered_rows += len(made)
-        self._buffered_bytes += len(record.value or b"")
+        for table, rows in found:
+            self.rows[table] += rows
+            self._buffered_rows += len(rows)
+            self._buffered_bytes += len(value) // (_PART_KEPT if self._lake.tables[table].omit else 1)
+
+    def _widen(self, wider: Table) -> bool:
+        """Columns for what a newer schema has besides, for the rows that wait as well. False: the lake can't have them."""
+        former = self._lake.tables[wider.name]
+        if not self._lake.widen(wider):
+            return False
+        self.rows[wider.name] = [wider.adopted(row, former) for row in self.rows[wider.name]]
+        return True
 
     def _skip(self, record: Record, reason: str, detail: str) -> None:
         self.skipped += 1
@@ -138,7 +142,7 @@ class Feed:
 
     def bury(self, row: Row, why: str) -> None:
         """Dead-letter the record of a row that no column can hold. Its owner may have taken it, so the lake must say it."""
-        topic_id, partition, offset = row["kafka_topic_id"], row["kafka_partition"], row["kafka_offset"]
+        topic_id, partition, offset, _ = row[-4:]
         topic = next(t for t, f in self._followed.items() if f.topic_id == topic_id)
         (record,) = self._cluster.read_range(topic, partition, offset, offset)
         self._bury(record, "invalid", why)
@@ -146,7 +150,7 @@ class Feed:
     def _bury(self, record: Record, reason: str, detail: str) -> None:
         """At least once: after a crash the same record may be buried again; the lake keeps one row of it."""
         letter = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
-        self._producer.put(self._topics.dead_letters, letter.key, self._decoder.codec.encode(letter))
+        self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
         self._producer.flush()
         logger().warning(
             "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason,
@@ -177,11 +181,11 @@ class Feed:
         self._producer.close()
 
 
-def records_of(topics: Topics, topic: str) -> tuple[type, ...]:
-    """What belongs on a topic."""
+def records_of(topics: Topics, topic: str) -> frozenset[str]:
+    """Names of what belongs on a topic."""
     batches = topics.parse_ready_batches(topic)
     specs = topics.specs(1, -1) if batches is None else (topics.ready_batches_spec(*batches),)
-    return next(spec.records for spec in specs if spec.name == topic)
+    return frozenset(r.__name__ for spec in specs if spec.name == topic for r in spec.records)
 
 
 def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 from runtime.kafka import Cluster
 from schemas.settings import Settings
-from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_delta import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake_keys import present
 from stream_jobs.lake_log import marks_in
-from stream_jobs.lake_tables import Placed, Table, catalog, tables_of
+from stream_jobs.lake_tables import Table, catalog, tables_of
 
 TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
 """What gateways write, by tables whose key says it."""
@@ -47,9 +47,8 @@ def in_lake(settings: Settings, events: Sequence[Any]) -> list[bool]:
     for index, event in enumerate(events):
         for name in TABLES:
             table = catalog()[name]
-            if type(event) in table.rows:
-                for row in table.rows_of(Placed("", 0, 0, 0, {}, event)):
-                    wanted[name][tuple(row[c] for c in table.key)].append(index)
+            if type(event).__name__ in table.records:
+                wanted[name][tuple(getattr(event, c) for c in table.key)].append(index)
     found = [False] * len(events)
     for name, keys in wanted.items():
         for key in _present(settings, catalog()[name], list(keys)):

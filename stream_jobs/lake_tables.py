@@ -8,8 +8,9 @@ carries the field's doc as its Delta comment. Every row ends with its place on K
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,13 +18,18 @@ import orjson
 import pyarrow as pa
 
 from schemas import events
-from schemas.codec import without_kafka
+from schemas.codec import shipped, without_kafka
 from schemas.reward_value import training_reward
 from schemas.topics import Topics
-from stream_jobs.lake_columns import TIME, Column, avro_columns, column, text, time
+from stream_jobs.lake_avro import Read, Schema, expanded, not_null, reader_of
+from stream_jobs.lake_columns import TIME, Column, avro_columns, column, named, pruned, text, time, tupled, widened
 
-Row = dict[str, Any]
-"""One row before Arrow: column to value; packed and JSON columns still as bytes, times as integers of the record's unit."""
+Row = tuple[Any, ...]
+"""One row before Arrow, in the order of its table's columns: packed and JSON columns still as bytes, times as integers of the
+record's unit, records inside as tuples. The last four are its place."""
+Headers = Mapping[str, bytes]
+Derive = Callable[[Any], Iterable[Mapping[str, Any]]]
+"""Rows as dicts out of a record."""
 
 
 class Placed(NamedTuple):
@@ -33,41 +39,96 @@ class Placed(NamedTuple):
     partition: int
     offset: int
     timestamp_ms: int
-    headers: Mapping[str, bytes]
+    headers: Headers
     event: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """A Delta table.
 
+    record: `expanded` schema of the record whose fields are the first columns; None: `derived` makes the columns out of records.
+    more: columns behind them. finish: the values of both, given those of `record` and the record's headers.
     key: columns that make a record one and the same wherever it lies; a second row with the same values is a re-sent
     record. Empty: the place alone tells rows apart. stats: columns with file statistics, for pruning.
     """
 
     name: str
-    columns: tuple[Column, ...]
-    rows: Mapping[type, Callable[[Placed], Iterable[Row]]]
+    record: Schema | None
+    more: tuple[Column, ...] = ()
+    derived: Mapping[type, Derive] | None = None
+    finish: Callable[[Table, Row, Headers], Row] | None = None
     key: tuple[str, ...] = ()
     stats: tuple[str, ...] = ()
+    omit: tuple[str, ...] = ()
+
+    @cached_property
+    def records(self) -> frozenset[str]:
+        """Names of the records that it takes."""
+        if self.derived is not None:
+            return frozenset(c.__name__ for c in self.derived)
+        return frozenset((self._record["name"],))
 
     @property
+    def _record(self) -> Schema:
+        assert self.record is not None, f"table {self.name} is not made of the fields of one record"
+        return self.record
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        return (*(avro_columns(self.record) if self.record is not None else ()), *self.more, *_PLACE)
+
+    @cached_property
     def schema(self) -> pa.Schema:
         return pa.schema([c.field for c in self.columns])
 
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Column to its place in a row."""
+        return {c.field.name: i for i, c in enumerate(self.columns)}
+
+    @cached_property
+    def key_of(self) -> Callable[[Row], tuple[Any, ...]]:
+        """The values of a row's key columns."""
+        at = [self.index[c] for c in self.key]
+        return itemgetter(*at) if len(at) > 1 else lambda row: tuple(row[i] for i in at)
+
+    def reads(self, writer: Schema) -> Read:
+        """A function from a value's bytes to what `row` takes. writer: `expanded`. Raises ValueError when that can't be compiled."""
+        return reader_of(writer, self._record)
+
+    def row(self, fields: Row, headers: Headers, place: Row) -> Row:
+        """A whole row, given the values of `record`'s fields."""
+        return (self.finish(self, fields, headers) if self.finish is not None else fields) + place
+
     def rows_of(self, placed: Placed) -> list[Row]:
-        """The rows of a record of one of `rows`' classes, with its place."""
-        place = {
-            "kafka_topic_id": placed.topic_id,
-            "kafka_partition": placed.partition,
-            "kafka_offset": placed.offset,
-            "kafka_timestamp": placed.timestamp_ms,
-        }
-        return [row | place for row in self.rows[type(placed.event)](placed)]
+        """The rows of a record, with its place."""
+        place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
+        if self.derived is None:
+            return [self.row(tupled(self._record, without_kafka(placed.event)), placed.headers, place)]
+        return [self._tupled(made) + place for made in self.derived[type(placed.event)](placed.event)]
+
+    def _tupled(self, made: Mapping[str, Any]) -> Row:
+        first: Row = tupled(self.record, made) if self.record is not None else ()
+        return first + tuple(made.get(c.field.name) for c in self.more)
+
+    def widened(self, writer: Schema) -> Table:
+        """The table with columns for what a newer version of its record has besides; itself when there is nothing."""
+        if self.derived is not None:
+            return self
+        record = widened(self._record, pruned(writer, self.omit))
+        return self if record == self.record else replace(self, record=record)
+
+    def adopted(self, row: Row, former: Table) -> Row:
+        """A row of the table as it was before it was widened."""
+        count = len(former._record["fields"])
+        fields: Row = tupled(self._record, named(former._record, row[:count]))
+        return fields + row[count:]
 
     def arrow(self, rows: Sequence[Row]) -> pa.Table:
         """The rows as one Arrow table. Raises pa.ArrowException, ValueError, TypeError or OverflowError for a value out of range."""
-        arrays = [c.convert([row.get(c.field.name) for row in rows]) for c in self.columns]
+        columns = list(zip(*rows, strict=True)) or [()] * len(self.columns)
+        arrays = [c.convert(values) for c, values in zip(self.columns, columns, strict=True)]
         return pa.Table.from_arrays(arrays, schema=self.schema)
 
 
@@ -98,36 +159,28 @@ _PLACE = (
 # -- rows
 
 
-def _plain(placed: Placed) -> Iterable[Row]:
-    return (dict(without_kafka(placed.event)),)
-
-
-def _step_row(placed: Placed) -> Iterable[Row]:
+def _whole_tokens(table: Table, fields: Row, headers: Headers) -> Row:
     """A step whose packed fields are no whole number of values keeps its text and says why its tokens are missing."""
-    row = dict(without_kafka(placed.event))
     for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
-        packed = row[name]
+        packed = fields[table.index[name]]
         if packed is not None and len(packed) % 4:
-            row[name] = None
-            row["tokens_absent_reason"] = f"{name} has {len(packed)} bytes, not a multiple of 4"
-    return (row,)
+            mended = list(fields)
+            mended[table.index[name]] = None
+            mended[table.index["tokens_absent_reason"]] = f"{name} has {len(packed)} bytes, not a multiple of 4"
+            fields = tuple(mended)
+    return fields
 
 
-def _candidate_row(placed: Placed) -> Iterable[Row]:
+def _payload_place(table: Table, fields: Row, headers: Headers) -> Row:
     """With the payload's place, from the headers; null when a header is missing or no number."""
-    numbers = {name: placed.headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS}
-    place = {
-        "payload_topic_id": numbers["topic_id"] or None,
-        **{f"payload_{n}": int(v) if v.isdecimal() else None for n, v in numbers.items() if n != "topic_id"},
-    }
-    return (dict(without_kafka(placed.event)) | place,)
+    topic_id, *numbers = (headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS)
+    return (*fields, topic_id or None, *(int(n) if n.isdecimal() else None for n in numbers))
 
 
 _PAYLOAD_HEADERS = ("topic_id", "partition", "first_offset", "last_offset")
 
 
-def _batch_row(placed: Placed) -> Iterable[Row]:
-    batch: events.ReadyBatch = placed.event
+def _batch_row(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
     rewards = [
         r
         for g in batch.groups
@@ -142,8 +195,7 @@ def _batch_row(placed: Placed) -> Iterable[Row]:
     return (dict(without_kafka(batch)) | more,)
 
 
-def _admitted_rows(placed: Placed) -> Iterable[Row]:
-    batch: events.ReadyBatch = placed.event
+def _admitted_rows(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
     for index, (group, plain) in enumerate(zip(batch.groups, without_kafka(batch)["groups"], strict=True)):
         rewards = [training_reward(batch.reward_weights, m.rewards) for m in group.members]
         known = [r for r in rewards if r is not None]
@@ -156,12 +208,11 @@ def _admitted_rows(placed: Placed) -> Iterable[Row]:
             "rewards": rewards, "reward_mean": fmean(known) if known else None,
             "trainable_tokens": sum(m.trainable_tokens for m in group.members),
             "oldest_sync_index": min(syncs, default=None), "policy_version": batch.policy_version,
-            "members": plain["members"],
+            "members": tupled(_members(), plain["members"]),
         }  # fmt: skip
 
 
-def _refused_rows(placed: Placed) -> Iterable[Row]:
-    refused: events.Refused = placed.event
+def _refused_rows(refused: events.Refused) -> Iterable[Mapping[str, Any]]:
     yield {
         "run_id": refused.run_id, "channel": refused.channel, "group_id": refused.group_id, "round": refused.round,
         "n": refused.n, "admitted": False, "whole_group": refused.whole_group, "reason": refused.reason,
@@ -169,8 +220,7 @@ def _refused_rows(placed: Placed) -> Iterable[Row]:
     }  # fmt: skip
 
 
-def _policy_rows(placed: Placed) -> Iterable[Row]:
-    event = placed.event
+def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
     match event:
         case events.AdmissionPolicy():
             yield {"run_id": event.run_id, "kind": "policy", "policy_version": event.policy_version,
@@ -197,22 +247,27 @@ def catalog() -> Mapping[str, Table]:
     return {t.name: t for t in tables}
 
 
-def _table(
-    name: str,
-    record: type,
-    key: tuple[str, ...] = (),
-    rows: Callable[[Placed], Iterable[Row]] = _plain,
-    omit: Iterable[str] = (),
-    extra: tuple[Column, ...] = (),
-    stats: tuple[str, ...] = (),
-) -> Table:
-    return Table(name, (*avro_columns(record, omit), *extra, *_PLACE), {record: rows}, key, stats)
+def _table(name: str, record: type, key: tuple[str, ...] = (), omit: tuple[str, ...] = (), **more: Any) -> Table:
+    return Table(name, _schema_of(record, omit), key=key, omit=omit, **more)
+
+
+@cache
+def _schema_of(record: type, omit: tuple[str, ...] = ()) -> Schema:
+    return pruned(expanded(shipped(record.__name__)), omit)
+
+
+def _members() -> Schema:
+    """Schema of the members of a batch's group."""
+    groups = next(f for f in _schema_of(events.ReadyBatch)["fields"] if f["name"] == "groups")
+    return next(f for f in not_null(groups["type"])["items"]["fields"] if f["name"] == "members")["type"]
 
 
 def _session_tables() -> Iterable[Table]:
     """Written by gateways and people: ids are unique for ever, so a copied topic doubles nothing."""
     key, stats = ("run_id", "event_id"), ("run_id", "trajectory_key")
-    yield _table("steps", events.Step, ("run_id", "step_id"), _step_row, stats=("step_id", "group_id", *stats))
+    yield _table(
+        "steps", events.Step, ("run_id", "step_id"), finish=_whole_tokens, stats=("step_id", "group_id", *stats)
+    )
     yield _table("session_events", events.SessionEvent, key, stats=stats)
     yield _table("rewards", events.Reward, key, stats=("step_id", *stats))
     yield _table("curation", events.Curation, key, stats=stats)
@@ -234,8 +289,8 @@ def _trajectory_tables() -> Iterable[Table]:
         "candidates",
         events.Candidate,
         ("kafka_topic_id", "run_id", "trajectory_id", "revision"),
-        _candidate_row,
-        extra=(
+        finish=_payload_place,
+        more=(
             column("payload_topic_id", pa.string(), "Id of the topic that holds the trajectory."),
             column("payload_partition", pa.int32(), "Partition of the trajectory there."),
             column("payload_first_offset", pa.int64(), "Offset of its first part."),
@@ -250,23 +305,22 @@ def _admission_tables() -> Iterable[Table]:
     yield _table(
         "batches",
         events.ReadyBatch,
-        rows=_batch_row,
+        derived={events.ReadyBatch: _batch_row},
         omit=("groups",),
-        extra=(
+        more=(
             column("group_ids", pa.list_(pa.string()), "Its groups, in order; one row each in `groups`."),
             column("trajectories", pa.int32(), "Trajectories in all groups."),
             column("reward_mean", pa.float64(), "Mean training reward of the trajectories that have one."),
         ),
         stats=("run_id", "channel", "batch_seq"),
     )
-    makers = {events.ReadyBatch: _admitted_rows, events.Refused: _refused_rows}
-    yield Table("groups", _group_columns(), makers, stats=("run_id", "channel", "group_id", "batch_seq"))
+    makers: Mapping[type, Derive] = {events.ReadyBatch: _admitted_rows, events.Refused: _refused_rows}
+    yield Table("groups", None, _group_columns(), makers, stats=("run_id", "channel", "group_id", "batch_seq"))
     yield _table("late_revisions", events.Late, stats=("run_id", "trajectory_id"))
 
 
 def _group_columns() -> tuple[Column, ...]:
-    groups = next(c for c in avro_columns(events.ReadyBatch) if c.field.name == "groups")
-    members = groups.field.type.value_type.field("members").type
+    (members,) = avro_columns({"fields": [{"name": "members", "type": _members(), "doc": _MEMBERS}]})
     return (
         column("run_id", pa.string(), "Run."),
         column("channel", pa.string(), "Channel."),
@@ -286,9 +340,11 @@ def _group_columns() -> tuple[Column, ...]:
         column("trainable_tokens", pa.int64(), "Sum over members."),
         column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
         column("policy_version", pa.int64(), "AdmissionPolicy that admitted it."),
-        column("members", members, "Members in full: revision, place of the payload, rewards."),
-        *_PLACE,
+        members,
     )
+
+
+_MEMBERS = "Members in full: revision, place of the payload, rewards."
 
 
 def _other_tables() -> Iterable[Table]:
@@ -301,10 +357,9 @@ def _other_tables() -> Iterable[Table]:
         column("from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."),
         column("reason", pa.string(), "Why the run ended."),
         column("created_at", TIME, "Writer's clock.", partial(time, "us")),
-        *_PLACE,
     )
     makers = dict.fromkeys((events.AdmissionPolicy, events.PolicyApplied, events.RunEnded), _policy_rows)
-    yield Table("run_events", columns, makers, stats=("run_id",))
+    yield Table("run_events", None, columns, makers, stats=("run_id",))
     yield _table("weights", events.WeightVersion, ("kafka_topic_id", "version_id"), stats=("run_id", "version_id"))
     yield _table("schemas", events.SchemaPublished, ("fingerprint",))
     yield _table("dead_letters", events.DeadLetter, ("topic_id", "partition", "offset", "process"))

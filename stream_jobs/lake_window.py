@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from stream_jobs.lake_tables import Row
+from stream_jobs.lake_tables import Row, Table
 
 Source = tuple[str, int]
 """(topic id, partition): where a position counts."""
@@ -15,20 +15,11 @@ Positions = Mapping[Source, int]
 
 
 class Window:
-    """The keys of the newest rows of one table, at most `size`; the oldest goes first. No key columns: nothing is remembered."""
+    """The keys of the newest rows of one table, at most `size`; the oldest goes first."""
 
-    def __init__(self, key: tuple[str, ...], size: int) -> None:
-        self.key = key
+    def __init__(self, size: int) -> None:
         self._size = size
         self._seen: dict[bytes, None] = {}
-
-    def digest(self, values: Iterable[Any]) -> bytes:
-        """16 bytes that stand for a row's key, given the values of the key columns in order."""
-        return blake2b("\x1f".join(map(str, values)).encode(), digest_size=16).digest()
-
-    def of(self, row: Row) -> bytes:
-        """Digest of a row."""
-        return self.digest(row[c] for c in self.key)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._seen
@@ -38,26 +29,31 @@ class Window:
 
     def add(self, digests: Iterable[bytes]) -> None:
         """Remember keys, oldest first."""
+        seen, size = self._seen, self._size
         for d in digests:
-            self._seen.pop(d, None)
-            self._seen[d] = None
-            if len(self._seen) > self._size:
-                del self._seen[next(iter(self._seen))]
+            seen.pop(d, None)
+            seen[d] = None
+            if len(seen) > size:
+                del seen[next(iter(seen))]
 
 
-def fresh(rows: Sequence[Row], marks: Positions, window: Window) -> list[Row]:
-    """The rows that the table does not have: offset at or past the mark of their source, key neither in the window nor earlier in `rows`.
+def digest(key: Iterable[Any]) -> bytes:
+    """16 bytes that stand for a row's key, given the values of its columns in order."""
+    return blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
+
+
+def fresh(table: Table, rows: Sequence[Row], marks: Positions, window: Window) -> tuple[list[Row], list[bytes]]:
+    """The rows that the table does not have, and the digests of their keys: offset at or past the mark of their source, key neither in
+    the window nor earlier in `rows`. A table without key columns has no digests.
 
     marks: what the table's snapshot says; a source without a mark has nothing in the table.
     """
-    out, here = [], set()
-    for row in rows:
-        if row["kafka_offset"] < marks.get((row["kafka_topic_id"], row["kafka_partition"]), 0):
-            continue
-        if window.key:
-            digest = window.of(row)
-            if digest in window or digest in here:
-                continue
-            here.add(digest)
-        out.append(row)
-    return out
+    new = [row for row in rows if row[-2] >= marks.get(row[-4:-2], 0)]
+    if not table.key:
+        return new, []
+    found: dict[bytes, Row] = {}
+    for row in new:
+        one = digest(table.key_of(row))
+        if one not in found and one not in window:
+            found[one] = row
+    return list(found.values()), list(found)

@@ -26,9 +26,10 @@ import duckdb
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
 from stream_jobs import lineage
-from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
-from stream_jobs.lake_columns import TIME
+from stream_jobs.lake_columns import TIME, merged
+from stream_jobs.lake_delta import LakeError, LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake_tables import Table, catalog
+from stream_jobs.lake_versions import versions_of
 
 Format = Literal["table", "json", "csv"]
 MAX_CELL = 80
@@ -66,10 +67,13 @@ def connect(settings: Settings, versions: Mapping[str, int] | None = None) -> An
 
 def _open(settings: Settings, name: str, version: int | None) -> Any | None:
     """The table as a dataset; None when an older release made the lake, without that table."""
+    options = settings.lake.storage_options
     try:
-        return dataset(
-            open_table(settings.lake_uri, name, settings.lake.storage_options, version), settings.lake.storage_options
-        )
+        table = open_table(settings.lake_uri, name, options, version)
+        if version is not None:
+            check_files(table, name, options)
+        found = dataset(table, options)
+        return found.replace_schema(merged(found.schema, catalog()[name].schema))  # it may be older than the views
     except LakeMissing:
         if version is not None:
             raise
@@ -166,9 +170,12 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def run_sql(settings: Settings, query: str, fmt: Format = "table") -> str:
-    """Answer one query as text. Raises SqlError with DuckDB's message, LakeMissing when there is no lake."""
-    connection = connect(settings)
+def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | None = None) -> str:
+    """Answer one query as text. at: a kept pin, a file with a pin, or a time; all tables are read as they were then.
+
+    Raises SqlError with DuckDB's message, LakeMissing when there is no lake, PinError when `at` names nothing.
+    """
+    connection = connect(settings, None if at is None else versions_of(settings, at))
     try:
         connection.execute(query)
         names = [column[0] for column in connection.description or ()]
@@ -177,6 +184,11 @@ def run_sql(settings: Settings, query: str, fmt: Format = "table") -> str:
         raise SqlError(str(e)) from e
     finally:
         connection.close()
+    return as_text(names, rows, fmt)
+
+
+def as_text(names: Sequence[str], rows: Sequence[Sequence[Any]], fmt: Format) -> str:
+    """Rows for people or for programs."""
     return _FORMATS[fmt](names, rows)
 
 

@@ -27,7 +27,7 @@ ONLY_IN = {
         f"runtime/kafka/{n}.py" for n in ("cluster", "errors", "outbox", "producer", "reader", "record")
     },
     "faust": {"stream_jobs/app.py"},
-    "deltalake": {"stream_jobs/lake.py"},
+    "deltalake": {"stream_jobs/lake_delta.py"},
     "duckdb": {"stream_jobs/sql.py"},
     "vllm": {"rollout/engine.py", "demo/tool_parser.py"},  # the parser is a plugin that runs inside the engine
     "fastavro": {"schemas/codec.py"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,8 +18,8 @@ from schemas.codec import AVRO_DIR, without_kafka
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
 from stream_jobs.lake_feed import first_offset
-from stream_jobs.lake_tables import Placed, Row, catalog, tables_of
-from stream_jobs.lake_window import Window, fresh
+from stream_jobs.lake_tables import Placed, Row, Table, catalog, tables_of
+from stream_jobs.lake_window import Window, digest, fresh
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 words = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -199,7 +200,7 @@ def test_every_column_has_a_doc_and_every_record_a_table() -> None:
     for table in catalog().values():
         assert all(c.field.nullable and c.field.metadata[b"comment"] for c in table.columns), table.name
         assert {*table.key, *table.stats} <= set(table.schema.names), table.name
-    kept = {cls.__name__ for table in catalog().values() for cls in table.rows}
+    kept = {name for table in catalog().values() for name in table.records}
     left_out = {"Tick", "AssemblyMarker", "AssemblyDelta", "AssemblySnapshot", "WorkerStatus"}
     assert kept | left_out == {p.stem for p in AVRO_DIR.glob("*.avsc")}
 
@@ -209,8 +210,24 @@ def test_each_topic_feeds_the_tables_of_its_records() -> None:
     for spec in (*topics.specs(4, -1), topics.ready_batches_spec("run-1", "train")):
         tables = [catalog()[name] for name in tables_of(topics, spec.name)]
         if tables:
-            assert {cls for t in tables for cls in t.rows} >= set(spec.records) - {events.Tick}, spec.name
+            taken = {name for t in tables for name in t.records}
+            assert taken >= {r.__name__ for r in spec.records} - {"Tick"}, spec.name
     assert tables_of(topics, "claw.assembly") == tables_of(topics, "claw.ready-batches.x") == ()
+
+
+IDS = Table("t", {"type": "record", "name": "R", "fields": [{"name": "id", "type": "int", "doc": ""}]}, key=("id",))
+KEYLESS = replace(IDS, key=())
+
+
+def rows_with(*ids_and_places: tuple[int, int, int]) -> list[Row]:
+    """Rows of (id, partition, offset)."""
+    return [(i, "T", p, o, 0) for i, p, o in ids_and_places]
+
+
+def seen_before(*ids: int, size: int = 100) -> Window:
+    window = Window(size)
+    window.add(digest((i,)) for i in ids)
+    return window
 
 
 row_lists = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=40)
@@ -220,26 +237,25 @@ row_lists = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integer
 def test_fresh_drops_what_is_below_the_mark_or_was_seen(
     drawn: list[tuple[int, int, int]], mark: int, seen: list[int]
 ) -> None:
-    window = Window(("id",), 100)
-    window.add(window.digest((i,)) for i in seen)
-    rows: list[Row] = [{"kafka_topic_id": "T", "kafka_partition": p, "kafka_offset": o, "id": i} for p, o, i in drawn]
-    out = fresh(rows, {("T", 0): mark}, window)
+    rows = rows_with(*((i, p, o) for p, o, i in drawn))
+    out, digests = fresh(IDS, rows, {("T", 0): mark}, seen_before(*seen))
     expected: list[Row] = []
     had = set(seen)
-    for row in rows:
-        if row["id"] not in had and (row["kafka_partition"] != 0 or row["kafka_offset"] >= mark):
-            had.add(row["id"])
+    above = [row for row in rows if row[2] != 0 or row[3] >= mark]
+    for row in above:
+        if row[0] not in had:
+            had.add(row[0])
             expected.append(row)
-    assert out == expected
+    assert (out, digests) == (expected, [digest((row[0],)) for row in expected])
+    assert fresh(KEYLESS, rows, {("T", 0): mark}, Window(9)) == (above, [])
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 10))
 def test_window_remembers_the_newest(numbers: list[int], size: int) -> None:
-    window = Window(("id",), size)
-    window.add(window.digest((n,)) for n in numbers)
+    window = seen_before(*numbers, size=size)
     newest = list(dict.fromkeys(reversed(numbers)))[:size]
     assert len(window) == len(newest)
-    assert all(window.digest((n,)) in window for n in newest)
+    assert all(digest((n,)) in window for n in newest)
 
 
 fates = st.lists(
@@ -250,21 +266,18 @@ fates = st.lists(
 @given(st.lists(st.integers(0, 30), max_size=30), fates)
 def test_a_crash_at_any_flush_loses_and_doubles_nothing(sent: list[int], fates: list[tuple[int, str, int]]) -> None:
     """The protocol on values: flushes of any length, a crash before or after a commit, restart at or before the mark."""
-    log: list[Row] = [
-        {"kafka_topic_id": "T", "kafka_partition": 0, "kafka_offset": o, "id": i} for o, i in enumerate(sent)
-    ]
+    log = rows_with(*((i, 0, o) for o, i in enumerate(sent)))
     table: list[Row] = []
-    mark, position, window = 0, 0, Window(("id",), 1000)
+    mark, position, window = 0, 0, Window(1000)
     for length, fate, back in [*fates, (len(log), "flush", 0)]:
         batch, position = log[position : position + length], min(position + length, len(log))
         if fate != "crash":
-            new = fresh(batch, {("T", 0): mark}, window)
+            new, digests = fresh(IDS, batch, {("T", 0): mark}, window)
             table, mark = table + new, max(mark, position)
-            window.add(window.of(r) for r in new)
+            window.add(digests)
         if fate != "flush":
-            position, window = max(0, mark - back), Window(("id",), 1000)
-            window.add(window.of(r) for r in table)
-    assert [r["id"] for r in table] == list(dict.fromkeys(sent))
+            position, window = max(0, mark - back), seen_before(*(r[0] for r in table), size=1000)
+    assert [r[0] for r in table] == list(dict.fromkeys(sent))
 
 
 def test_first_offset() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import write_deltalake
 
 from runtime.kafka import Fenced
 from schemas import events
-from stream_jobs.lake import MARK_OFFSETS, Lake, LakeMissing, LakeTaken, dataset, oldest_of_newest, open_table
+from schemas.settings import LakeSettings, Settings
+from stream_jobs.lake import Lake, LakeMissing, LakeTaken, dataset, open_table
+from stream_jobs.lake_care import care
 from stream_jobs.lake_tables import Placed, Row, catalog
+from stream_jobs.lake_writer import MARK_OFFSETS, oldest_of_newest
 
 SOURCE = ("T", 0)
 
@@ -105,7 +108,7 @@ def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None
         "rewards",
         [*rows(0, "a"), *bad, *rows(2, "c")],
         {SOURCE: 3},
-        lambda row, why: buried.append((row["kafka_offset"], why)),
+        lambda row, why: buried.append((row[-2], why)),
     )
     assert (added, ids(tmp_path)) == (2, ["a", "c"])
     assert len(buried) == 1
@@ -114,14 +117,17 @@ def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None
     assert lake.append("rewards", bad, {SOURCE: 3}, never) == 0
 
 
-def test_compaction_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
+def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, lake=LakeSettings(uri=str(tmp_path)))
     old = pa.table({"event_id": ["old"], "run_id": ["r"], "kafka_topic_id": ["T"]})
     write_deltalake(str(tmp_path / "rewards"), old)
-    lake = claimed(tmp_path, compact_commits=5)
+    lake = claimed(tmp_path)
     for i in range(12):
         lake.append("rewards", rows(i, f"e{i:02}"), {SOURCE: i + 1}, never)
-    table = DeltaTable(str(tmp_path / "rewards"))
-    assert len(table.file_uris()) == 3  # one of the first ten commits, two since
+        if i == 9:
+            (done,) = [d for d in care(settings) if any(d[1:])]
+            assert (done.table, done.merged_files, done.made_files, done.collided) == ("rewards", 11, 1, None)
+    assert len(open_table(str(tmp_path), "rewards", {}).file_uris()) == 3
     assert ids(tmp_path) == [*(f"e{i:02}" for i in range(12)), "old"]
     again = claimed(tmp_path)
     assert again.marks("rewards", [SOURCE]) == {SOURCE: 12}

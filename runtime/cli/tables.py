@@ -1,0 +1,123 @@
+"""`clawstream tables`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+
+from runtime.cli.words import Config, Words, fail, group, load, plain_errors, settings_of
+
+app = group("The tables of the lake.")
+Output = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
+Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        with plain_errors():
+            yield
+    except load("stream_jobs.lake").LakeError as e:
+        fail(str(e))
+
+
+def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
+    if output == "json":
+        typer.echo(json.dumps(list(rows)))
+    elif rows:
+        names = list(rows[0])
+        values = [["" if row[n] is None else row[n] for n in names] for row in rows]
+        typer.echo(load("stream_jobs.sql").as_text(names, values, "table"))
+
+
+@app.command("list")
+def tables_list(words: Words = None, config: Config = None, output: Output = "table") -> None:
+    """Rows, files, bytes, version and newest row of each table."""
+    settings = settings_of(config, words)
+    with _errors():
+        _print(load("stream_jobs.lake_versions").tables(settings), output)
+
+
+@app.command()
+def history(
+    table: Annotated[str, typer.Argument(help="Table.")],
+    words: Words = None,
+    config: Config = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
+    output: Output = "table",
+) -> None:
+    """The newest commits of a table."""
+    settings = settings_of(config, words)
+    with _errors():
+        entries = load("stream_jobs.lake_versions").history(settings, table, limit)
+    if output == "table":
+        entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
+    _print(entries, output)
+
+
+@app.command()
+def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
+    """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
+    settings = settings_of(config, sets)
+    care = load("stream_jobs.lake_care")
+    with _errors():
+        for done in care.care(settings, None if table is None else [_known(table)]):
+            typer.echo(
+                f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
+                f"{done.deleted_files} old files deleted" + (f"; collided: {done.collided}" if done.collided else "")
+            )
+
+
+@app.command()
+def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
+    """Delete files that no version within lake.history_days and no kept pin needs."""
+    settings = settings_of(config, sets)
+    care, versions = load("stream_jobs.lake_care"), load("stream_jobs.lake_versions")
+    with _errors():
+        for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
+            typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
+
+
+@app.command()
+def pin(
+    words: Words = None,
+    config: Config = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`.")
+    ] = None,
+) -> None:
+    """Print the versions of all tables now, as JSON: what `sql --at` takes."""
+    settings = settings_of(config, words)
+    with _errors():
+        typer.echo(json.dumps(load("stream_jobs.lake_versions").pin(settings, keep)))
+
+
+@app.command()
+def pins(words: Words = None, config: Config = None) -> None:
+    """The kept pins."""
+    settings = settings_of(config, words)
+    with _errors():
+        for name, found in sorted(load("stream_jobs.lake_versions").pins(settings).items()):
+            typer.echo(f"{name}  {found.get('at', '')}")
+
+
+@app.command()
+def unpin(
+    name: Annotated[str, typer.Argument(help="Of `pin --keep`.")], words: Words = None, config: Config = None
+) -> None:
+    """Let the files of a kept pin go."""
+    settings = settings_of(config, words)
+    with _errors():
+        load("stream_jobs.lake_versions").unpin(settings, name)
+
+
+def _known(table: str) -> str:
+    names = load("stream_jobs.lake_tables").catalog()
+    if table not in names:
+        fail(f"no table {table}; there are {', '.join(names)}", 2)
+    return table

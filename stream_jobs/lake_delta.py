@@ -1,0 +1,224 @@
+"""The lake's tables as Delta tables: making, opening, committing. The only file that imports deltalake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import (
+    ColumnProperties,
+    CommitProperties,
+    DeltaTable,
+    PostCommitHookProperties,
+    Transaction,
+    WriterProperties,
+    write_deltalake,
+)
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+
+from stream_jobs.errors import StreamJobError
+from stream_jobs.lake_log import filesystem, table_uri
+
+CommitCollided = CommitFailedError
+"""Another commit came between this one's snapshot and itself, and both can't be. Open again and look."""
+Delta = DeltaTable
+FILE_BYTES = 128 << 20
+"""Files are merged up to this size."""
+
+
+class LakeError(StreamJobError):
+    """Root of what goes wrong with the lake."""
+
+
+class LakeMissing(LakeError):
+    """There is no such lake, table or version. The message says where it was looked for."""
+
+
+class SchemaRefused(LakeError):
+    """Columns that do not fit those that the table has."""
+
+
+def exists(where: str, storage_options: Mapping[str, str]) -> bool:
+    """Whether there is a table at this place."""
+    return bool(DeltaTable.is_deltatable(where, dict(storage_options) or None))
+
+
+def open_table(uri: str, name: str, storage_options: Mapping[str, str], version: int | None = None) -> DeltaTable:
+    """The table at its newest or a given version. Raises LakeMissing."""
+    where = table_uri(uri, name)
+    try:
+        return DeltaTable(where, version=version, storage_options=dict(storage_options) or None)
+    except TableNotFoundError as e:
+        raise LakeMissing(f"no table {name} at {where}: run `clawstream lake` or `clawstream up` first") from e
+    except DeltaError as e:
+        if version is None:
+            raise
+        raise LakeMissing(f"table {name} at {where} has no version {version}: {e}") from e
+
+
+def dataset(table: DeltaTable, storage_options: Mapping[str, str]) -> Any:
+    """The table as a pyarrow dataset, by a native file system.
+
+    Never otherwise: deltalake's own is Python code, which read-ahead threads call while the interpreter ends; a scan that stops
+    early then crashes at exit.
+    """
+    return table.to_pyarrow_dataset(filesystem=filesystem(table.table_uri, storage_options))
+
+
+def create(
+    uri: str,
+    name: str,
+    schema: pa.Schema,
+    stats: tuple[str, ...],
+    history: timedelta,
+    storage_options: Mapping[str, str],
+) -> None:
+    """Make a table unless it is there. stats: columns with file statistics."""
+    where = table_uri(uri, name)
+    if exists(where, storage_options):
+        return
+    if "://" not in where:
+        Path(where).mkdir(parents=True, exist_ok=True)
+    try:
+        DeltaTable.create(
+            where,
+            schema,
+            mode="ignore",
+            name=name,
+            storage_options=dict(storage_options) or None,
+            configuration={
+                "delta.checkpointInterval": "20",
+                "delta.dataSkippingStatsColumns": ",".join(stats),
+                **_properties(history),
+            },
+        )
+    except DeltaError:
+        if not exists(where, storage_options):  # else: another writer has just made it
+            raise
+
+
+def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
+    """Append on exactly this snapshot; columns that the table lacks are added. versions: app id to version, in the same commit.
+
+    Raises CommitCollided when another commit has raised one of the versions since, or has changed the columns.
+    """
+    write_deltalake(
+        table,
+        rows,
+        mode="append",
+        schema_mode="merge",
+        writer_properties=writer_properties(rows.schema),
+        commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
+        post_commithook_properties=PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False),
+    )
+
+
+def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
+    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they can't be beside those that are there."""
+    try:
+        commit(table, rows, versions)
+    except CommitFailedError:
+        raise
+    except (DeltaError, pa.ArrowException, ValueError, TypeError) as e:
+        raise SchemaRefused(f"{type(e).__name__}: {e}") from e
+
+
+def writer_properties(schema: pa.Schema) -> WriterProperties:
+    """ZSTD. Dictionaries for short text only: on token ids and log-probabilities they take as long as the compression, for nothing."""
+    short = [f.name for f in schema if f.type == pa.string() and not f.name.endswith("_json")]
+    return WriterProperties(
+        compression="ZSTD",
+        default_column_properties=ColumnProperties(dictionary_enabled=False),
+        column_properties={name: ColumnProperties(dictionary_enabled=True) for name in short},
+    )
+
+
+# -- care, beside the writer
+
+
+def compact(table: DeltaTable) -> tuple[int, int]:
+    """Make large files of small ones, never of those that are large already. Returns (files gone, files made).
+
+    Beside a writer's commits; raises CommitCollided when rows were deleted meanwhile. Killed: the table is as it was.
+    """
+    done = table.optimize.compact(
+        target_size=FILE_BYTES, max_concurrent_tasks=1, writer_properties=writer_properties(pa.schema(table.schema()))
+    )
+    return done["numFilesRemoved"], done["numFilesAdded"]
+
+
+def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
+    """Delete the rows whose time is before `moment`. Returns how many. A commit on an older snapshot collides with it, and is repeated."""
+    stamp = moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    done = table.delete(f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema())))
+    return int(done["num_deleted_rows"] or 0)
+
+
+def clean(table: DeltaTable, history: timedelta, keep: Sequence[int]) -> int:
+    """Delete files that no version younger than `history` needs, nor one of `keep`, and the log behind it unless something is kept.
+
+    Returns how many data files.
+    """
+    _set_history(table, history)
+    hours = max(0, int(history.total_seconds() // 3600))
+    gone = table.vacuum(
+        retention_hours=hours,
+        dry_run=False,
+        enforce_retention_duration=False,
+        full=True,
+        keep_versions=list(keep) or None,
+    )
+    if not keep:
+        table.cleanup_metadata()
+    return len(gone)
+
+
+def _set_history(table: DeltaTable, history: timedelta) -> None:
+    wanted = _properties(history)
+    now = table.metadata().configuration
+    if any(now.get(name) != value for name, value in wanted.items()):
+        table.alter.set_table_properties(wanted)
+
+
+def _properties(history: timedelta) -> dict[str, str]:
+    """Table properties that say how long versions can be read."""
+    interval = f"interval {int(history.total_seconds())} seconds"
+    return {"delta.logRetentionDuration": interval, "delta.deletedFileRetentionDuration": interval}
+
+
+# -- what there was
+
+
+def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: datetime) -> int:
+    """The newest version of a table that was there at a moment; 0, which is empty, when the table is younger.
+
+    Raises LakeMissing when there is no table, or its log does not go back so far.
+    """
+    table = open_table(uri, name, storage_options)
+    try:
+        table.load_as_version(moment)
+        (entry,) = table.history(1)
+    except DeltaError as e:
+        raise LakeMissing(f"table {name} can't be read as of {moment.isoformat()}: {e}") from e
+    made = datetime.fromtimestamp(entry["timestamp"] / 1000, UTC)
+    if table.version() and made > moment:
+        raise LakeMissing(
+            f"table {name}: what can be read begins at {made.isoformat()}; older versions go after lake.history_days"
+        )
+    return int(table.version())
+
+
+def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> None:
+    """Raises LakeMissing when files of this old version are deleted."""
+    root = filesystem(table.table_uri, storage_options)
+    there = {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
+    gone = [p for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist() if p not in there]
+    if gone:
+        raise LakeMissing(
+            f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its files are deleted. Versions stay for "
+            "lake.history_days; `clawstream tables pin --keep NAME` keeps today's until `clawstream tables unpin NAME`"
+        )

@@ -1,0 +1,156 @@
+"""Versions of the lake: what the tables hold, how they were at a moment, and pins: versions of all tables by which others read.
+
+A pin is JSON, `{"lake", "at", "versions": {table: version}}`. A kept one lies beside the tables as `_pins/<name>.json`: the files that its
+versions need are not deleted, nor is the log since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from schemas.settings import Settings
+from stream_jobs.lake_delta import LakeError, LakeMissing, open_table, version_at
+from stream_jobs.lake_log import filesystem
+from stream_jobs.lake_tables import catalog
+
+Versions = Mapping[str, int]
+"""Table to Delta version."""
+_PINS = "_pins"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class PinError(LakeError):
+    """A pin that is not there, is no pin, or can't have that name."""
+
+
+def tables(settings: Settings) -> list[dict[str, Any]]:
+    """Of each table its rows, files, bytes, version, and the log time of its newest row; by the log alone, no data is read."""
+    found = []
+    for name in catalog():
+        try:
+            table = open_table(settings.lake_uri, name, settings.lake.storage_options)
+        except LakeMissing:
+            continue
+        files = pa.table(table.get_add_actions(flatten=True))
+        newest = None
+        if files.num_rows and "max.kafka_timestamp" in files.column_names:
+            newest = max((t for t in files.column("max.kafka_timestamp").to_pylist() if t is not None), default=None)
+        found.append(
+            {
+                "table": name,
+                "rows": sum(files.column("num_records").to_pylist()) if files.num_rows else 0,
+                "files": files.num_rows,
+                "bytes": sum(files.column("size_bytes").to_pylist()) if files.num_rows else 0,
+                "version": table.version(),
+                "newest_row": None if newest is None else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
+            }
+        )
+    if not found:
+        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+    return found
+
+
+def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
+    """The newest commits of a table: version, time, what was done, rows."""
+    if name not in catalog():
+        raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
+    entries = open_table(settings.lake_uri, name, settings.lake.storage_options).history(limit)
+    return [
+        {
+            "version": e["version"],
+            "at": datetime.fromtimestamp(e["timestamp"] / 1000, UTC).isoformat(timespec="milliseconds"),
+            "operation": e.get("operation"),
+            "metrics": e.get("operationMetrics", {}),
+        }
+        for e in entries
+    ]
+
+
+def pin(settings: Settings, keep: str | None = None) -> dict[str, Any]:
+    """The versions of all tables now. keep: name under which files of these versions are protected until `unpin`."""
+    now = datetime.now(UTC)
+    found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
+    if keep is not None:
+        if not _NAME.fullmatch(keep):
+            raise PinError(f"{keep!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64")
+        lake = filesystem(settings.lake_uri, settings.lake.storage_options)
+        lake.create_dir(_PINS)
+        with lake.open_output_stream(f"{_PINS}/{keep}.json") as out:
+            out.write(json.dumps(found).encode())
+    return found
+
+
+def pins(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The kept pins by name."""
+    lake = filesystem(settings.lake_uri, settings.lake.storage_options)
+    found = {}
+    for file in lake.get_file_info(pafs.FileSelector(_PINS, allow_not_found=True)):
+        if file.is_file and file.extension == "json":
+            with lake.open_input_stream(file.path) as stream:
+                found[file.base_name.removesuffix(".json")] = _parsed(stream.read(), file.path)
+    return found
+
+
+def unpin(settings: Settings, name: str) -> None:
+    """Protect a kept pin's files no longer. Raises PinError when there is none."""
+    if name not in pins(settings):
+        raise PinError(f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}")
+    filesystem(settings.lake_uri, settings.lake.storage_options).delete_file(f"{_PINS}/{name}.json")
+
+
+def kept_versions(settings: Settings, table: str) -> list[int]:
+    """Versions of a table that kept pins name."""
+    return sorted({p["versions"][table] for p in pins(settings).values() if table in p["versions"]})
+
+
+def at(settings: Settings, moment: datetime) -> Versions:
+    """The versions of all tables at a moment. Raises LakeMissing for one that is older than the history."""
+    found = {}
+    for name in catalog():
+        try:
+            found[name] = version_at(settings.lake_uri, name, settings.lake.storage_options, moment)
+        except LakeMissing:
+            if _there(settings, name):
+                raise
+    if not found:
+        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+    return found
+
+
+def _there(settings: Settings, name: str) -> bool:
+    try:
+        open_table(settings.lake_uri, name, settings.lake.storage_options)
+    except LakeMissing:
+        return False
+    return True
+
+
+def versions_of(settings: Settings, word: str) -> Versions:
+    """What a person names: a kept pin, a file that `pin` printed, or a time (ISO 8601, UTC unless it says otherwise)."""
+    kept = pins(settings)
+    if word in kept:
+        return dict(kept[word]["versions"])
+    if Path(word).is_file():
+        return dict(_parsed(Path(word).read_bytes(), word)["versions"])
+    try:
+        moment = datetime.fromisoformat(word)
+    except ValueError as e:
+        raise PinError(f"{word!r} is no kept pin, no file and no time (like 2026-05-01T12:00:00)") from e
+    return at(settings, moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+
+
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+        versions = {str(k): int(v) for k, v in found["versions"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise PinError(f"{where} is no pin: {type(e).__name__}: {e}") from e
+    return {**found, "versions": versions}

@@ -1,0 +1,252 @@
+"""One writer's hold on all tables of the lake: claims, marks, windows, and appending what is not there yet. Protocol: `stream_jobs.lake`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from runtime.kafka import Fenced
+from runtime.telemetry import logger
+from stream_jobs.lake_delta import (
+    CommitCollided,
+    Delta,
+    LakeError,
+    SchemaRefused,
+    commit,
+    create,
+    dataset,
+    open_table,
+    widen,
+)
+from stream_jobs.lake_log import app_id
+from stream_jobs.lake_tables import Row, Table, catalog
+from stream_jobs.lake_window import Positions, Source, Window, digest, fresh
+
+WRITER = "writer"
+MARK_OFFSETS = 10_000
+MARK_S = 600.0
+REOPEN_COMMITS = 20
+REOPEN_S = 60.0
+"""A table is opened anew after so many commits, for its log grows in memory, and after so long, for an old log is cleaned up."""
+_ATTEMPTS = 8
+
+Bury = Callable[[Row, str], None]
+"""Gives a row that no column type can hold its destination: (row, why)."""
+
+
+class LakeBusy(LakeError):
+    """Commits kept colliding with others', which no second writer explains. Start again."""
+
+
+class LakeTaken(Fenced):
+    """A newer lake writer has claimed this lake. This one must end and must not be restarted."""
+
+
+class _Opened(NamedTuple):
+    table: Delta
+    at: float
+    commits: int
+
+
+class Lake:
+    """One writer's hold on all tables. Every method raises LakeTaken once a newer writer has claimed them.
+
+    tables: by name; columns are added to them while the writer runs.
+    """
+
+    def __init__(
+        self, uri: str, storage_options: Mapping[str, str], window_size: int, history: timedelta = timedelta(days=2)
+    ) -> None:
+        self._history = history
+        self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
+        self._epoch = 0
+        self.tables: dict[str, Table] = dict(catalog())
+        self._windows: dict[str, Window] = {}
+        self._opened: dict[str, _Opened] = {}
+        self._marks: dict[str, dict[Source, int]] = {name: {} for name in catalog()}
+        self._marked_at: dict[str, float] = {}
+        self._asked: dict[str, set[Source]] = {name: set() for name in catalog()}
+        """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
+
+    def claim(self) -> None:
+        """Make the tables that are missing, fence every older writer, read the windows back."""
+        for name, table in self.tables.items():
+            create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
+            self._claim(name)
+            self._windows[name] = self._window(table)
+            self._marked_at[name] = time.monotonic()
+
+    def _claim(self, name: str) -> None:
+        empty = self.tables[name].arrow([])
+
+        def attempt() -> bool:
+            table = self._open(name)
+            held = table.transaction_version(WRITER) or 0
+            if self._epoch and held > self._epoch:
+                raise LakeTaken(f"lake {self._uri}: writer {held} took over from {self._epoch} while it was starting")
+            epoch = self._epoch or held + 1
+            commit(table, empty, {WRITER: epoch})
+            self._epoch = epoch
+            return True
+
+        self._until_committed(name, attempt)
+
+    def _open(self, name: str) -> Delta:
+        return open_table(self._uri, name, self._options)
+
+    def _held(self, name: str) -> Delta:
+        """The table at its newest version, which must still be this writer's. To go on from the last version is cheaper than to open."""
+        opened = self._opened.pop(name, None)
+        if opened is None or opened.commits >= REOPEN_COMMITS or time.monotonic() - opened.at > REOPEN_S:
+            opened = _Opened(self._open(name), time.monotonic(), 0)
+        else:
+            opened.table.update_incremental()
+        if opened.table.transaction_version(WRITER) != self._epoch:
+            raise LakeTaken(f"lake {self._uri}: another writer took over from {self._epoch}")
+        self._opened[name] = opened._replace(commits=opened.commits + 1)
+        return opened.table
+
+    def _until_committed(self, name: str, attempt: Callable[[], bool]) -> bool:
+        for n in range(_ATTEMPTS):
+            try:
+                return attempt()
+            except CommitCollided as e:
+                self._forget(name)
+                logger().warning("lake_commit_collided", table=name, attempt=n, error=str(e))
+                time.sleep(0.02 * 2**n)
+            except BaseException:
+                self._forget(name)
+                raise
+        raise LakeBusy(f"table {name} of lake {self._uri}: {_ATTEMPTS} commits collided")
+
+    def _forget(self, name: str) -> None:
+        """What is known of a table may be wrong: look again."""
+        self._opened.pop(name, None)
+        self._asked[name].clear()
+
+    def _window(self, table: Table) -> Window:
+        """Keys of the table's newest rows by log timestamp; only files that can hold some are read."""
+        window = Window(self._window_size)
+        if not table.key:
+            return window
+        delta = self._open(table.name)
+        files = pa.table(delta.get_add_actions(flatten=True))
+        if not files.num_rows:
+            return window
+        since = oldest_of_newest(files, self._window_size)
+        wanted = None if since is None else pc.field("kafka_timestamp") >= since
+        columns = list(dict.fromkeys((*table.key, "kafka_timestamp")))
+        rows = dataset(delta, self._options).to_table(columns=columns, filter=wanted).sort_by("kafka_timestamp")
+        rows = rows.slice(max(0, rows.num_rows - self._window_size))
+        values = zip(*(rows.column(c).to_pylist() for c in table.key), strict=True)
+        window.add(digest(v) for v in values)
+        return window
+
+    def marks(self, name: str, sources: Iterable[Source]) -> Positions:
+        """How far a table is in each source; sources it knows nothing of are left out."""
+        return self._read_marks(self._open(name), name, list(sources))
+
+    def _read_marks(self, table: Delta, name: str, sources: Iterable[Source]) -> dict[Source, int]:
+        asked = list(sources)
+        found = {source: table.transaction_version(app_id(name, source)) for source in asked}
+        known = {source: version for source, version in found.items() if version is not None}
+        self._marks[name] |= known
+        self._asked[name] |= set(asked)
+        return known
+
+    def _marks_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
+        """Marks on a snapshot that is this writer's. Nobody else moves them, so they are read once, and again when a commit failed."""
+        if positions.keys() <= self._asked[name]:
+            return self._marks[name]
+        return self._read_marks(snapshot, name, positions)
+
+    def mark_due(self, name: str, positions: Positions) -> bool:
+        """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
+        known = self._marks[name]
+        if any(offset and source not in known for source, offset in positions.items()):
+            return True  # the first mark comes early: without one a restart can't tell what retention has taken since
+        behind = max((offset - known.get(source, 0) for source, offset in positions.items()), default=0)
+        return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
+
+    def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
+        """Append the rows that the table does not have and move its marks to `positions`. Returns how many rows were new.
+
+        positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
+        """
+        table, window = self.tables[name], self._windows[name]
+        added: list[Row] = []
+        digests: list[bytes] = []
+
+        def attempt() -> bool:
+            snapshot = self._held(name)
+            marks = self._marks_on(snapshot, name, positions)
+            moved = {s: offset for s, offset in positions.items() if offset > marks.get(s, 0)}
+            added[:], digests[:] = fresh(table, rows, marks, window)
+            if not moved or not (added or mark):
+                added.clear()
+                return False
+            storable = storable_rows(table, added, bury)
+            if table.key and len(added) < len(digests):
+                digests[:] = [digest(table.key_of(row)) for row in added]
+            commit(snapshot, storable, {WRITER: self._epoch, **{app_id(name, s): o for s, o in moved.items()}})
+            return True
+
+        if self._until_committed(name, attempt):
+            self._marks[name] |= positions
+            self._marked_at[name] = time.monotonic()
+            window.add(digests)
+        return len(added)
+
+    def widen(self, wider: Table) -> bool:
+        """Add columns to a table. False when they do not fit those that it has: all stays as it was."""
+
+        def attempt() -> bool:
+            widen(self._held(wider.name), wider.arrow([]), {WRITER: self._epoch})
+            return True
+
+        try:
+            self._until_committed(wider.name, attempt)
+        except SchemaRefused as e:
+            logger().warning("lake_columns_refused", table=wider.name, error=str(e))
+            return False
+        new = wider.schema.names
+        logger().info("lake_widened", table=wider.name, new=[n for n in new if n not in self.tables[wider.name].index])
+        self.tables[wider.name] = wider
+        return True
+
+
+def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
+    """The rows in Arrow; those with a value that no column can hold are buried and taken out of `rows`."""
+    try:
+        return table.arrow(rows)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        good = []
+        for row in rows:
+            try:
+                table.arrow([row])
+                good.append(row)
+            except (pa.ArrowException, ValueError, TypeError, OverflowError) as e:
+                bury(row, f"table {table.name}: {type(e).__name__}: {e}")
+        rows[:] = good
+        return table.arrow(rows)
+
+
+def oldest_of_newest(files: pa.Table, rows: int) -> Any:
+    """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
+    newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
+        [("max.kafka_timestamp", "descending")]
+    )
+    if newest.column("max.kafka_timestamp").null_count or newest.column("num_records").null_count:
+        return None
+    total, oldest = 0, None
+    for count, low in zip(newest.column(0), newest.column(1), strict=True):
+        oldest = low if oldest is None or low.as_py() < oldest.as_py() else oldest
+        total += count.as_py()
+        if total >= rows:
+            return oldest
+    return None
