@@ -30,9 +30,9 @@ CHAIN = """
            timezone('UTC', k.created_at) AS created_at, timezone('UTC', k.kafka_timestamp) AS published_at
     FROM known k"""
 
-_SAMPLED_BY = """CASE WHEN len(t.versions) > 0 THEN list_distinct([v.version FOR v IN t.versions])
-                WHEN t.step_id IS NULL THEN list_distinct(list_filter([s.oldest_version, s.newest_version], lambda v: v IS NOT NULL))
-                ELSE list_distinct(list_filter([t.version_first, t.version_last], lambda v: v IS NOT NULL)) END"""
+_SAMPLED_BY = """CASE WHEN len(t.versions) > 0 THEN list_sort(list_distinct([v.version FOR v IN t.versions]))
+                WHEN t.step_id IS NULL THEN list_sort(list_distinct(list_filter([s.oldest_version, s.newest_version], lambda v: v IS NOT NULL)))
+                ELSE list_sort(list_distinct(list_filter([t.version_first, t.version_last], lambda v: v IS NOT NULL))) END"""
 
 STEPS = """
     WITH members AS (
