@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
@@ -34,12 +34,14 @@ class Reader:
                 "fetch.wait.max.ms": 50,
                 "fetch.message.max.bytes": 10 * 1024 * 1024,
                 "queued.max.messages.kbytes": 65536,
+                "on_commit": self._on_commit,
                 **options,
                 **overrides,
             }
         )
         self._next: dict[tuple[str, int], int] = dict(start)
         self._ends: set[tuple[str, int]] = set()
+        self._to_commit: dict[tuple[str, int], int] = {}
         self._assign(start)
 
     def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
@@ -82,11 +84,21 @@ class Reader:
         return self._ends >= self._next.keys()
 
     def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
-        """Tell Kafka how far the group is. Advice only: no one resumes from it. Failure is not an error."""
-        if positions:
+        """Tell Kafka how far the group is. Advice only: no one resumes from it, and failure is not an error.
+
+        What Kafka has not taken, such as while its coordinator was away, is told again by the next call, also by one without positions.
+        """
+        self._to_commit |= positions
+        if self._to_commit:
             self._consumer.commit(
-                offsets=[TopicPartition(t, p, o) for (t, p), o in positions.items()], asynchronous=True
+                offsets=[TopicPartition(t, p, o) for (t, p), o in self._to_commit.items()], asynchronous=True
             )
+
+    def _on_commit(self, error: Code | None, partitions: Iterable[TopicPartition]) -> None:
+        """Called inside of `poll`: what became of a commit."""
+        for tp in partitions:
+            if error is None and tp.error is None and self._to_commit.get((tp.topic, tp.partition)) == tp.offset:
+                del self._to_commit[tp.topic, tp.partition]
 
     def close(self) -> None:
         """Leave; commits in flight are finished."""
