@@ -125,6 +125,17 @@ class Desk:
         if opening:
             self._write(opening, [])
 
+    @property
+    def position(self) -> int:
+        """Next offset of the candidates that is to be folded."""
+        return self._reader.positions[self._at]
+
+    @property
+    def end(self) -> int:
+        """Where the candidates end now."""
+        topic, partition = self._at
+        return self._cluster.watermarks(topic, [partition])[partition][1]
+
     def _first_tick_needed(self) -> int:
         """Lowest offset from which every source partition ticks before the start; the log's first when one never did."""
         topic, partition = self._at

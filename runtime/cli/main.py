@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from runtime.cli import broker, dlq, keys, lineage, spool, topics
+from runtime.cli import broker, dlq, keys, lineage, replay, spool, topics
 from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
 
 POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
@@ -28,6 +28,7 @@ app.add_typer(topics.app, name="topics")
 app.add_typer(jobs, name="jobs")
 app.add_typer(keys.app, name="keys")
 app.add_typer(spool.app, name="spool")
+app.add_typer(replay.app, name="replay")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lineage.app, name="lineage")
 

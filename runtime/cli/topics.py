@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, group, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, fail, group, plain_errors, settings_of
 
 app = group("Kafka topics.")
 
@@ -32,3 +34,39 @@ def topics_list(words: Words = None, config: Config = None) -> None:
             marks = cluster.watermarks(name)
             kept = sum(high - low for low, high in marks.values())
             typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
+
+
+@app.command("copy")
+def topics_copy(
+    to_prefix: Annotated[str, typer.Option("--to-prefix", help="Prefix of the copies.")],
+    words: Words = None,
+    config: Config = None,
+    partitions: Annotated[int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")] = None,
+    since: Annotated[str | None, typer.Option("--since", help="Begin here, as in `clawstream replay run`.")] = None,
+    until: Annotated[str | None, typer.Option("--until", help="End before this time.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Only what is of this run.")] = None,
+    as_run: Annotated[str | None, typer.Option("--as-run", help="Another run id for the copy.")] = None,
+    rewards: Annotated[bool, typer.Option("--rewards/--no-rewards", help="Rewards of the reward job too.")] = True,
+) -> None:
+    """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
+    settings = settings_of(config, words)
+    from runtime.cli.replay import instant
+    from runtime.topic_copy import Choice, copy_topics
+    from schemas.errors import SettingsError
+
+    span = instant(since, "--since"), instant(until, "--until")
+    if as_run is not None and run is None:
+        fail("--as-run needs --run: two runs must not become one", 2)
+    try:
+        with plain_errors():
+            choice = Choice(run, as_run, rewards)
+            done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, choice)
+    except SettingsError as e:
+        fail(str(e), 2)
+    for topic, count in done["records"].items():
+        typer.echo(f"{topic:48} records {count}")
+    more = f"ticks {done['ticks']}, left out {done['left_out']}, unreadable {done['unreadable']}"
+    typer.echo(more + (" (copied before)" if done["was_done"] else ""))
+    typer.echo(
+        f"jobs on the copy: kafka.topic_prefix={to_prefix} kafka.partitions={done['partitions']} jobs.write_ticks=false"
+    )

@@ -1,0 +1,194 @@
+"""`clawstream replay`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
+
+app = group("Recorded data again: with other rewards, another policy, other code. Live topics are only read.")
+
+Name = Annotated[str, typer.Argument(help="What to call the replay: its topics begin with replay-NAME.")]
+Since = Annotated[str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC) or ms since the epoch.")]
+Until = Annotated[str | None, typer.Option("--until", help="End before this time; default: all that there is now.")]
+Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
+
+
+def instant(text: str | None, name: str) -> int | None:
+    """Milliseconds since the epoch; a time without a zone is UTC. Ends the command when it is none."""
+    from datetime import UTC, datetime
+
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        fail(f"{name} {text!r}: write a time as 2026-11-22T08:00, or as milliseconds since the epoch", 2)
+    return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Errors of replays as one line."""
+    from schemas.errors import SchemaError, SettingsError
+
+    try:
+        with plain_errors():
+            yield
+    except SettingsError as e:
+        fail(str(e), 2)
+    except (SchemaError, load("stream_jobs.errors").StreamJobError) as e:
+        fail(str(e))
+
+
+@app.command("run")
+def replay_run(
+    name: Name,
+    words: Words = None,
+    config: Config = None,
+    source: Annotated[Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")] = "topics",
+    pin: Annotated[Path | None, typer.Option("--pin", help="JSON {table: version}: the lake as it was then.")] = None,
+    since: Since = None,
+    until: Until = None,
+    as_run: Annotated[str | None, typer.Option("--as-run", help="Another run id for what comes out.")] = None,
+    keep_rules: Annotated[
+        bool, typer.Option("--keep-rules", help="Ask no rule: their recorded answers count.")
+    ] = False,
+    with_steps: Annotated[
+        bool, typer.Option("--with-steps", help="Copy the steps too, for a lake of its own.")
+    ] = False,
+    stay_open: Annotated[
+        bool, typer.Option("--stay-open", help="Do not end the run: what waits stays undecided.")
+    ] = False,
+    output: Format = "text",
+) -> None:
+    """A run again through assemble, reward and admit. Give other rewards or another policy as settings."""
+    settings = settings_of(config, words)
+    if pin is not None and source != "lake":
+        fail("--pin needs --from lake", 2)
+    span = instant(since, "--since"), instant(until, "--until")
+    pins = _pins(pin) if source == "lake" else None
+    module = load("stream_jobs.replay_run")
+    from runtime.telemetry import configure
+
+    configure("replay", settings.log_level)
+    with _plain():
+        cluster_of(settings)
+        order = module.Order(name, pins, *span, as_run, keep_rules, with_steps, stay_open)
+        report = module.run_replay(settings, order)
+    typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
+
+
+def _pins(file: Path | None) -> dict[str, int]:
+    """The versions of a pin file."""
+    if file is None:
+        return {}
+    try:
+        pins = json.loads(file.read_text())
+    except (OSError, ValueError) as e:
+        fail(f"--pin {file}: {e}", 2)
+    if not isinstance(pins, dict) or not all(isinstance(v, int) for v in pins.values()):
+        fail(f"--pin {file}: not a JSON object of table to version", 2)
+    return pins
+
+
+def _report(settings: Settings, report: dict[str, Any]) -> str:
+    ended = ", ".join(f"{n} {outcome}" for outcome, n in sorted(report["trajectories"].items())) or "none"
+    lines = [
+        f"replay {report['name']} of run {settings.run_id}" + (" (done before)" if report["was_done"] else ""),
+        f"steps {report['steps']}, rewards {report['rewards']}, answers of rules {report['answers']}",
+        f"trajectories: {ended}; still open {report['open']}",
+    ]
+    for channel, said in report["channels"].items():
+        lines += _channel(channel, said)
+    lines.append(
+        f"{report['steps_per_s']:g} steps/s; assemble {report['assemble_s']:g} s, admit {report['admit_s']:g} s"
+    )
+    lines.append(f"go on with: --config {settings.data_dir.absolute() / 'replays' / report['name'] / 'settings.yaml'}")
+    return "\n".join(lines)
+
+
+def _channel(channel: str, said: dict[str, Any]) -> list[str]:
+    refused = ", ".join(f"{n} {reason}" for reason, n in sorted(said["refused"].items())) or "none"
+    lines = [f"{channel}: {len(said['batches'])} batches; refused: {refused}; late revisions {said['late']}"]
+    return lines + [
+        f"  batch {b['batch_seq']:4}  {b['groups']:4} groups {b['trajectories']:5} trajectories "
+        f"{b['trainable_tokens']:8} tokens  {b['content_hash'][:16]}"
+        for b in said["batches"]
+    ]
+
+
+@app.command("check")
+def replay_check(
+    words: Words = None,
+    config: Config = None,
+    channel: Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")] = "train",
+    output: Format = "text",
+) -> None:
+    """Fold the recorded candidates again under the recorded policies; exit code 1 when other batches come."""
+    _fold("check", config, words, channel, output)
+
+
+@app.command("what-if")
+def replay_what_if(
+    words: Words = None,
+    config: Config = None,
+    channel: Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")] = "train",
+    output: Format = "text",
+) -> None:
+    """Fold the recorded candidates under the policy of the settings: which batches would have come?"""
+    _fold("what_if", config, words, channel, output)
+
+
+def _fold(what: str, config: Path | None, words: list[str] | None, channel: str, output: str) -> None:
+    settings = settings_of(config, words)
+    module = load("stream_jobs.replay_check")
+    with _plain():
+        cluster_of(settings)
+        report = getattr(module, what)(settings, channel)
+    if output == "json":
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        typer.echo(f"run {report['run']}: {report['candidates']} candidates")
+        for title in ("recorded", "replayed"):
+            typer.echo("\n".join([title, *_channel(channel, report[title])]))
+        if report.get("not_checked"):
+            typer.echo(f"{report['not_checked']} batches are of a candidates topic that is no more")
+    difference = report.get("first_difference")
+    if difference is not None:
+        if output == "text":
+            typer.echo(f"first difference: {json.dumps(difference)}")
+        raise SystemExit(1)
+    if what == "check" and output == "text":
+        typer.echo(f"all {report['batches']} batches came again, in order")
+
+
+@app.command("list")
+def replay_list(words: Words = None, config: Config = None) -> None:
+    """The replays of this data directory."""
+    settings = settings_of(config, words)
+    for found in load("stream_jobs.replay_run").list_replays(settings):
+        result = found["result"]
+        state = (
+            "not done" if result is None else f"{sum(len(c['batches']) for c in result['channels'].values())} batches"
+        )
+        typer.echo(f"{found['name']:26} run {found['asked']['run']:16} from {found['plan']['from']:8} {state}")
+
+
+@app.command("delete")
+def replay_delete(name: Name, words: Words = None, config: Config = None) -> None:
+    """Delete a replay's topics and its plan; what a trainer or lake has made of it stays."""
+    settings = settings_of(config, words)
+    with _plain():
+        cluster_of(settings)
+        count = load("stream_jobs.replay_run").delete_replay(settings, name)
+    typer.echo(f"deleted {count} topics of replay {name}")

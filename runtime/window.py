@@ -1,0 +1,111 @@
+"""A window of topics: which offsets of each partition, and all their records in the order of log time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from runtime.errors import PlumbingError
+from runtime.kafka import READ_TIMEOUT_S, Cluster, Reader, Record, Unavailable
+
+POLL_RECORDS = 100
+QUEUE_KB = 4096
+"""Read ahead of each partition: there is a reader for each, so that one whose records are younger waits."""
+
+
+class WindowGone(PlumbingError):
+    """The topic of a window was made anew, or retention has taken its beginning: what was planned can't be read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Offsets [first, end) of each partition of a topic."""
+
+    topic: str
+    topic_id: str
+    ranges: Mapping[int, tuple[int, int]]
+
+    @property
+    def offsets(self) -> int:
+        """How many there are; control records and ticks count."""
+        return sum(end - first for first, end in self.ranges.values())
+
+    def plain(self) -> dict[str, Any]:
+        """For a plan's file."""
+        ranges = {str(p): list(r) for p, r in self.ranges.items()}
+        return {"topic": self.topic, "topic_id": self.topic_id, "ranges": ranges}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Window:
+        """The window of `plain`."""
+        ranges = {int(p): (first, end) for p, (first, end) in plain["ranges"].items()}
+        return cls(plain["topic"], plain["topic_id"], ranges)
+
+    def check(self, cluster: Cluster) -> None:
+        """Raises WindowGone unless the topic still has all of it."""
+        if cluster.topic_ids([self.topic]).get(self.topic) != self.topic_id:
+            raise WindowGone(f"{self.topic} was made anew since the window was chosen (it had id {self.topic_id})")
+        for p, (low, _) in cluster.watermarks(self.topic, self.ranges).items():
+            first, end = self.ranges[p]
+            if first < end and low > first:
+                raise WindowGone(f"{self.topic}-{p} begins at {low}, the window at {first}: retention has taken it")
+
+
+def window_of(cluster: Cluster, topic: str, since_ms: int | None = None, until_ms: int | None = None) -> Window:
+    """Everything that a topic has now, or of that only what came in [since, until) by log time."""
+    topic_id = cluster.topic_id(topic)
+    whole = cluster.watermarks(topic)
+    first = cluster.offsets_at(topic, since_ms) if since_ms is not None else {}
+    end = cluster.offsets_at(topic, until_ms) if until_ms is not None else {}
+    ranges = {
+        p: (max(low, first.get(p, low)), max(low, first.get(p, low), min(high, end.get(p, high))))
+        for p, (low, high) in whole.items()
+    }
+    return Window(topic, topic_id, ranges)
+
+
+class Timed(NamedTuple):
+    """A record and when it took effect: the running maximum of its partition's log timestamps, in ms."""
+
+    time: int
+    record: Record
+
+
+def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
+    """All records of the windows by time; among equals by partition, then by window, then by offset.
+
+    The order depends on the logs alone. Each partition keeps its own order. Raises WindowGone, Unavailable.
+    """
+    for window in windows:
+        window.check(cluster)
+    readers: list[Reader] = []
+    parts: list[Iterator[tuple[int, int, int, Timed]]] = []
+    try:
+        for index, window in enumerate(windows):
+            for p, (first, end) in sorted(window.ranges.items()):
+                if first < end:
+                    options = {"queued_max_messages_kbytes": QUEUE_KB, "fetch_message_max_bytes": 1 << 20}
+                    readers.append(cluster.reader("clawstream-window", {(window.topic, p): first}, **options))
+                    parts.append(_partition(readers[-1], window.topic, p, end, index))
+        for _, _, _, timed in heapq.merge(*parts, key=lambda part: part[:3]):
+            yield timed
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _partition(
+    reader: Reader, topic: str, partition: int, end: int, index: int
+) -> Iterator[tuple[int, int, int, Timed]]:
+    time = idle = 0
+    while reader.positions[topic, partition] < end:
+        batch = reader.poll(POLL_RECORDS, 0.1)
+        for record in batch:
+            if record.offset < end:
+                time = max(time, record.timestamp_ms)
+                yield time, partition, index, Timed(time, record)
+        idle = 0 if batch else idle + 1
+        if idle > READ_TIMEOUT_S / 0.1:
+            raise Unavailable(f"{topic}-{partition}: its end {end} could not be read within {READ_TIMEOUT_S:g} s")

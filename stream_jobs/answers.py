@@ -1,0 +1,45 @@
+"""What the reward functions and quality rules of a run answer to a closed trajectory."""
+
+from __future__ import annotations
+
+from runtime.blob_store import BlobMissing, BlobStore
+from schemas.events import Assessment, Reward, Trajectory
+from schemas.settings import Settings
+from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
+from stream_jobs.blobs import resolved
+from stream_jobs.reward import no_reward, rewards_of, rules_for, rules_of
+
+
+class Answers:
+    """The functions of all runs, and the blobs that they may need."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingsError for a wrong name."""
+        self._rewards = rules_of(settings.jobs.reward_functions)
+        self._quality = quality_rules_of(settings.jobs.quality_functions)
+        self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
+
+    def rewards(self, run_id: str) -> bool:
+        """Whether a run has reward functions."""
+        return bool(rules_for(self._rewards, run_id))
+
+    def assesses(self, run_id: str) -> bool:
+        """Whether a run has quality rules."""
+        return bool(quality_rules_for(self._quality, run_id))
+
+    def of(self, trajectory: Trajectory, created_at: int, as_of: str | None = None) -> list[Reward | Assessment]:
+        """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
+
+        Raises BlobStoreAway.
+        """
+        run = as_of or trajectory.run_id
+        rules, quality = rules_for(self._rewards, run), quality_rules_for(self._quality, run)
+        if not rules and not quality:
+            return []
+        try:
+            whole = resolved(trajectory, self._blobs.get)
+        except BlobMissing as e:
+            missing = [no_reward(trajectory, rule, created_at, str(e)) for rule in rules]
+            return [*([not_assessed(trajectory, quality, created_at, str(e))] if quality else []), *missing]
+        assessed = [assessment_of(whole, quality, created_at)] if quality else []
+        return [*assessed, *(r for rule in rules for r in rewards_of(whole, rule, created_at))]

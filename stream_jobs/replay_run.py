@@ -1,0 +1,284 @@
+"""`clawstream replay run`: a window of topics or of the lake again through assemble, reward and admit, into topics of its own.
+
+1. The plan is fixed: offsets of the source's topics or versions of its tables. It is kept, so that the same name gives the same again.
+2. The topics of prefix `replay-<name>` are made. What a killed replay left there is deleted first.
+3. The policy, then what the fold of the replay decides (`stream_jobs.replay`), is written: rewards, trajectories, candidates.
+4. The end of the run, unless it is to stay open. Then admission itself, as in a live run, reads the candidates to their end.
+
+Nothing of the source is written to. Everything that has the settings of the replay (`settings.yaml`) goes on from there: a trainer, a lake, SQL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.durable_file import write_durably
+from runtime.fresh_prefix import FreshPrefix
+from runtime.kafka import Cluster
+from runtime.records import Decoder, cluster_of, create_topics, now_micros
+from runtime.telemetry import logger
+from runtime.topic_copy import Choice, Writer
+from runtime.window import Window, window_of
+from schemas.errors import SettingsError
+from schemas.events import Late, ReadyBatch, Refused, RunEnded, Tick, Trajectory
+from schemas.ids import check_run_id
+from schemas.settings import Settings
+from stream_jobs.admission import Desk
+from stream_jobs.answers import Answers
+from stream_jobs.assembler import limits_of
+from stream_jobs.index import STEPS
+from stream_jobs.policy import policy_of
+from stream_jobs.replay import Moments, Out, Replay
+from stream_jobs.replay_topics import TopicMoments
+
+NAME = re.compile(r"[a-z0-9-]{1,25}")
+PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to replay. pins: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
+
+    as_run: another run id for what comes out. keep_rules: recorded answers of rules count, nobody is asked again. with_steps: the
+    steps are copied, too. stay_open: the run does not end, so that what waits is not decided.
+    """
+
+    name: str
+    pins: Mapping[str, int] | None = None
+    since_ms: int | None = None
+    until_ms: int | None = None
+    as_run: str | None = None
+    keep_rules: bool = False
+    with_steps: bool = False
+    stay_open: bool = False
+
+
+def home_of(settings: Settings, name: str) -> Path:
+    """The directory of a replay."""
+    return settings.data_dir.absolute() / "replays" / name
+
+
+def replay_settings(settings: Settings, name: str, run_id: str, partitions: int) -> Settings:
+    """The installation of a replay: the same cluster and blobs, everything else of its own. Raises SettingsError."""
+    if not NAME.fullmatch(name):
+        raise SettingsError(f"name {name!r}: a replay's name has 1 to 25 of a-z 0-9 -")
+    factor, insync = settings.replication
+    kafka = settings.kafka.model_copy(
+        update={
+            "topic_prefix": f"replay-{name}", "partitions": partitions, "bootstrap_servers": settings.bootstrap_servers,
+            "replication_factor": factor, "min_insync_replicas": insync,
+        }
+    )  # fmt: skip
+    trainer = settings.trainer.model_copy(update={"weights_dir": None, "checkpoint_dir": None})
+    return settings.model_copy(
+        update={
+            "run_id": check_run_id(run_id), "data_dir": home_of(settings, name), "kafka": kafka, "trainer": trainer,
+            "jobs": settings.jobs.model_copy(update={"write_ticks": False}),
+            "lake": settings.lake.model_copy(update={"uri": None, "storage_options": {}}),
+            "gateway": settings.gateway.model_copy(update={"blob_uri": settings.blob_uri}),
+        }
+    )  # fmt: skip
+
+
+def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
+    """Replay the run of the settings, and report. Done before, it only reports again; killed, it begins again.
+
+    Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
+    """
+    cluster, answers = cluster_of(settings), Answers(settings)
+    partitions = _partitions(settings, cluster, order)
+    target = replay_settings(settings, order.name, order.as_run or settings.run_id, partitions)
+    fresh = FreshPrefix(cluster, target, home_of(settings, order.name) / "replay.json")
+    topics = target.kafka.topics
+    timed = (topics.steps, topics.rewards, topics.trajectories, topics.candidates)
+    with fresh.held():
+        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order), timed)
+        if begun.result is not None:
+            return {**begun.result, "was_done": True}
+        write_durably(target.data_dir / "settings.yaml", target.model_dump_json(exclude_defaults=True).encode(), 0o600)
+        source = _source(settings, cluster, order, begun.plan, answers)
+        report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
+        report |= _assemble(target, cluster, order, source, answers, settings.run_id)
+        report |= _admit(target, cluster)
+        fresh.done(report)
+    return {**report, "was_done": False}
+
+
+def _asked(settings: Settings, order: Order) -> dict[str, Any]:
+    """All that the outcome depends on: another of it under the same name is a mistake."""
+    jobs = settings.jobs.model_dump(mode="json", include={
+        "trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s", "bucket_inactivity_s", "agent_inactivity_s",
+        "reward_functions", "quality_functions",
+    })  # fmt: skip
+    policy = settings.admit.policy.model_dump(mode="json")
+    return {
+        **asdict(order), "source": settings.kafka.topic_prefix, "run": settings.run_id, "lake": settings.lake_uri, "jobs": jobs,
+        "policy": policy, "channels": list(settings.admit.channels),
+    }  # fmt: skip
+
+
+def _partitions(settings: Settings, cluster: Cluster, order: Order) -> int:
+    steps = settings.kafka.topics.steps
+    return settings.kafka.partitions if order.pins is not None else cluster.topics(steps).get(steps, 0)
+
+
+def _plan(settings: Settings, cluster: Cluster, order: Order) -> dict[str, Any]:
+    """What exactly is read."""
+    if order.pins is not None:
+        from stream_jobs.replay_lake import pinned
+
+        return {"from": "lake", "versions": pinned(settings, order.pins)}
+    topics = settings.kafka.topics
+    windows = [window_of(cluster, t, order.since_ms, order.until_ms).plain() for t in (topics.steps, topics.rewards)]
+    return {"from": "topics", "windows": windows}
+
+
+def _source(
+    settings: Settings, cluster: Cluster, order: Order, plan: Mapping[str, Any], answers: Answers
+) -> Moments:  # fmt: skip
+    run = settings.run_id
+    choice = Choice(
+        run, order.as_run, order.keep_rules or not answers.rewards(run), order.keep_rules or not answers.assesses(run)
+    )
+    if plan["from"] == "lake":
+        from stream_jobs.replay_lake import LakeMoments, Span
+
+        return LakeMoments(settings, plan["versions"], Span(order.since_ms, order.until_ms), choice)
+    steps, rewards = map(Window.of_plain, plan["windows"])
+    return TopicMoments(cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice)
+
+
+# -- assemble and reward
+
+
+def _assemble(
+    target: Settings, cluster: Cluster, order: Order, source: Moments, answers: Answers, source_run: str
+) -> dict[str, Any]:  # fmt: skip
+    """Everything up to the candidates. source_run: whose rules are asked."""
+
+    def rules(trajectory: Trajectory) -> list[Any]:
+        # Not the clock: the same again must be the same bytes.
+        return [] if order.keep_rules else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
+
+    began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
+    replay = Replay(
+        run, target.kafka.partitions, limits_of(target), rules, cluster.topic_id(topics.trajectories),
+        target.jobs.cache_mb << 20, source.payload,
+    )  # fmt: skip
+    pen = _Pen(cluster, target)
+    pen.write([Out("candidates", replay.candidates_at, run.encode(), policy_of(target, 1, now_micros()), None, 0)])
+    said_at = began
+    for moment in source.moments():
+        if order.with_steps and moment.source == STEPS and not isinstance(moment.event, Tick):
+            pen.write([Out("steps", moment.partition, moment.key, moment.event, None, moment.time)])
+        pen.write(replay.take(moment))
+        if time.monotonic() - said_at > PROGRESS_S:
+            said_at = time.monotonic()
+            logger().info("replaying", steps=replay.tally.steps, until_ms=moment.time)
+    pen.write(replay.tick(source.end))
+    if not order.stay_open:
+        ended = RunEnded(run_id=run, reason=f"the end of replay {order.name}", created_at=now_micros())
+        pen.write([Out("candidates", replay.candidates_at, run.encode(), ended, None, source.end)])
+    pen.close()
+    tally, seconds = replay.tally, time.monotonic() - began
+    return {
+        **tally.plain(), "open": replay.open, "waiting": replay.waiting, "unreadable": source.unreadable,
+        "assemble_s": round(seconds, 3), "steps_per_s": round(tally.steps / seconds, 1),
+    }  # fmt: skip
+
+
+class _Pen:
+    """Writes what the fold puts out."""
+
+    def __init__(self, cluster: Cluster, target: Settings) -> None:
+        self._writer = Writer(cluster)
+        topics = target.kafka.topics
+        self._names = {
+            "steps": topics.steps, "rewards": topics.rewards, "trajectories": topics.trajectories, "candidates": topics.candidates,
+        }  # fmt: skip
+        self._encode = Decoder(cluster, topics.schemas).codec.encode
+
+    def write(self, outs: list[Out]) -> None:
+        for out in outs:
+            topic = self._names[out.topic]
+            self._writer.put(topic, out.partition, out.key, self._encode(out.event), out.time, out.headers)
+
+    def close(self) -> None:
+        """Raises CopyFailed when something lies elsewhere than the candidates say."""
+        self._writer.close()
+
+
+# -- admit
+
+
+def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
+    """Admission to the end of the candidates, and what it said."""
+    began, topics, channels = time.monotonic(), target.kafka.topics, target.admit.channels
+    create_topics(cluster, target, [topics.ready_batches_spec(target.run_id, c) for c in channels])
+    decoder = Decoder(cluster, topics.schemas)
+    desks = [Desk(target, channel, cluster, decoder) for channel in channels]
+    for desk in desks:
+        desk.open()
+    for desk in desks:
+        end = desk.end
+        while desk.position < end:
+            desk.step(0.5)
+    for desk in desks:
+        desk.close()
+    said = {c: journal_of(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
+    return {"channels": said, "admit_s": round(time.monotonic() - began, 3)}
+
+
+def journal_of(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
+    """What a ready-batches topic holds: batches with their content hashes, in order; refusals by reason."""
+    batches, refused, late = list[dict[str, Any]](), Counter[str](), 0
+    for record in cluster.read_all(topic):
+        match decoder.decode(record.value):
+            case ReadyBatch() as batch:
+                batches.append(described(batch))
+            case Refused(reason=reason):
+                refused[reason] += 1
+            case Late():
+                late += 1
+    return {
+        "topic": topic,
+        "topic_id": cluster.topic_id(topic),
+        "batches": batches,
+        "refused": dict(refused),
+        "late": late,
+    }
+
+
+def described(batch: ReadyBatch) -> dict[str, Any]:
+    """A batch in a line."""
+    return {
+        "batch_seq": batch.batch_seq, "content_hash": batch.content_hash, "policy_version": batch.policy_version,
+        "groups": len(batch.groups), "trajectories": sum(len(g.members) for g in batch.groups),
+        "trainable_tokens": batch.trainable_tokens,
+    }  # fmt: skip
+
+
+# -- those that there are
+
+
+def list_replays(settings: Settings) -> list[dict[str, Any]]:
+    """Name, what was asked, and the result of each; None while it is not done."""
+    files = sorted((settings.data_dir / "replays").glob("*/replay.json"))
+    return [{"name": f.parent.name, **json.loads(f.read_text())} for f in files]
+
+
+def delete_replay(settings: Settings, name: str) -> int:
+    """Delete its topics and its plan; its directory stays where something else is in it. Returns how many topics there were."""
+    target = replay_settings(settings, name, settings.run_id, settings.kafka.partitions)
+    fresh = FreshPrefix(cluster_of(settings), target, home_of(settings, name) / "replay.json")
+    if fresh.read() is None:
+        raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")
+    with fresh.held():
+        return fresh.delete()

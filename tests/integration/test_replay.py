@@ -1,0 +1,305 @@
+"""Replays of a run that real jobs recorded: the same batches, other batches on request, from topics and from the lake, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from tests_jobs import ROOT, Eventually, Jobs, reward, running, step
+
+from demo.model import make_random_model
+from runtime.cli.main import app
+from runtime.config import words_of
+from runtime.fresh_prefix import PrefixTaken
+from runtime.kafka import Cluster
+from runtime.records import Decoder
+from runtime.topic_copy import Choice, copy_topics
+from schemas.codec import Codec
+from schemas.events import Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.admission import serve
+from stream_jobs.lake import open_table, write
+from stream_jobs.policy import policy_of
+from stream_jobs.replay_check import check, what_if
+from stream_jobs.replay_run import Order, delete_replay, list_replays, replay_settings, run_replay
+from trainer.loop import train
+
+POLICY = {
+    "group_size": 4,
+    "batch_groups": 2,
+    "required_rewards": ["rule"],
+    "group_deadline_s": 300,
+    "reward_deadline_s": 200,
+}
+RULES = {"run": ["exact_match@1"]}
+GROUPS = 9
+
+
+@dataclass
+class Recorded:
+    """A run as real processes recorded it. marks: ends of all its topics."""
+
+    settings: Settings
+    cluster: Cluster
+    marks: dict[str, dict[int, tuple[int, int]]]
+
+    def last(self, settings: Settings | None = None) -> dict[str, Candidate]:
+        """The last candidate of each trajectory, without its number."""
+        s = settings or self.settings
+        topic, codec, out = s.kafka.topics.candidates, Codec(), dict[str, Candidate]()
+        for p in self.cluster.watermarks(topic):
+            for r in self.cluster.read_all(topic, p):
+                c = codec.decode(r.value)
+                if isinstance(c, Candidate) and (
+                    c.trajectory_id not in out or c.revision > out[c.trajectory_id].revision
+                ):
+                    out[c.trajectory_id] = c
+        return {k: replace(c, revision=0) for k, c in out.items()}
+
+    def untouched(self) -> bool:
+        return self.marks == {t: self.cluster.watermarks(t) for t in self.marks}
+
+
+def group(jobs: Jobs, number: int) -> list[Any]:
+    """Four conversations, their records mixed as on a log; answers of half of them are what the metadata asks for."""
+    events: list[list[Any]] = []
+    for member in range(4):
+        key = f"{number}-{member}"
+        said = b"x" if (number + member) % 3 else b"y"
+        told = jobs.conversation(key, turns=1 + member % 2)
+        told[0] = replace(told[0], group_id=f"g{number}")
+        told = [replace(e, response_json=b'{"content":"' + said + b'"}') if isinstance(e, Step) else e for e in told]
+        told.insert(2, reward(key, float(member)))
+        events.append(told)
+    return [e for at in range(max(map(len, events))) for one in events for e in one[at : at + 1]]
+
+
+@pytest.fixture(scope="module")
+def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """Nine groups, a policy that changes in the middle, late and revised rewards, a straggler that times out, all tables."""
+    home = tmp_path_factory.mktemp("recorded")
+    settings = Settings.model_validate({
+        "run_id": "run", "data_dir": home,
+        "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4},
+        "jobs": {"reward_functions": RULES, "trajectory_timeout_s": 3, "tick_interval_s": 0.3},
+        "admit": {"policy": POLICY, "channels": ["train"]}, "lake": {"flush_interval_s": 0.5},
+    })  # fmt: skip
+    cluster, stop = Cluster(kafka), threading.Event()
+    with running(settings, cluster, home) as jobs:
+        jobs.start()
+        jobs.start(job="reward")
+        threads = [threading.Thread(target=f, args=(settings, stop)) for f in (serve, write)]
+        for thread in threads:
+            thread.start()
+        try:
+            _until(
+                lambda: jobs.records(jobs.topics.candidates, Tick)
+            )  # log time goes on, whether or not there is someone who works
+            _record(jobs, cluster, settings)
+            _settle(jobs, cluster, settings)
+        finally:
+            for worker in jobs.workers:
+                worker.send_signal(signal.SIGTERM)
+            assert [worker.wait(60) for worker in jobs.workers] == [0, 0]
+            _until(lambda: _lake_has_all(cluster, settings))
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+    prefix = settings.kafka.topic_prefix + "."
+    yield Recorded(settings, cluster, {t: cluster.watermarks(t) for t in cluster.topics() if t.startswith(prefix)})
+
+
+def _until(condition: Callable[[], Any], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.1)
+
+
+def _batches(cluster: Cluster, settings: Settings) -> list[ReadyBatch]:
+    topic, codec = settings.kafka.topics.ready_batches(settings.run_id, "train"), Codec()
+    if topic not in cluster.topics():
+        return []
+    return [b for r in cluster.read_all(topic) if isinstance(b := codec.decode(r.value), ReadyBatch)]
+
+
+def _record(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
+    first = group(jobs, 0)
+    jobs.put(*first, *group(jobs, 1), *group(jobs, 2), *group(jobs, 3))
+    jobs.put(step("late", [1, 2], [3]), first[1])  # never completed; a producer's retry
+    jobs.put(
+        reward("0-1", 0.5, step_id=next(e.step_id for e in first if isinstance(e, Step) and e.trajectory_key == "0-1"))
+    )
+    jobs.producer.flush()
+    _until(lambda: len(_batches(cluster, settings)) >= 2)
+    tuned = settings.model_copy(
+        update={
+            "admit": settings.admit.model_copy(
+                update={"policy": settings.admit.policy.model_copy(update={"batch_groups": 1})}
+            )
+        }
+    )
+    jobs.producer.put(jobs.topics.candidates, b"run", jobs.codec.encode(policy_of(tuned, 2, 0)))
+    for number in range(4, GROUPS):
+        jobs.put(*group(jobs, number))
+    jobs.put(
+        replace(reward("5-1", 0.9), reward_revision=1),
+        reward("6-0", -1.0, name="other") if False else reward("6-0", -1.0),
+    )
+    jobs.producer.flush()
+
+
+def _settle(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
+    """Everything has closed and was answered, and the straggler has timed out."""
+    _until(lambda: len(jobs.candidates()) == 4 * GROUPS + 1)
+    _until(lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values()))
+    _until(lambda: len(_batches(cluster, settings)) >= 2 + GROUPS - 4)
+
+
+def _lake_has_all(cluster: Cluster, settings: Settings) -> bool:
+    topics, group = settings.kafka.topics, f"{settings.kafka.topic_prefix}-lake"
+    done = cluster.committed(group)
+    return all(
+        done.get((t, p), 0) >= high for t in (topics.steps, topics.rewards, topics.trajectories)
+        for p, (_, high) in cluster.watermarks(t).items()
+    )  # fmt: skip
+
+
+def hashes(report: dict[str, Any]) -> list[str]:
+    return [b["content_hash"] for b in report["channels"]["train"]["batches"]]
+
+
+def with_policy(settings: Settings, **policy: Any) -> Settings:
+    tuned = settings.admit.policy.model_copy(update=policy)
+    return settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": tuned})})
+
+
+def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> None:
+    report = check(recorded.settings, "train")
+    assert report["first_difference"] is None and report["batches"] >= 7 and report["not_checked"] == 0
+    assert {b["policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
+    assert report["recorded"] == report["replayed"]
+    other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
+    assert other["recorded"] == report["recorded"]
+    assert [b["groups"] for b in other["replayed"]["batches"]] == [3, 3, 3]
+    assert recorded.untouched()
+
+
+def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> None:
+    settings = recorded.settings
+    one, two = (run_replay(settings, Order(name)) for name in ("one", "two"))
+    assert hashes(one) == hashes(two) and len(hashes(one)) >= 4
+    assert one["trajectories"] == {"completed": 4 * GROUPS, "timed_out": 1} and one["open"] == one["waiting"] == 0
+    assert one["answers"] == 4 * GROUPS + 1
+    target = replay_settings(settings, "one", "run", 4)
+    assert recorded.last(target) == recorded.last()  # 13(a): times and outcomes too
+    assert run_replay(settings, Order("one")) == {**one, "was_done": True}
+    with pytest.raises(PrefixTaken, match="asked otherwise"):
+        run_replay(with_policy(settings, batch_groups=5), Order("one"))
+
+    jobs = settings.jobs.model_copy(update={"reward_functions": {"*": ("tests_rewards:contrary@2",)}})
+    other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
+    assert len(hashes(other)) == len(hashes(one)) and not set(hashes(other)) & set(hashes(one))
+    kept = run_replay(settings, Order("kept", keep_rules=True))
+    assert kept["answers"] == 0 and kept["candidates"] > one["candidates"]
+    assert recorded.last(replay_settings(settings, "kept", "run", 4)) == recorded.last()
+    assert [r["name"] for r in list_replays(settings)] == ["kept", "one", "other", "two"]
+    assert recorded.untouched()
+
+
+def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = recorded.settings
+    pins = {
+        t: open_table(settings.lake_uri, t, {}).version()
+        for t in ("steps", "session_events", "rewards", "trajectories")
+    }
+    from_topics, from_lake = run_replay(settings, Order("t2")), run_replay(settings, Order("lake", pins=pins))
+    assert hashes(from_lake) == hashes(from_topics)
+    assert from_lake["versions"].items() >= pins.items()
+    target = replay_settings(settings, "lake", "run", 4)
+    assert recorded.last(target) == recorded.last(replay_settings(settings, "t2", "run", 4)) == recorded.last()
+
+    renamed = run_replay(settings, Order("offline", pins=pins, as_run="exp"))
+    assert len(hashes(renamed)) == len(hashes(from_lake))
+    model = make_random_model(tmp_path_factory.mktemp("model") / "m")
+    offline = replay_settings(settings, "offline", "exp", 4)
+    tuned = offline.trainer.model_copy(update={"model_path": model, "device": "cpu", "lr": 1e-3, "max_versions": 2})
+    train(offline.model_copy(update={"trainer": tuned}), threading.Event())
+    decoder = Decoder(recorded.cluster, offline.kafka.topics.schemas)
+    versions = [decoder.decode(r.value) for r in recorded.cluster.read_all(offline.kafka.topics.weights)]
+    assert all(isinstance(v, WeightVersion) for v in versions)
+    assert [v.version_id for v in versions] == ["exp/0.0", "exp/1.0", "exp/2.0"]
+    assert versions[-1].batches_topic_id == renamed["channels"]["train"]["topic_id"]
+    assert versions[-1].metrics["trained_tokens"] > 0
+    assert recorded.untouched()
+
+
+def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) -> None:
+    settings, cluster = recorded.settings, recorded.cluster
+    prefix = f"replay-k{uuid4().hex[:6]}"
+    name = prefix.removeprefix("replay-")
+    command = [sys.executable, "-m", "runtime.cli", "replay", "run", name, *words_of(settings)]
+    for topic in ("candidates", "ready-batches.run.train"):  # while it assembles, and while it admits
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)
+        process.kill()
+        process.wait()
+    done = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert hashes(report) == hashes(run_replay(settings, Order("k0")))
+    assert delete_replay(settings, name) > 9
+    assert not any(t.startswith(prefix) for t in cluster.topics())
+
+
+def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventually: Eventually) -> None:
+    settings, cluster = recorded.settings, recorded.cluster
+    prefix = f"c{uuid4().hex[:8]}"
+    done = copy_topics(cluster, settings, prefix, 6)
+    again = copy_topics(cluster, settings, prefix, 6)
+    assert again == {**done, "was_done": True}
+    topics, codec = settings.kafka.topics, Codec()
+
+    def read(topic: str, kinds: tuple[type, ...]) -> list[tuple[int, int, bytes | None, bytes | None]]:
+        return [
+            (r.partition, r.timestamp_ms, r.key, r.value) for p in cluster.watermarks(topic)
+            for r in cluster.read_all(topic, p) if isinstance(codec.decode(r.value), kinds)
+        ]  # fmt: skip
+
+    target = settings.model_copy(
+        update={
+            "data_dir": tmp_path,
+            "kafka": settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": 6}),
+        }
+    )
+    copies = target.kafka.topics
+    for source, copy in ((topics.steps, copies.steps), (topics.rewards, copies.rewards)):
+        kinds = (Tick,)
+        assert {r[1] for r in read(copy, kinds)} <= {r[1] for r in read(source, kinds)}
+        assert {r[0] for r in read(copy, kinds)} == set(range(6))
+        records = [r for r in read(copy, (object,)) if not isinstance(codec.decode(r[3]), Tick)]
+        live = [r for r in read(source, (object,)) if not isinstance(codec.decode(r[3]), Tick)]
+        assert sorted((r[1:]) for r in records) == sorted((r[1:]) for r in live)
+        assert all(r[0] == partition_of(r[2] or b"", 6) for r in records)
+    with running(target, cluster, tmp_path, write_ticks=False) as jobs:
+        jobs.start()
+        eventually(lambda: len(jobs.candidates()) == 4 * GROUPS + 1, 60)
+        eventually(lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values()))
+        made = {k: replace(c, revision=0, closed_at=0) for k, c in jobs.candidates().items()}
+    assert made == {k: replace(c, closed_at=0) for k, c in recorded.last().items()}
+    some = copy_topics(cluster, settings, f"{prefix}x", choice=Choice("run", "new", rewards=False))
+    assert some["left_out"] == 4 * GROUPS + 1
+    kept = [codec.decode(r[3]) for r in read(f"{prefix}x.rewards", (Reward,))]
+    assert {(r.run_id, r.source) for r in kept} == {("new", "env")}
+    assert recorded.untouched() and app
