@@ -18,6 +18,9 @@ from runtime.kafka.reader import Reader
 from runtime.kafka.record import Record
 
 READ_TIMEOUT_S = 30.0
+REFRESH_MS = 3000
+"""The admin client asks one broker, the one it takes for the controller. When that dies it waits until it is back, unless it looks for
+another one now and then; by default that is every five minutes."""
 _COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
 
 
@@ -42,7 +45,7 @@ class Cluster:
     @property
     def admin(self) -> AdminClient:
         if self._admin is None:
-            self._admin = AdminClient(self._options)
+            self._admin = AdminClient({"topic.metadata.refresh.interval.ms": REFRESH_MS, **self._options})
         return self._admin
 
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
