@@ -10,7 +10,7 @@ from runtime.records import Decoder, dead_letter, reason_of
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.settings import Settings
-from schemas.topics import Topics
+from schemas.topics import REPLAYS, Topics
 from stream_jobs.lake_rows import Rows, Schemas
 from stream_jobs.lake_tables import Row, Table, catalog, tables_of
 from stream_jobs.lake_window import Positions
@@ -104,6 +104,8 @@ class Feed:
         if name not in followed.records:
             self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")
             return
+        if REPLAYS in record.headers:
+            self._lake.again.add((followed.topic_id, record.partition, record.offset))
         for table, rows in found:
             self.rows[table] += rows
             self._buffered_rows += len(rows)
@@ -162,6 +164,7 @@ class Feed:
         for rows in self.rows.values():
             rows.clear()
         self._buffered_rows = self._buffered_bytes = 0
+        self._lake.again.clear()
         moved = {s: o for s, o in self._reader.positions.items() if self._committed.get(s) != o}
         self._reader.commit(moved)
         self._committed |= moved

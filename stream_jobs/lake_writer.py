@@ -23,6 +23,7 @@ from stream_jobs.lake_delta import (
     open_table,
     widen,
 )
+from stream_jobs.lake_keys import present
 from stream_jobs.lake_log import app_id
 from stream_jobs.lake_tables import Row, Table, catalog
 from stream_jobs.lake_window import Positions, Source, Window, digest, fresh
@@ -66,6 +67,8 @@ class Lake:
         self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
         self._epoch = 0
         self.tables: dict[str, Table] = dict(catalog())
+        self.again: set[tuple[str, int, int]] = set()
+        """Places of records that were sent again from dead letters: of any age, so they are looked up in all of a table."""
         self._windows: dict[str, Window] = {}
         self._opened: dict[str, _Opened] = {}
         self._marks: dict[str, dict[Source, int]] = {name: {} for name in catalog()}
@@ -186,7 +189,7 @@ class Lake:
             snapshot = self._held(name)
             marks = self._marks_on(snapshot, name, positions)
             moved = {s: offset for s, offset in positions.items() if offset > marks.get(s, 0)}
-            added[:], digests[:] = fresh(table, rows, marks, window)
+            added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, window))
             if not moved or not (added or mark):
                 added.clear()
                 return False
@@ -201,6 +204,17 @@ class Lake:
             self._marked_at[name] = time.monotonic()
             window.add(digests)
         return len(added)
+
+    def _unknown(
+        self, snapshot: Delta, table: Table, rows: list[Row], digests: list[bytes]
+    ) -> tuple[list[Row], list[bytes]]:
+        """Without what was sent again and is in the table, however long ago."""
+        sought = {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
+        if not sought:
+            return rows, digests
+        there = {digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)}
+        kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
+        return [row for row, _ in kept], [one for _, one in kept]
 
     def widen(self, wider: Table) -> bool:
         """Add columns to a table. False when they do not fit those that it has: all stays as it was."""
