@@ -50,7 +50,7 @@ class Admission:
         self._pending: OrderedDict[str, Group] = OrderedDict()  # by first offset: its head is where a restart reads on
         self._batches = OpenBatches(channel)
         self._deadlines = Deadlines()
-        self._early: list[Entry] = []  # candidates from before the run's first policy
+        self._early: dict[str, tuple[Candidate, Entry]] = {}  # newest revisions from before the run's first policy
         self._ended: int | None = None
         self._out: list[Decision] = []
 
@@ -93,7 +93,7 @@ class Admission:
         if self._pending:
             tid, group = next(iter(self._pending.items()))
             first = min(first, group.members[tid].first_offset)
-        return min(first, self._early[0].offset) if self._early else first
+        return min(first, next(iter(self._early.values()))[1].offset) if self._early else first
 
     # -- one record
 
@@ -122,7 +122,12 @@ class Admission:
 
     def _candidate(self, c: Candidate, entry: Entry) -> None:
         if self.policy is None and self._ended is None:
-            self._early.append(entry)
+            early = self._early.get(c.trajectory_id)
+            if early is None or c.revision > early[0].revision:
+                self._early[c.trajectory_id] = (
+                    c,
+                    entry if early is None else dataclasses.replace(entry, offset=early[1].offset),
+                )
             return
         group = self._pending.get(c.trajectory_id)
         if group is not None:
@@ -166,11 +171,7 @@ class Admission:
         if self._past.newest is None or policy.policy_version > self._past.newest.policy_version:
             self._out.append(self._policy_applied(policy, self._step))
         if first:
-            early, self._early = self._early, []
-            for entry in early:
-                if isinstance(entry.event, Candidate):
-                    self._candidate(entry.event, entry)
-            return
+            return self._take_early()
         for group in self._groups.values():
             group.weigh(policy)
         self._plan_again()
@@ -181,11 +182,13 @@ class Admission:
         if self._ended is not None:
             return
         self._ended = self._step
-        early, self._early = self._early, []
         self._consider_all()
-        for entry in early:
-            if isinstance(entry.event, Candidate):
-                self._candidate(entry.event, entry)
+        self._take_early()
+
+    def _take_early(self) -> None:
+        """In the order in which they came first. Who has still to come is undecided: `input_from` must know."""
+        while self._early:
+            self._candidate(*self._early.pop(next(iter(self._early))))
 
     def _consider_all(self) -> None:
         """Judge every open group before any batch is closed: what is in a batch may have to leave it."""

@@ -81,7 +81,7 @@ class Fold:
         self._do([[op.REVISED, *key] for key in self._changed])
         self._changed.clear()
         entries, self._entries = self._entries, []
-        return [[op.TIMES, *self.state.time], *entries] if entries else []
+        return entries
 
     def replaced(self, source: Source, topic_id: str, first: int) -> None:
         """The input is another topic now, or known for the first time: read it from offset `first` on.
@@ -94,6 +94,7 @@ class Fold:
             self._do([[op.LOST, *key, why] for key in self.state.pending.closings])
             self._do([[op.CLOSED, *key, "lost", why, now] for key in list(self.state.opened)])
         self._do([[op.NEW, source, topic_id, first - 1]])
+        self._oldest_closed = None
 
     # -- time
 
@@ -128,6 +129,7 @@ class Fold:
             if key in self._changed or key in state.pending.closings or key in state.pending.revised:
                 return
             self._do([[op.FORGOTTEN, *key]])
+            self._oldest_closed = None  # the same key may open and close once more
 
     def _meet(self, entries: list[Entry]) -> None:
         """After a trajectory or step has come: rewards and marks that waited for it, in the order of their log."""

@@ -160,13 +160,13 @@ class Assembly:
             if folded.beats(entry):
                 folded.rewards[entry.slot] = entry
 
-    def _curated(self, run: str, key: str, event: int, target: str, fields: Mapping[str, Any]) -> None:
+    def _curated(
+        self, run: str, key: str, event: int, target: str, fields: Mapping[str, Any], offset: int = -1
+    ) -> None:
         with self._folded((run, key)) as folded:
             if event not in folded.seen:
                 folded.seen.append(event)
-                marks = folded.marks.setdefault(target, Marks())
-                for name, value in fields.items():
-                    setattr(marks, name, value)
+                folded.marks.setdefault(target, Marks()).take(fields, offset)
 
     def _assessed(self, run: str, key: str, assessed: list[Any]) -> None:
         with self._folded((run, key)) as folded:
@@ -211,6 +211,10 @@ class Assembly:
         if source == STEPS:
             for key in [k for k in self.closed if k not in self.pending.closings and k not in self.pending.revised]:
                 self._forgotten(*key)
+        else:
+            for key in [*self.opened, *self.closed]:
+                with self._folded(key) as folded:
+                    folded.forget_offsets()
 
     def _find_buckets(self) -> None:
         """What is derived from the trajectories."""

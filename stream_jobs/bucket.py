@@ -161,9 +161,12 @@ def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
     """The trajectory of the step whose retry this is."""
     by_key = idempotency_hash(step)
     length = len(step.prompt_token_ids or b"") // WIDTH
-    for t, i in bucket.evidence.get(by_key, ()) if by_key is not None else ():
-        if as_long(steps_of(t)[i].prompt, length):
-            return t
+    same = [
+        (t, i) for t, i in (bucket.evidence.get(by_key, ()) if by_key is not None else ())
+        if as_long(steps_of(t)[i].prompt, length)
+    ]  # fmt: skip
+    if same:
+        return _first(same, steps_of)
     if not bucket.failed:
         return None
     asked = [request_hash(step)]
@@ -173,7 +176,12 @@ def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
         (t, i) for number in asked for t, i in bucket.evidence.get(number, ())
         if ended_badly(steps_of(t)[i]) and steps_of(t)[i].retried is None and steps_of(t)[i].asked == number
     ]  # fmt: skip
-    return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0] if places else None
+    return _first(places, steps_of) if places else None
+
+
+def _first(places: Sequence[Place], steps_of: StepsOf) -> str:
+    """The trajectory of the first of some steps on the log. Not of the first that is led to: that order is another after a snapshot."""
+    return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0]
 
 
 def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None) -> Place | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -62,7 +63,7 @@ class StepEntry(NamedTuple):
 
 
 class RewardEntry(NamedTuple):
-    """A reward as it counts. tail: of the step; None: the whole trajectory."""
+    """A reward as it counts. tail: of the step; None: the whole trajectory. offset: on `claw.rewards`; -1: on one that is no more."""
 
     source: RewardSource
     name: str
@@ -71,6 +72,7 @@ class RewardEntry(NamedTuple):
     value: float | None
     reason: str | None
     revision: int
+    offset: int = -1
 
     @property
     def slot(self) -> str:
@@ -79,11 +81,19 @@ class RewardEntry(NamedTuple):
 
 @dataclass(slots=True)
 class Marks:
-    """Curation of one target, field by field; the last one counts."""
+    """Curation of one target, field by field; the last one on the log counts. offsets: which one that is, by field."""
 
     quality: float | None = None
     trainable: bool | None = None
     tags: list[str] | None = None
+    offsets: dict[str, int] = field(default_factory=dict)
+
+    def take(self, fields: Mapping[str, Any], offset: int) -> None:
+        """What the curation at `offset` of `claw.rewards` says. It may come behind a later one: it waited for another step."""
+        for name, value in fields.items():
+            if offset >= self.offsets.get(name, -1):
+                setattr(self, name, value)
+                self.offsets[name] = offset
 
 
 class Assessed(NamedTuple):
@@ -108,14 +118,23 @@ class Folded:
         return self.assessed is None or assessed[0] > self.assessed.revision
 
     def beats(self, reward: RewardEntry) -> bool:
-        """Whether the reward changes the state: highest revision, among equals the first."""
+        """Whether the reward changes the state: highest revision, among equals the first on the log.
+
+        Not the first to be applied: rewards of one bucket's trajectory may name different steps of it, and wait for them.
+        """
         old = self.rewards.get(reward.slot)
-        return old is None or reward.revision > old.revision
+        return old is None or (reward.revision, -reward.offset) > (old.revision, -old.offset)
+
+    def forget_offsets(self) -> None:
+        """They are of a topic that is no more: what comes now comes later than all of it."""
+        self.rewards = {slot: r._replace(offset=-1) for slot, r in self.rewards.items()}
+        for marks in self.marks.values():
+            marks.offsets.clear()
 
     def dump(self) -> Any:
         return [
             [list(r) for r in self.rewards.values()],
-            [[t, m.quality, m.trainable, m.tags] for t, m in self.marks.items()],
+            [[t, m.quality, m.trainable, m.tags, m.offsets] for t, m in self.marks.items()],
             self.seen,
             *([list(self.assessed)] if self.assessed is not None else []),
         ]
@@ -124,7 +143,7 @@ class Folded:
     def load(cls, plain: Any) -> Folded:
         rewards = (RewardEntry(*r) for r in plain[0])
         assessed = Assessed(*plain[3]) if len(plain) > 3 else None
-        return cls({r.slot: r for r in rewards}, {t: Marks(q, b, g) for t, q, b, g in plain[1]}, plain[2], assessed)
+        return cls({r.slot: r for r in rewards}, {t: Marks(*marks) for t, *marks in plain[1]}, plain[2], assessed)
 
 
 @dataclass(slots=True)

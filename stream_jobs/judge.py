@@ -259,7 +259,14 @@ class Judge:
         tail = _step_meant(name, reward)
         reason = reward.reason[:REASON_CHARS] if reward.reason else None
         entry = RewardEntry(
-            reward.source, reward.name, reward.function_version, tail, reward.value, reason, reward.reward_revision
+            reward.source,
+            reward.name,
+            reward.function_version,
+            tail,
+            reward.value,
+            reason,
+            reward.reward_revision,
+            offset,
         )
         return self._aim(offset, *_target_of(name, reward), op.REWARD, [list(entry)])
 
@@ -276,7 +283,7 @@ class Judge:
         fields = {n: v for n, v in said.items() if v is not None}
         if not fields:
             return []
-        what = [hash_of(mark.event_id.encode()), _step_meant(name, mark) or "", fields]
+        what = [hash_of(mark.event_id.encode()), _step_meant(name, mark) or "", fields, offset]
         return self._aim(offset, *_target_of(name, mark), op.CURATED, what)
 
     def _assessment(self, offset: int, name: Key, said: Assessment) -> list[Entry]:

@@ -17,6 +17,7 @@ from runtime.kafka import Record
 from runtime.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
 from stream_jobs.errors import UnreadableStateLog
 from stream_jobs.index import Entry
@@ -111,10 +112,10 @@ def state_record(decoder: Decoder, record: Record) -> StateRecord:
 
 
 def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> AssemblyDelta:
-    """The delta that leads to `state`."""
-    return AssemblyDelta(
-        epoch=epoch, seq=seq, applied_steps=state.applied[0], applied_rewards=state.applied[1], entries=packed(entries)
-    )
+    """The delta that leads to `state`. How far its clocks are goes with how far it has read: what it read is not read again."""
+    steps, rewards = state.applied
+    changes = packed([[op.TIMES, *state.time], *entries])
+    return AssemblyDelta(epoch=epoch, seq=seq, applied_steps=steps, applied_rewards=rewards, entries=changes)
 
 
 def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:

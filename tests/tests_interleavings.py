@@ -1,0 +1,404 @@
+"""Made-up logs for the interleaving properties, and a partition of assemble that dies between any two steps of its protocol.
+
+Drawn by a seed, not piece by piece: what goes wrong does so in long logs in which much happens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from schemas.events import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
+from schemas.ids import agent_key
+from schemas.parts import joined
+from schemas.topics import partition_of
+from stream_jobs import assembly as op
+from stream_jobs import state_log
+from stream_jobs.assemble import Fold
+from stream_jobs.index import REWARDS, STEPS, Closed, Key, Source
+from stream_jobs.judge import Limits
+from stream_jobs.payload import Kept, payload_of
+from stream_jobs.provenance import provenance
+from stream_jobs.state_log import StateLog
+from stream_jobs.trajectory import assembled, candidate
+from stream_jobs.trial import BUCKET, CODEC, curation, reward, session, spoken, step
+
+AGENT = agent_key("codex", b"", "s")
+LIMITS = Limits(
+    trajectory_timeout=3000, closed_horizon=10_000_000, orphan_after=800, closed_max=10_000, bucket_inactivity=900,
+    agent_inactivity=1500,
+)  # fmt: skip
+Log = list[tuple[int, Any]]
+"""Timestamp and event of each offset."""
+Logs = tuple[Log, Log]
+"""Of one partition of `claw.steps` and of `claw.rewards`."""
+
+
+class Killed(Exception):
+    """The process ended in the middle of something."""
+
+
+@dataclass
+class Rig:
+    """The owner of one partition without Kafka. What it sends and its state log survive a kill; nothing else does."""
+
+    logs: Logs
+    limits: Limits = LIMITS
+    log: list[bytes] = field(default_factory=list)
+    trimmed: int = 0
+    trajectories: dict[Key, Trajectory] = field(default_factory=dict)
+    revisions: dict[Key, dict[int, Candidate]] = field(default_factory=dict)
+    sent: list[Candidate] = field(default_factory=list)
+    marks: set[tuple[Key, str, str, int]] = field(default_factory=set)
+    burials: set[tuple[Source, int, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.take_over()
+
+    def take_over(self) -> None:
+        """A new owner: marker, state from the log, what was decided but not done."""
+        self.log.append(
+            CODEC.encode(AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0))
+        )
+        self.epoch = len(self.log) - 1
+        read = StateLog()
+        for offset in range(self.trimmed, len(self.log)):
+            read.read(offset, CODEC.decode(self.log[offset]), len(self.log[offset]))
+        self.state, self.seq, self.carry = read.state, read.seq, list[Any]()
+        self.fold = Fold(self.state, self.limits)
+        self.payload: dict[int, Kept] = {}
+        self.emit(None)
+
+    def left(self, source: Source) -> int:
+        """Records that it has not read."""
+        return len(self.logs[source]) - self.state.applied[source] - 1
+
+    def read(self, source: Source) -> None:
+        """Fold the next record."""
+        offset = self.state.applied[source] + 1
+        timestamp, event = self.logs[source][offset]
+        key = None if isinstance(event, Tick) else event.trajectory_key.encode()
+        kept = self.fold.record(source, offset, timestamp, key, event)
+        if kept is not None:
+            self.payload[offset] = kept
+
+    def delta(self) -> bytes | None:
+        """The record that makes the batch durable; None: nothing was decided."""
+        entries = self.fold.seal()
+        if not entries and not self.carry:
+            return None
+        self.seq += 1
+        return CODEC.encode(state_log.delta(self.epoch, self.seq, self.state, [*self.carry, *entries]))
+
+    def emit(self, most: int | None) -> None:
+        """Send what is decided and not done; killed behind the first `most` records, if that is less. Raises Killed."""
+        outputs, facts = list[Any](), []
+        for key, trajectory in self.state.pending.closings.items():
+            for s in trajectory.steps:
+                if s.offset not in self.payload:
+                    self.payload[s.offset] = self._again(s.offset)
+            if trajectory.meta is not None:
+                self.payload.setdefault(trajectory.meta, self.logs[STEPS][trajectory.meta][1].metadata_json or b"")
+            done = assembled(key, trajectory, Closed.load(self.state.closed[key]), self.payload)
+            outputs.append((self.trajectories, key, joined(done.parts)))
+            facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
+            self.state.apply(facts[-1])
+        for key in self.state.pending.revised:
+            made = candidate(key, Closed.load(self.state.closed[key]), CODEC)
+            outputs.append((self.revisions.setdefault(key, {}), made.revision, made))
+        for at, (where, name, value) in enumerate(outputs):
+            if most is not None and at >= most:
+                raise Killed
+            assert where.setdefault(name, value) == value, "sent again with other content"
+            if isinstance(value, Candidate):
+                self.sent.append(value)
+        self.marks |= {(m.key, m.step_id, m.kind, m.offset) for m in self.state.pending.marks}
+        self.burials |= {(b.source, b.offset, b.reason) for b in self.state.pending.burials}
+        if self.state.pending:
+            self.state.apply([op.DONE])
+            self.carry = [[op.DONE], *facts]
+
+    def _again(self, offset: int) -> Kept:
+        """Payload read from `claw.steps` once more, whole: what a new owner does."""
+        event = self.logs[STEPS][offset][1]
+        return payload_of(event, provenance(event))
+
+    def snapshot(self, whole: bool) -> None:
+        """Snapshot and trim; or killed before its last piece."""
+        pieces = [CODEC.encode(p) for p in state_log.snapshot(self.epoch, self.seq, self.state)]
+        first = len(self.log)
+        self.log += pieces if whole else pieces[:-1]
+        if whole:
+            self.carry = []
+            self.trimmed = first
+
+    def batch(self, size: int, rng: Random, prefers: float, ends: str) -> None:
+        """A micro-batch; `ends` says at which step of the protocol it is killed."""
+        for _ in range(size):
+            sources = [s for s in (STEPS, REWARDS) if self.left(s)]
+            if sources:
+                self.read(sources[0] if len(sources) == 1 or rng.random() < prefers else sources[1])
+        delta = self.delta()
+        if ends == "before delta":
+            return self.take_over()
+        if delta is not None and ends == "fenced":
+            stale, self.carry = delta, []
+            self.take_over()
+            return self.log.append(stale)  # it lands behind its successor's marker
+        if delta is not None:
+            self.log.append(delta)
+            self.carry = []
+        try:
+            self.emit(rng.randrange(3) if ends == "amid outputs" else None)
+        except Killed:
+            return self.take_over()
+        if ends in ("snapshot", "half a snapshot"):
+            self.snapshot(ends == "snapshot")
+        if ends in ("after outputs", "half a snapshot", "amid outputs"):
+            self.take_over()
+        return None
+
+    def last(self) -> dict[Key, Candidate]:
+        """The last revision of each trajectory, without its number."""
+        return {key: replace(found[max(found)], revision=0) for key, found in self.revisions.items()}
+
+
+ENDS = ("before delta", "fenced", "amid outputs", "after outputs", "snapshot", "half a snapshot")
+
+
+def plainly(logs: Logs, limits: Limits = LIMITS) -> Rig:
+    """All of the steps, then all of the rewards, a record at a time, undisturbed."""
+    rig, rng = Rig(logs, limits), Random(0)
+    while rig.left(STEPS) or rig.left(REWARDS):
+        rig.batch(1, rng, 1.0, "")
+    return rig
+
+
+def disturbed(logs: Logs, rng: Random, limits: Limits = LIMITS) -> Rig:
+    """Any interleaving, any batches, any kills."""
+    rig = Rig(logs, limits)
+    prefers, largest, calm = (
+        rng.choice([0.02, 0.3, 0.5, 0.7, 0.98]),
+        rng.choice([1, 4, 30]),
+        rng.choice([0.3, 0.7, 0.95]),
+    )
+    kills = 0
+    while rig.left(STEPS) or rig.left(REWARDS):
+        ends = "" if rng.random() < calm or kills > 60 else rng.choice(ENDS)
+        kills += bool(ends)
+        rig.batch(rng.randint(1, largest), rng, prefers, ends)
+    return rig
+
+
+def with_gaps(logs: Logs, rng: Random, count: int) -> tuple[Logs, tuple[list[int], list[int]]]:
+    """The logs with ticks strewn in, where duplicates may stand as well: both only tell time. Returns also where."""
+    out: tuple[Log, Log] = ([], [])
+    gaps: tuple[list[int], list[int]] = ([], [])
+    for source in (STEPS, REWARDS):
+        log = logs[source]
+        behind = sorted(rng.choices(range(1, len(log) + 1), k=count)) if log else []
+        for i, record in enumerate(log, 1):
+            out[source].append(record)
+            while behind and behind[0] == i:
+                behind.pop(0)
+                gaps[source].append(len(out[source]))
+                soonest = out[source][-1][0]
+                latest = log[i][0] if i < len(log) else soonest
+                out[source].append((rng.randint(soonest, latest), Tick(partition=0)))
+    return out, gaps
+
+
+def duplicated(logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[Source, int]], rng: Random) -> Logs:
+    """Some of the gaps hold a record that was sent before. never: what was buried; sent again later it may well find its target."""
+    out: Logs = (list(logs[0]), list(logs[1]))
+    for source in (STEPS, REWARDS):
+        for at in gaps[source]:
+            known = [i for i in range(at) if (source, i) not in never and i not in gaps[source]]
+            if known and rng.random() < 0.9:
+                recent = known[-4:] if rng.random() < 0.3 else known
+                out[source][at] = (logs[source][at][0], logs[source][rng.choice(recent)][1])
+    return out
+
+
+# ---------------------------------------------------------------- stories
+
+
+class Story:
+    """Writes the two logs of a partition, with events that arrive later than they were made.
+
+    whole: every call has tokens, and nothing that is said of it takes it out of training.
+    """
+
+    def __init__(self, rng: Random, runs: Sequence[str] = ("r", "s"), whole: bool = False) -> None:
+        self.rng, self.runs, self.whole, self.now, self.count = rng, runs, whole, 0, 0
+        self._events: tuple[list[tuple[int, int, Any]], list[tuple[int, int, Any]]] = ([], [])
+        self.said: dict[Key, list[tuple[int, list[Any], list[Any]]]] = {}
+        """Of each run and key: number, prompt (or messages) and what came next, for each call."""
+
+    def put(self, event: Any, delay: int = 0) -> None:
+        """The event reaches its log `delay` ms from now; never before 0."""
+        self.count += 1
+        source = REWARDS if isinstance(event, Reward | Curation) else STEPS
+        self._events[source].append((max(0, self.now + delay), self.count, event))
+
+    def logs(self, quiet: int) -> Logs:
+        """Both logs, each ending with ticks after a while of silence."""
+        out: Logs = ([], [])
+        for source in (STEPS, REWARDS):
+            out[source].extend((at, event) for at, _, event in sorted(self._events[source], key=lambda e: e[:2]))
+        end = max((log[-1][0] for log in out if log), default=0)
+        for log in out:
+            log += [(end + quiet, Tick(partition=0)), (end + 2 * quiet, Tick(partition=0))]
+        return out
+
+    def call(self, run: str, key: str, delay: int = 0, **more: Any) -> int:
+        """One call and its choices: goes on from an earlier one, forks, begins anew, or tries again. Returns its number."""
+        rng, said = self.rng, self.said.setdefault((run, key), [])
+        n = len(said)
+        more = {"run_id": run, "version_first": f"{run}/3.0", "version_last": f"{run}/3.0", **more}
+        how = rng.choice(["on", "on", "on", "on", "fork", "anew", "again"]) if said else "anew"
+        _, asked, answered = rng.choice(said[-2:]) if said else (0, [], [])
+        make = self._spoken if key == BUCKET else self._plain
+        if how == "again":
+            more |= rng.choice([{"retry_count": 1}, {"idempotency_key": "i"}, {}])
+        elif rng.random() < 0.2:
+            more["idempotency_key"] = rng.choice(["i", f"i{n}"])
+        if rng.random() < 0.15 and not self.whole:
+            more["status"] = rng.choice(["aborted", "error"])
+        first, asked, answered = make(key, n, how, asked, answered, more)
+        said.append((n, asked, answered))
+        for i in range(rng.choice([1, 1, 1, 2])):
+            twin = replace(first, step_id=f"{first.call_id}.{i}", choice_index=i)
+            self.put(twin, delay + (rng.choice([0, 0, 300]) if i else 0))
+        return n
+
+    def _plain(
+        self, key: str, n: int, how: str, asked: list[Any], answered: list[Any], more: dict[str, Any]
+    ) -> tuple[Step, list[Any], list[Any]]:
+        rng = self.rng
+        prompt = {"on": [*asked, *answered, 2], "fork": [*asked, 7], "anew": [1], "again": asked}[how]
+        response = [n + 10] if rng.random() < 0.8 else [10]
+        if rng.random() < 0.1 and not self.whole:
+            more = {"prompt_token_ids": None, **more}
+        return step(key, n, prompt, response, **more), prompt, response
+
+    def _spoken(
+        self, key: str, n: int, how: str, asked: list[Any], answered: list[Any], more: dict[str, Any]
+    ) -> tuple[Step, list[Any], list[Any]]:
+        rng = self.rng
+        turn = {"role": "user", "content": rng.choice("xy")}
+        messages = {
+            "on": [*asked, *answered, turn], "fork": [*asked, turn], "anew": [{"role": "user", "content": "q"}], "again": asked,
+        }[how]  # fmt: skip
+        reply: dict[str, Any] = {"content": rng.choice(["so", "so", f"so {n}"])}
+        if rng.random() < 0.3:
+            made = {"name": "look", "arguments": rng.choice(['{"a": 1}', '{"a": 2}'])}
+            reply = {"tool_calls": [{"id": rng.choice(["call_1", f"call_{n}"]), "function": made}]}
+        made_step = spoken(n, messages, reply, key, tokens=self.whole or rng.random() < 0.85, **more)
+        return made_step, list(messages), [{"role": "assistant", **reply}]
+
+    def judged(self, run: str, key: str, when: int, values: Sequence[float | None]) -> None:
+        """A reward, or a mark, of a call, of the trajectory that has it, or of one that does not exist."""
+        rng, said = self.rng, self.said.get((run, key), [])
+        n = rng.randrange(len(said) + 1) if rng.random() < 0.1 or not said else rng.randrange(len(said))
+        choice = rng.choice(["0", "0", "0", "1"])
+        target = {"step_id": f"{key}~C{n}.{choice}"}
+        unnamed = key in (BUCKET, AGENT)
+        about = rng.choice(["step", "whole", "whole"])
+        if about == "whole":
+            target = rng.choice([target | {"trajectory_id": key}, {"trajectory_id": f"{key}~C{n}"}]) if unnamed else {}
+        if rng.random() < 0.6:
+            made: Any = replace(
+                reward(key, rng.choice(values), None, rng.choice("ab"), rng.randint(0, 2)),
+                source=rng.choice(["env", "human"]),
+            )
+        else:
+            marks: list[dict[str, Any]] = [
+                {"quality": rng.choice([0.2, 0.9])}, {"tags": (rng.choice("uv"),)}, {"trainable": True}, {"trainable": self.whole},
+            ]  # fmt: skip
+            made = curation(key, "", None, **rng.choice(marks))
+        self.put(replace(made, run_id=run, event_id=f"e{self.count}", **target), when)
+
+
+def chaos(rng: Random, length: int) -> Logs:
+    """Anything, in any order: late steps, ends before beginnings, rewards for nothing."""
+    story = Story(rng, rng.choice([("r",), ("r", "s")]))
+    pace = rng.choice([[0, 1, 20], [0, 0, 5, 50, 200, 400], [0, 50, 400, 1000]])
+    keys = rng.choice([["a"], [BUCKET], [AGENT], ["a", "b", BUCKET, BUCKET, AGENT]])
+    for _ in range(length):
+        story.now += rng.choice(pace)
+        run, key = rng.choice(story.runs), rng.choice(keys)
+        kind = rng.choice(["call"] * 10 + ["judge"] * 10 + ["opened", "end", "tick"])
+        delay = rng.choice([0, 0, 0, 0, 0, 0, 0, 0, 100, 700, 2500])
+        if kind == "call":
+            story.call(run, key, delay)
+        elif kind == "judge":
+            story.judged(run, key, rng.choice([-700, -100, -20, 0, 0, 20, 900, 3000]), [0.0, 0.5, 1.0, None])
+        elif kind == "tick":
+            story.put(Tick(partition=0))
+        elif kind == "opened":
+            story.put(_opened(run, key if key in "ab" else "a", story.count, rng), delay)
+        else:
+            n = rng.randrange(len(story.said.get((run, key), [])) + 1)
+            named = {} if key in "ab" else {"step_id": f"{key}~C{n}.0"}
+            end = session(key, rng.choice(["completed", "failed", "abandoned"]), f"s{story.count}", **named)
+            story.put(replace(end, run_id=run), delay)
+    return story.logs(10_000)
+
+
+def full_rounds(rng: Random) -> tuple[Logs, Logs]:
+    """Two partitions on which every round of every group comes to be full and rewarded, in time."""
+    stories = tuple(Story(rng, whole=True) for _ in range(2))
+    left: list[tuple[str, str, list[str], SessionEvent]] = []
+    for run in ("r", "s"):
+        for group in range(rng.randint(1, 3)):
+            size, counted = rng.choice([1, 2, 3]), rng.random() < 0.5
+            for number in range(rng.choice([1, 1, 2])):
+                said = {"group_id": f"g{group}", "group_size": size, "round": None if counted else number}
+                for member in range(size):
+                    key = f"k{group}-{number}-{member}"
+                    script = ["call"] * rng.randint(1, 4)
+                    script.insert(rng.randint(0, len(script)), "opened")
+                    script += ["end"] + ["late"] * rng.choice([0, 0, 1])
+                    left.append((run, key, script, replace(session(key, "opened", f"{run}{key}", **said), run_id=run)))
+    pace = rng.choice([[0, 1, 20], [0, 5, 50, 200], [50, 300, 700]])
+    while left:
+        for story in stories:
+            story.now += rng.choice(pace)
+        run, key, script, opened = rng.choice(left)
+        story, what = stories[partition_of(key.encode(), 2)], script.pop(0)
+        if what == "opened":
+            story.put(opened)
+        elif what == "end":
+            story.put(replace(session(key, rng.choice(["completed", "failed"]), f"{run}{key}-end"), run_id=run))
+            _rewarded(story, run, key, {})
+        else:
+            story.call(run, key)
+        if rng.random() < 0.5:
+            story.judged(run, key, rng.choice([-1000, 0, 2000]), [0.0, 1.0])
+        if rng.random() < 0.3:
+            unnamed = rng.choice([BUCKET, AGENT])
+            other = stories[partition_of(unnamed.encode(), 2)]
+            n = other.call(run, unnamed)
+            _rewarded(other, run, unnamed, {"trajectory_id": unnamed, "step_id": f"{unnamed}~C{n}.0"})
+        if not script:
+            left.remove((run, key, script, opened))
+    return stories[0].logs(10_000), stories[1].logs(10_000)
+
+
+def _rewarded(story: Story, run: str, key: str, target: dict[str, Any]) -> None:
+    """The reward that every trajectory has to have."""
+    made = reward(key, story.rng.choice([0.0, 1.0]))
+    story.put(
+        replace(made, run_id=run, event_id=f"e{story.count}", **target), story.rng.choice([-2000, -100, 0, 100, 4000])
+    )
+
+
+def _opened(run: str, key: str, number: int, rng: Random) -> SessionEvent:
+    what: dict[str, Any] = {
+        "group_id": rng.choice([None, "g", "h"]), "group_size": rng.choice([None, 2]), "round": rng.choice([None, 1]),
+        "metadata_json": rng.choice([None, b"{}", b'{"n":1}']), "channel": rng.choice([None, "val"]),
+    }  # fmt: skip
+    return replace(session(key, "opened", f"o{number}", **what), run_id=run)
