@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from runtime.kafka import Cluster, SourceTruncated, Unavailable
@@ -29,11 +30,14 @@ from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.settings import Settings
 from stream_jobs.lake_care import Caretaker
-from stream_jobs.lake_delta import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_delta import LakeError, LakeFull, LakeMissing, dataset, open_table
 from stream_jobs.lake_feed import Feed
 from stream_jobs.lake_positions import made_anew, positions
 from stream_jobs.lake_rows import Schemas
 from stream_jobs.lake_writer import Lake, LakeTaken
+
+MAX_WAIT_S = 30.0
+"""Between two looks whether there is room again."""
 
 __all__ = ["Lake", "LakeError", "LakeMissing", "LakeTaken", "dataset", "main", "open_table", "write"]
 
@@ -50,7 +54,8 @@ def write(settings: Settings, stop: threading.Event) -> None:
     _tell_of_new_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
     lake = Lake(settings.lake_uri, settings.lake.storage_options, settings.lake.dedupe_window, history)
-    lake.claim()
+    if not _with_room(lake.claim, stop):
+        return
     schemas = Schemas()
     decoder = Decoder(cluster, settings.kafka.topics.schemas, schemas)
     caretaker = Caretaker(settings)
@@ -86,7 +91,8 @@ def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, sto
             if same is None:
                 stop.wait(1.0)
                 continue
-            _flush(lake, feed, marks=False)
+            if not _with_room(lambda: _flush(lake, feed, marks=False), stop):
+                return
             flushed_at = time.monotonic()
             caretaker.look()
         try:
@@ -95,7 +101,22 @@ def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, sto
             if feed.gone(e):
                 return
     if _topics_same(feed):
-        _flush(lake, feed, marks=True)
+        _with_room(lambda: _flush(lake, feed, marks=True), stop)
+
+
+def _with_room(write: Callable[[], None], stop: threading.Event) -> bool:
+    """Write, as soon as there is room; what is waiting stays in memory and on Kafka. False: told to stop before that."""
+    wait_s = 1.0
+    while True:
+        try:
+            write()
+        except LakeFull as e:
+            logger().error("lake_full", error=str(e), action="make room: the lake goes on by itself, nothing is lost")
+            if stop.wait(wait_s):
+                return False
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+        else:
+            return True
 
 
 def _topics_same(feed: Feed) -> bool | None:

@@ -156,6 +156,8 @@ class _Source:
     def _value(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
         """Lines that read one value into a variable."""
         if isinstance(writer, list):
+            if len(writer) != 1 + ("null" in writer):
+                raise ValueError(f"a union of {[kind_of(b) for b in writer]} is not read here")
             self._union(writer, depth, lambda branch, d: self._value(branch, wanted, to, d), f"{to} = None")
             return
         kind, aim = kind_of(writer), not_null(wanted)
@@ -219,14 +221,14 @@ class _Source:
         self.add(depth, "if n & 1: bad('a negative length', i)")
         self.add(depth, "n >>= 1; i += n")
 
-    def _union(self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], Any], null: str) -> None:
-        if sorted(branch == "null" for branch in writer) != [False, True]:
-            raise ValueError(f"the only unions read here are of null and a type, not {[kind_of(b) for b in writer]}")
-        null_at = writer.index("null")
+    def _union(self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], None], null: str) -> None:
         self.add(depth, "n = b[i]; i += 1")
-        self.add(depth, f"if n == {2 * null_at}: {null}")
-        self.add(depth, f"elif n == {2 * (1 - null_at)}:")
-        inner(writer[1 - null_at], depth + 1)
+        for at, branch in enumerate(writer):
+            self.add(depth, f"{'elif' if at else 'if'} n == {2 * at}:")
+            if branch == "null":
+                self.add(depth + 1, null)
+            else:
+                inner(branch, depth + 1)
         self.add(depth, "else: bad('a union branch that is not there', i)")
 
     def _blocks(self, depth: int, item: Callable[[int], Any]) -> None:

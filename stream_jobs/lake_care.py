@@ -28,6 +28,7 @@ from stream_jobs.lake_delta import (
     FILE_BYTES,
     CommitCollided,
     Delta,
+    LakeFull,
     LakeMissing,
     clean,
     compact,
@@ -51,7 +52,8 @@ class Cared(NamedTuple):
     merged_files: int = 0
     made_files: int = 0
     deleted_files: int = 0
-    collided: str | None = None
+    put_off: str | None = None
+    """Why it was left to the next run: another commit came between, or there was no room."""
 
 
 def care(settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None) -> Iterator[Cared]:
@@ -67,9 +69,12 @@ def care(settings: Settings, names: Iterable[str] | None = None, now: datetime |
             if small_files(table) >= SMALL_FILES:
                 merged, made = compact(table)
                 done = done._replace(merged_files=merged, made_files=made)
+        except (CommitCollided, LakeFull) as e:
+            done = done._replace(put_off=str(e))
+        try:
             done = done._replace(deleted_files=vacuum(settings, name))
-        except CommitCollided as e:
-            done = done._replace(collided=str(e))
+        except (CommitCollided, LakeFull) as e:
+            done = done._replace(put_off=done.put_off or str(e))
         yield done
 
 

@@ -100,8 +100,9 @@ def widened(ours: Schema, theirs: Schema) -> Schema:
     ]
     names = {f["name"] for f in fields}
     for name in [name for name in other if name not in names]:
-        new = {**other[name], "type": ["null", not_null(other[name]["type"])], "default": None}
-        if _fits(new):
+        theirs_one = other[name]["type"]
+        new = {**other[name], "type": ["null", not_null(theirs_one)], "default": None}
+        if _fits(new) and (not isinstance(theirs_one, list) or len(theirs_one) == 1 + ("null" in theirs_one)):
             fields.append(new)
     return {**ours, "fields": fields}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,28 @@ class LakeMissing(LakeError):
 
 class SchemaRefused(LakeError):
     """Columns that do not fit those that the table has."""
+
+
+class LakeFull(LakeError):
+    """There is no room to write. What was being written is in no version; make room and it can be written again."""
+
+
+_NO_ROOM = ("os error 28", "os error 122", "StorageFull", "QuotaExceeded")
+"""As the Delta library puts ENOSPC and EDQUOT: it has no type for them."""
+
+
+@contextmanager
+def _room(where: str) -> Iterator[None]:
+    try:
+        yield
+    except DeltaError as e:
+        if not any(sign in str(e) for sign in _NO_ROOM):
+            raise
+        raise LakeFull(f"no room to write to {where}: {str(e).splitlines()[0]}") from e
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise LakeFull(f"no room to write to {where}: {e}") from e
 
 
 def exists(where: str, storage_options: Mapping[str, str]) -> bool:
@@ -81,21 +105,22 @@ def create(
     where = table_uri(uri, name)
     if exists(where, storage_options):
         return
-    if "://" not in where:
-        Path(where).mkdir(parents=True, exist_ok=True)
     try:
-        DeltaTable.create(
-            where,
-            schema,
-            mode="ignore",
-            name=name,
-            storage_options=dict(storage_options) or None,
-            configuration={
-                "delta.checkpointInterval": "20",
-                "delta.dataSkippingStatsColumns": ",".join(stats),
-                **_properties(history),
-            },
-        )
+        with _room(where):
+            if "://" not in where:
+                Path(where).mkdir(parents=True, exist_ok=True)
+            DeltaTable.create(
+                where,
+                schema,
+                mode="ignore",
+                name=name,
+                storage_options=dict(storage_options) or None,
+                configuration={
+                    "delta.checkpointInterval": "20",
+                    "delta.dataSkippingStatsColumns": ",".join(stats),
+                    **_properties(history),
+                },
+            )
     except DeltaError:
         if not exists(where, storage_options):  # else: another writer has just made it
             raise
@@ -104,17 +129,18 @@ def create(
 def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
     """Append on exactly this snapshot; columns that the table lacks are added. versions: app id to version, in the same commit.
 
-    Raises CommitCollided when another commit has raised one of the versions since, or has changed the columns.
+    Raises CommitCollided when another commit has raised one of the versions since, or has changed the columns; LakeFull.
     """
-    write_deltalake(
-        table,
-        rows,
-        mode="append",
-        schema_mode="merge",
-        writer_properties=writer_properties(rows.schema),
-        commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
-        post_commithook_properties=PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False),
-    )
+    with _room(table.table_uri):
+        write_deltalake(
+            table,
+            rows,
+            mode="append",
+            schema_mode="merge",
+            writer_properties=writer_properties(rows.schema),
+            commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
+            post_commithook_properties=PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False),
+        )
 
 
 def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
@@ -145,16 +171,20 @@ def compact(table: DeltaTable) -> tuple[int, int]:
 
     Beside a writer's commits; raises CommitCollided when rows were deleted meanwhile. Killed: the table is as it was.
     """
-    done = table.optimize.compact(
-        target_size=FILE_BYTES, max_concurrent_tasks=1, writer_properties=writer_properties(pa.schema(table.schema()))
-    )
+    with _room(table.table_uri):
+        done = table.optimize.compact(
+            target_size=FILE_BYTES,
+            max_concurrent_tasks=1,
+            writer_properties=writer_properties(pa.schema(table.schema())),
+        )
     return done["numFilesRemoved"], done["numFilesAdded"]
 
 
 def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
     """Delete the rows whose time is before `moment`. Returns how many. A commit on an older snapshot collides with it, and is repeated."""
     stamp = moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    done = table.delete(f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema())))
+    with _room(table.table_uri):
+        done = table.delete(f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema())))
     return int(done["num_deleted_rows"] or 0)
 
 

@@ -69,7 +69,8 @@ def compact(table: Name = None, sets: Set = None, config: Config = None) -> None
         for done in care.care(settings, None if table is None else [_known(table)]):
             typer.echo(
                 f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
-                f"{done.deleted_files} old files deleted" + (f"; collided: {done.collided}" if done.collided else "")
+                f"{done.deleted_files} old files deleted"
+                + (f"; the rest next time: {done.put_off}" if done.put_off else "")
             )
 
 

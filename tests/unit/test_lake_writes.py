@@ -126,7 +126,7 @@ def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
         lake.append("rewards", rows(i, f"e{i:02}"), {SOURCE: i + 1}, never)
         if i == 9:
             (done,) = [d for d in care(settings) if any(d[1:])]
-            assert (done.table, done.merged_files, done.made_files, done.collided) == ("rewards", 11, 1, None)
+            assert (done.table, done.merged_files, done.made_files, done.put_off) == ("rewards", 11, 1, None)
     assert len(open_table(str(tmp_path), "rewards", {}).file_uris()) == 3
     assert ids(tmp_path) == [*(f"e{i:02}" for i in range(12)), "old"]
     again = claimed(tmp_path)

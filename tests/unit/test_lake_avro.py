@@ -1,0 +1,200 @@
+"""What the lake reads of a value is what any reader reads of it, whoever wrote it; newer schemas bring columns, broken bytes are an error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import types
+import typing
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.codec import TOP_LEVEL, Codec, archived, fingerprint_of, shipped, without_kafka
+from schemas.events import Trajectory
+from stream_jobs.lake_avro import MALFORMED, expanded, reader_of
+from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
+from stream_jobs.lake_tables import catalog
+
+CODEC = Codec()
+PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1), bool: st.booleans(),
+         float: st.floats(width=32, allow_nan=False)}  # fmt: skip
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field of a record."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return st.sampled_from(inside)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*(st.none() if t is type(None) else values_of(t) for t in inside))
+    if origin is tuple:
+        return st.lists(values_of(inside[0]), max_size=3).map(tuple)
+    if isinstance(origin, type) and issubclass(origin, typing.Mapping):
+        return st.dictionaries(PLAIN[str], values_of(inside[1]), max_size=3)
+    if dataclasses.is_dataclass(hint):
+        return records_of(typing.cast(type, hint))
+    return PLAIN[hint]
+
+
+def records_of(cls: type) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(cls)
+    return st.fixed_dictionaries({f.name: values_of(hints[f.name]) for f in dataclasses.fields(cls)}).map(
+        lambda values: cls(**values)
+    )
+
+
+@pytest.mark.parametrize("cls", TOP_LEVEL, ids=lambda c: c.__name__)
+def test_what_is_read_is_what_was_written(cls: type) -> None:
+    schema = expanded(shipped(cls.__name__))
+    read = reader_of(schema, schema)
+
+    @settings(max_examples=25)
+    @given(records_of(cls), st.data())
+    def holds(record: Any, data: st.DataObject) -> None:
+        value = CODEC.encode(record)
+        assert read(value, 10) == tupled(schema, without_kafka(record))
+        assert named(schema, read(value, 10)) == named(schema, tupled(schema, without_kafka(CODEC.decode(value))))
+        cut = data.draw(st.integers(10, len(value)))
+        for broken in (value[:cut], value + b"\x00") if cut < len(value) else (value + b"\x00",):
+            with pytest.raises(MALFORMED):
+                read(broken, 10)
+
+    holds()
+
+
+@given(st.binary(max_size=60))
+def test_rubbish_is_malformed_or_read_whole(rubbish: bytes) -> None:
+    schema = expanded(shipped("Candidate"))
+    read = reader_of(schema, schema)
+    for data in (rubbish, rubbish + b"\xff" * 12):
+        with contextlib.suppress(MALFORMED):
+            read(data, 0)
+
+
+def test_fields_that_are_left_out_are_stepped_over() -> None:
+    table = catalog()["trajectories"]
+    read = table.reads(expanded(shipped("Trajectory")))
+
+    @settings(max_examples=50)
+    @given(records_of(next(c for c in TOP_LEVEL if c.__name__ == "Trajectory")))
+    def holds(record: Any) -> None:
+        assert table.record is not None
+        assert read(CODEC.encode(record), 10) == tupled(table.record, without_kafka(record))
+
+    holds()
+
+
+def newer_trajectory() -> dict[str, Any]:
+    """The schema of a release to come: fields at the end, in the middle of none, of every kind, and inside a list of records."""
+    schema = copy.deepcopy(shipped("Trajectory"))
+    steps = next(f for f in schema["fields"] if f["name"] == "steps")
+    steps["type"]["items"]["fields"].append(
+        {"name": "latency_s", "type": ["null", "double"], "default": None, "doc": "How long the engine took."}
+    )
+    schema["fields"] += [
+        {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who asked."},
+        {"name": "seen_at", "type": {"type": "long", "logicalType": "timestamp-micros"}, "default": 0, "doc": "When."},
+        {"name": "extra_ids", "type": ["null", "bytes"], "packing": "i32le", "default": None, "doc": "Ids."},
+        {"name": "facts", "type": {"type": "array", "items": {"type": "record", "name": "Fact", "fields": [
+            {"name": "key", "type": "string", "doc": "Which."}, {"name": "weight", "type": "float", "doc": "How sure."}]}},
+         "default": [], "doc": "What is known."},
+        {"name": "odd", "type": ["null", "string", "int"], "default": None, "doc": "No column has two types."},
+    ]  # fmt: skip
+    return schema
+
+
+def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None:
+    former, theirs = catalog()["trajectories"], expanded(newer_trajectory())
+    wider = former.widened(theirs)
+    names = [n for n in wider.schema.names if n not in former.schema.names]
+    assert names == ["team", "seen_at", "extra_ids", "facts"]
+    assert wider.widened(theirs) == wider
+    assert wider.schema.field("seen_at").type == pa.timestamp("us", "UTC")
+    assert wider.schema.field("extra_ids").type == pa.list_(pa.int32())
+    assert wider.schema.field("team").metadata[b"comment"] == b"Who asked."
+    inner = wider.schema.field("steps").type.value_type
+    assert inner.field("latency_s").metadata[b"comment"] == b"How long the engine took."
+    assert "segments" not in wider.schema.names
+    assert inner.get_field_index("response_json") == -1
+    blank: Any = {
+        "float": 0.0,
+        "double": 0.0,
+        "string": "",
+        "bytes": b"",
+        "int": 0,
+        "long": 0,
+        "boolean": False,
+        "enum": "root",
+    }
+    assert former.record is not None
+    steps = next(f for f in former.record["fields"] if f["name"] == "steps")["type"]["items"]
+    step = {f["name"]: None if isinstance(f["type"], list) else blank.get(f["type"], []) for f in steps["fields"]}
+    old = (*tupled(former.record, {"run_id": "r", "steps": [step]}), "T", 0, 1, 2)
+    (row,) = wider.arrow([wider.adopted(old, former)]).to_pylist()
+    assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == ("r", None, None, 1)
+    assert {n: row[n] for n in former.schema.names if n != "steps"} == {
+        n: v for n, v in former.arrow([old]).to_pylist()[0].items() if n != "steps"
+    }
+
+
+def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
+    schema = newer_trajectory()
+    wider = catalog()["trajectories"].widened(expanded(schema))
+    record = {"run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train",
+              "outcome": "completed", "opened_at": 1, "closed_at": 2, "part": 0, "parts": 1, "segments": [], "steps": [],
+              "team": "red", "seen_at": 5, "extra_ids": b"\1\0\0\0", "facts": [{"key": "a", "weight": 0.5}],
+              "odd": 7}  # fmt: skip
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(copy.deepcopy(schema), {}), record)
+    fields = wider.reads(expanded(schema))(out.getvalue(), 0)
+    (row,) = wider.arrow([wider.row(fields, {}, ("T", 0, 0, 0))]).to_pylist()
+    assert (row["team"], row["seen_at"].microsecond, row["extra_ids"]) == ("red", 5, [1])
+    assert row["facts"] == [{"key": "a", "weight": 0.5}]
+    # our own values, of before, by the same wider table
+    ours = wider.reads(expanded(shipped("Trajectory")))
+    plain: dict[str, Any] = {
+        k: v for k, v in record.items() if k not in ("team", "seen_at", "extra_ids", "facts", "odd")
+    }
+    value = CODEC.encode(Trajectory(**plain | {"segments": (), "steps": ()}))
+    assert named(wider.record, ours(value, 10))["team"] is None
+
+
+def test_schemas_that_differ_in_kind_keep_ours() -> None:
+    ours = {"type": "record", "name": "R", "fields": [{"name": "a", "type": "string", "doc": ""}]}
+    theirs = {"type": "record", "name": "R", "fields": [{"name": "a", "type": {"type": "array", "items": "int"}}]}
+    assert widened(ours, theirs) == ours
+    with pytest.raises(ValueError, match="array as string"):
+        reader_of(theirs, ours)
+    itself = {"type": "record", "name": "N", "fields": [{"name": "next", "type": ["null", "N"]}]}
+    with pytest.raises(ValueError, match="contains itself"):
+        expanded(itself)
+    with pytest.raises(ValueError, match="has no default"):
+        reader_of({**ours, "fields": []}, ours)
+
+
+def test_types_merge_down_to_fields_of_structs_in_lists() -> None:
+    def of(*names: str) -> pa.Schema:
+        return pa.schema(
+            [("x", pa.list_(pa.struct([(n, pa.string()) for n in names]))), *((n, pa.int32()) for n in names)]
+        )
+
+    assert merged(of("a", "b"), of("b", "c")) == of("a", "b", "c")
+
+
+def test_every_archived_schema_is_read() -> None:
+    """Whatever an older release wrote on Kafka or left in a topic: by the compiled reader or, where types changed, by the record."""
+    for schema in archived():
+        for table in catalog().values():
+            if table.derived is None and schema["name"].rpartition(".")[2] in table.records:
+                table.reads(expanded(schema))
+    assert len({fingerprint_of(s) for s in archived()}) == len(archived())
+    assert json.dumps(pruned(shipped("Reward"), ())) == json.dumps(shipped("Reward"))
+    assert all(c.field.metadata for t in catalog().values() if t.record for c in avro_columns(t.record))
