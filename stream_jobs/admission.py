@@ -41,9 +41,9 @@ from schemas.ids import RUN_ID
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
-from stream_jobs.errors import TopicReplaced
+from stream_jobs.errors import TopicReplaced, UnreadableJournal
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, past_of
-from stream_jobs.policy import flaw_of_policy, policy_of, same_content
+from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 
 PROCESS = "admit"
 POLL_RECORDS = 1000
@@ -78,14 +78,8 @@ class Desk:
         def records() -> Iterable[Journaled]:
             nonlocal count
             for record in self._cluster.read_all(self._journal_topic):
-                try:
-                    event = self._decoder.decode(record.value)
-                except (Undecodable, UnknownSchema) as e:
-                    self._log.error("journal_unreadable", offset=record.offset, error=str(e))
-                    continue
-                if isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
-                    count += 1
-                    yield event
+                yield self._journaled_by(record)
+                count += 1
 
         past = past_of(records(), self._source.topic_id, low)
         topic, partition = self._at
@@ -96,9 +90,21 @@ class Desk:
                 self._cluster.check_position(topic, self._source.topic_id, partition, position)
         return count, past
 
-    def newest_policy(self) -> AdmissionPolicy | None:
-        """The policy that will be in force once everything that is on the log now has been read; None when it has none."""
-        newest, here = self.past.newest, not self.past.renewed
+    def _journaled_by(self, record: Record) -> Journaled:
+        where = f"{record.topic}-{record.partition} offset {record.offset}"
+        try:
+            event = self._decoder.decode(record.value)
+        except UnknownSchema as e:
+            raise UnreadableJournal(f"{where}: {e}. A newer release has written it: run that one") from e
+        except Undecodable as e:
+            raise UnreadableJournal(f"{where}: {e}. What it decided can't be known; an operator must look") from e
+        if not isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
+            raise UnreadableJournal(f"{where}: a {type(event).__name__} is no decision; an operator must look")
+        return event
+
+    def published(self) -> Published:
+        """The policies once everything that is on the log now has been read."""
+        newest, of_settings, here = self.past.newest, self.past.of_settings, not self.past.renewed
         for record in self._cluster.read_all(*self._at, first=self.past.input_to):
             if record.key == self._run.encode():
                 try:
@@ -107,7 +113,8 @@ class Desk:
                     continue
                 if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
                     newest, here = event, True
-        return newest if here else None
+                    of_settings = event if is_of_settings(event) else of_settings
+        return Published(newest, of_settings, here)
 
     def open(self) -> None:
         """Begin to read: at what is not decided, or as far before it as event time needs."""
@@ -271,22 +278,25 @@ def place_of(headers: Mapping[str, bytes]) -> Place | None:
 
 
 def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk: Desk) -> None:
-    """Put the settings' policy on the log unless the newest one there says the same. Raises SettingsError for another sync_every."""
-    newest = desk.newest_policy()
-    before = newest or desk.past.newest
-    policy = policy_of(settings, before.policy_version + 1 if before is not None else 1, now_micros())
-    if before is not None and before.sync_every != policy.sync_every:
+    """Put the settings' policy on the log if they have changed since they were published last: what a person has set meanwhile stays
+    until then. Raises SettingsError for another sync_every.
+    """
+    published = desk.published()
+    version = published.newest.policy_version + 1 if published.newest is not None else 1
+    policy = policy_of(settings, version, now_micros())
+    if published.newest is not None and published.newest.sync_every != policy.sync_every:
         raise SettingsError(
-            f"setting admit.policy.sync_every: is {before.sync_every} for the whole of run {settings.run_id}, got "
+            f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole of run {settings.run_id}, got "
             f"{policy.sync_every}; take another run_id"
         )
-    if newest is not None and same_content(newest, policy):
+    due = next_policy(published, policy)
+    if due is None:
         return
     topic, producer = settings.kafka.topics.candidates, cluster.producer()
-    producer.put(topic, policy.run_id.encode(), decoder.codec.encode(policy))
+    producer.put(topic, due.run_id.encode(), decoder.codec.encode(due))
     producer.flush()
     producer.close()
-    logger().info("policy_published", run=policy.run_id, policy=policy.policy_version)
+    logger().info("policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by)
 
 
 def serve(settings: Settings, stop: threading.Event) -> None:

@@ -24,6 +24,17 @@ class UnreadableStateLog(StreamJobError, SourceTruncated):
     """
 
 
+class UnreadableJournal(StreamJobError, SourceTruncated):
+    """The journal of admission holds a record that can't be read. What was decided can't be known: it would be decided again.
+
+    An unknown schema means that a newer release wrote it: run that one. A restart would find the same, so there is none.
+    """
+
+
+class PolicyRefused(StreamJobError):
+    """A policy that can't be obeyed was not published. The message names the field."""
+
+
 class TopicReplaced(StreamJobError):
     """A topic was deleted and made anew while it was read. The restart begins at its start."""
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from schemas.events import AdmissionPolicy, Candidate, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded, Tick
 from stream_jobs.group import GroupKey
+from stream_jobs.policy import is_of_settings
 from stream_jobs.rounds import Rounds
 
 Journaled = ReadyBatch | Refused | Late | PolicyApplied
@@ -62,7 +63,7 @@ class Decided(NamedTuple):
 class Past:
     """What was decided. Offsets are of the candidates topic that exists today; there are none when it was made anew (`renewed`).
 
-    policy: in force at `resume_from`; newest: the last one applied.
+    policy: in force at `resume_from`; newest: the last one applied; of_settings: the last one of them that settings have published.
     gone: members refused one by one, of rounds that are still open; turned: refused because such a round was sealed.
     replay_until: offset of the last step in the journal; below it every decision there was is in the journal.
     """
@@ -74,6 +75,7 @@ class Past:
     next_seq: int = 0
     policy: AdmissionPolicy | None = None
     newest: AdmissionPolicy | None = None
+    of_settings: AdmissionPolicy | None = None
     resume_from: int = 0
     replay_until: int = 0
     input_to: int = 0
@@ -102,6 +104,7 @@ def past_of(journal: Iterable[Journaled], topic_id: str, low: int) -> Past:
             case PolicyApplied():
                 applied.append(record)
                 past.newest = record.policy
+                past.of_settings = record.policy if is_of_settings(record.policy) else past.of_settings
                 past.replay_until = max(past.replay_until, record.from_offset)
                 past.input_to = max(past.input_to, record.from_offset)
         if not isinstance(record, PolicyApplied):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from schemas.events import AdmissionPolicy
-from schemas.settings import Settings
+from schemas.settings import PolicySettings, Settings
 
 SETTINGS = "settings"
 """`published_by` of what an admission process publishes at its start."""
@@ -41,6 +42,40 @@ def policy_of(settings: Settings, version: int, created_at: int, published_by: s
         published_by=published_by,
         created_at=created_at,
     )
+
+
+def settings_of(policy: AdmissionPolicy) -> PolicySettings:
+    """The settings that describe a policy, not validated: `policy_of` the other way round."""
+    same = {name: getattr(policy, name) for name in PolicySettings.model_fields if hasattr(policy, name)}
+    seconds = {
+        name: getattr(policy, f"{name[:-2]}_ms") / 1000 for name in PolicySettings.model_fields if name not in same
+    }
+    return PolicySettings.model_construct(**same, **seconds)
+
+
+class Published(NamedTuple):
+    """What is on the log. newest: the one that can be obeyed last; of_settings: the last one of those that settings have published.
+
+    here: whether newest is on today's candidates topic, which may have been made anew.
+    """
+
+    newest: AdmissionPolicy | None
+    of_settings: AdmissionPolicy | None
+    here: bool
+
+
+def next_policy(published: Published, of_settings: AdmissionPolicy) -> AdmissionPolicy | None:
+    """What an admission process has to publish at its start; None: nothing. of_settings: of today's settings, with the next version.
+
+    Settings are published when they say something else than when they were published last, whatever a person has set since. So what a
+    person sets stays until the settings change. On a candidates topic made anew the policy that goes on is published again.
+    """
+    newest, before, here = published
+    if newest is None or before is None or not same_content(before, of_settings):
+        return of_settings
+    if here:
+        return None
+    return dataclasses.replace(newest, policy_version=of_settings.policy_version, created_at=of_settings.created_at)
 
 
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:

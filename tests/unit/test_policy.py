@@ -1,0 +1,82 @@
+"""Policies: from settings and back, what an admission publishes at its start, and what a person changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from schemas.errors import SettingsError
+from schemas.settings import PolicySettings, Settings
+from stream_jobs.policy import Published, is_of_settings, next_policy, policy_of, same_content, settings_of
+from stream_jobs.policy_log import changed_policy
+
+SETTINGS = Settings(run_id="demo")
+
+
+def with_policy(**changes: object) -> Settings:
+    policy = PolicySettings.model_validate({**PolicySettings().model_dump(), **changes})
+    return SETTINGS.model_copy(update={"admit": SETTINGS.admit.model_copy(update={"policy": policy})})
+
+
+def test_a_policy_becomes_settings_and_a_policy_again() -> None:
+    full = with_policy(
+        group_size=4, required_rewards=("rule/x", "human"), reward_weights={"rule/x": 0.5}, reward_deadline_s=1.25,
+        group_deadline_s=99.5, max_staleness=3, min_quality=0.25, min_step_quality=0.5, require_assessment=True,
+        untrained_tags=("a",), train_outcomes=("completed",), batch_tokens=100, val_deadline_s=7.0, algorithm="rloo",
+    )  # fmt: skip
+    policy = policy_of(full, 3, 9)
+    assert settings_of(policy) == full.admit.policy
+    assert settings_of(policy).model_dump() == full.admit.policy.model_dump()
+    assert is_of_settings(policy) and is_of_settings(dataclasses.replace(policy, published_by=None))
+
+
+def test_a_person_changes_some_fields_and_the_rest_stays() -> None:
+    policy = policy_of(with_policy(min_quality=0.25, max_staleness=3), 3, 9)
+    made = changed_policy(
+        SETTINGS, policy, {"batch_groups": "4", "max_staleness": "null", "required_rewards": "[human]"}, "ann"
+    )
+    assert (made.run_id, made.policy_version, made.published_by) == ("demo", 4, "ann")
+    told = dataclasses.replace(policy, batch_groups=4, max_staleness=None, required_rewards=("human",))
+    assert same_content(made, told) and not is_of_settings(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("min_quality", "2", "less than or equal to 1"), ("batch_groups", "many", "valid integer"),
+        ("min_members", "9", "min_members 9 is above group_size 8"), ("train_outcomes", "[won]", "admit.policy.train_outcomes"),
+        ("reward_deadline_s", "1e9", "admit.policy.reward_deadline_s=1e\\+09"), ("group_size", "1", "min_members 2 is above group_size 1"),
+        ("reward_weights", "{", "admit.policy.reward_weights"),
+    ],
+)  # fmt: skip
+def test_a_wrong_change_names_its_field(name: str, text: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why) as e:
+        changed_policy(SETTINGS, policy_of(SETTINGS, 1, 0), {name: text}, "ann")
+    assert "admit.policy" in str(e.value)
+
+
+def test_settings_are_published_when_they_have_changed_and_only_then() -> None:
+    old, new = with_policy(batch_groups=3), with_policy(batch_groups=5)
+    first = policy_of(old, 1, 0)
+    assert next_policy(Published(None, None, False), policy_of(old, 1, 0)) == first
+    assert next_policy(Published(first, first, True), policy_of(old, 2, 5)) is None
+    assert next_policy(Published(first, first, True), policy_of(new, 2, 5)) == policy_of(new, 2, 5)
+
+
+def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
+    old, new = with_policy(batch_groups=3), with_policy(batch_groups=5)
+    first = policy_of(old, 1, 0)
+    anns = changed_policy(old, first, {"batch_groups": "7"}, "ann")
+    assert next_policy(Published(anns, first, True), policy_of(old, 3, 5)) is None
+    assert next_policy(Published(anns, first, True), policy_of(new, 3, 5)) == policy_of(new, 3, 5)
+    taken_over = with_policy(batch_groups=7)
+    settled = next_policy(Published(anns, first, True), policy_of(taken_over, 3, 5))
+    assert settled == policy_of(taken_over, 3, 5), (
+        "said once more, by the settings: from now on they are what it is compared with"
+    )
+    anew = next_policy(Published(anns, first, False), policy_of(old, 3, 5))
+    assert anew == dataclasses.replace(anns, policy_version=3, created_at=5), "on a topic made anew it goes on"
+    assert next_policy(Published(anns, None, True), policy_of(old, 3, 5)) == policy_of(old, 3, 5), (
+        "settings never spoke yet"
+    )
