@@ -25,7 +25,7 @@ import duckdb
 
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
-from stream_jobs import lineage
+from stream_jobs import lineage, quality_views
 from stream_jobs.lake_columns import TIME, merged
 from stream_jobs.lake_delta import LakeError, LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake_tables import Table, catalog
@@ -58,7 +58,7 @@ def connect(settings: Settings, versions: Mapping[str, int] | None = None) -> An
         connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
     for name, table in catalog().items():
         connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
-    for name, query in lineage.VIEWS.items():
+    for name, query in (*lineage.VIEWS.items(), *quality_views.VIEWS.items()):
         connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -167,6 +167,7 @@ _VIEWS = {
     "curation": f"""
         WITH {_targets("curation")}
         SELECT * {_FOUND}{_times(("created_at", "kafka_timestamp"))}) FROM targets""",
+    "assessments": quality_views.ASSESSMENTS,
 }  # fmt: skip
 
 
