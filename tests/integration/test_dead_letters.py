@@ -26,6 +26,7 @@ from schemas.events import DeadLetter, DeadLetterResolved, Reward, SchemaPublish
 from schemas.settings import Settings
 from schemas.topics import REPLAYS
 from stream_jobs.dead_letter_office import Office
+from stream_jobs.lake_delta import dataset, open_table
 
 TRAJECTORY = "late-comer"
 
@@ -34,6 +35,13 @@ TRAJECTORY = "late-comer"
 def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
     with running(settings, cluster, tmp_path, orphan_after_s=1.0) as made:
         yield made
+
+
+def column(settings: Settings, table: str, name: str) -> list[Any]:
+    """A column of the lake, as it is now."""
+    if not (settings.data_dir / "lake" / table / "_delta_log").is_dir():
+        return []
+    return dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name]).column(name).to_pylist()  # type: ignore[no-any-return]
 
 
 class Dlq:
@@ -73,6 +81,13 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
 ) -> None:
     dlq, topics, key = Dlq(jobs), jobs.topics, TRAJECTORY
     jobs.start()
+    jobs.workers.append(
+        subprocess.Popen(
+            command("lake", *words_of(jobs.settings), "lake.dedupe_window=1", "lake.flush_interval_s=0.3"),
+            cwd=ROOT,
+            env=ENVIRON,
+        )
+    )
     misplaced, unknown = step(key, [1, 2], [3]), step(key, [1, 2, 3], [4])
     value, schema = newer(unknown)
     jobs.put(session(key, "opened"))
@@ -161,6 +176,14 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     assert [m.step_id for _, m in jobs.records(topics.trajectories, StepMark)] == [late.step_id]
     assert len(jobs.records(topics.trajectories, Trajectory)) == 3
     assert len(jobs.candidates()["nobody"].rewards) == 1
+    for table, name, ids in (
+        ("steps", "step_id", {misplaced.step_id, unknown.step_id, late.step_id}),
+        ("rewards", "event_id", {e.event_id for _, e in jobs.records(topics.rewards, Reward)}),
+        ("dead_letters_resolved", "action", {"repaired", "replayed", "dismissed"}),
+    ):
+        eventually(lambda t=table, n=name, i=ids: i <= set(column(jobs.settings, t, n)))
+        if table != "dead_letters_resolved":
+            assert Counter(column(jobs.settings, table, name)).most_common(1)[0][1] == 1, "each once in the lake"
 
 
 def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Eventually) -> None:
