@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests_chaos_feed import GROUP_SIZE, Ack, Feeder
 from tests_chaos_logs import Outputs
 from tests_ports import free_port
-from tests_up import Up, up
+from tests_up import ENVIRON, ROOT, Up, command, up
 
+from runtime.config import words_of
 from runtime.kafka import Cluster
 from runtime.lag import data_lag
 from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import AssemblyMarker
 from schemas.settings import Settings
 
 RUN = "chaos"
@@ -83,6 +87,7 @@ class Installation:
     machines: dict[str, Up]
     cluster: Cluster
     outputs: Outputs
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def first(self) -> Up:
@@ -113,6 +118,31 @@ class Installation:
                     return
             except ProcessLookupError:
                 continue  # it has just died of something else, such as a broker that is away
+
+    def worker(self, name: str) -> subprocess.Popen[bytes]:
+        """One more worker of assemble, that nobody restarts."""
+        settings = another_worker(self.settings, name)
+        with (self.settings.data_dir.parent / "logs" / f"worker-{name}.log").open("ab") as log:
+            self.workers.append(
+                subprocess.Popen(
+                    command("jobs", "assemble", *words_of(settings)), cwd=ROOT, env=ENVIRON, stdout=log, stderr=log
+                )
+            )
+        return self.workers[-1]
+
+    def owners(self) -> set[str]:
+        """The workers that own a partition."""
+        topic, codec, newest = self.settings.kafka.topics.assembly, Codec(), dict[int, str]()
+        for p in range(self.settings.kafka.partitions):
+            for record in self.cluster.read_all(topic, p):
+                event = codec.decode(record.value)
+                if isinstance(event, AssemblyMarker):
+                    newest[p] = event.worker
+        return set(newest.values())
+
+    def until_owned_by(self, *workers: str) -> None:
+        """Wait until each of these workers owns something, and nobody else does."""
+        self.first.until(lambda: self.owners() == set(workers), f"{workers} are the owners")
 
     def until_batches(self, count: int, timeout_s: float = 120.0) -> None:
         """Wait until so many more batches are out."""
@@ -153,7 +183,7 @@ class Installation:
             time.sleep(0.3)
 
     def stop(self) -> None:
-        """An orderly end of all machines, the first one's last."""
+        """An orderly end of all machines, the first one's last. Workers that nobody restarts have ended by then."""
         for machine in reversed(self.machines.values()):
             machine.stop()
 
@@ -168,7 +198,13 @@ def running(settings: Settings, workers: int) -> Iterator[Installation]:
         create_topics(cluster, settings)
         for n in range(1, workers):
             machines[str(n)] = stack.enter_context(up(another_worker(settings, str(n))))
-        yield Installation(settings, machines, cluster, Outputs(settings, cluster))
+        made = Installation(settings, machines, cluster, Outputs(settings, cluster))
+        try:
+            yield made
+        finally:
+            for worker in made.workers:
+                worker.kill()
+                worker.wait()
 
 
 @contextmanager

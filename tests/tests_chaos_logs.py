@@ -18,6 +18,8 @@ from runtime.records import Decoder
 from schemas.codec import Codec
 from schemas.events import (
     AdmissionPolicy,
+    AssemblyDelta,
+    AssemblyMarker,
     Candidate,
     Channel,
     Curation,
@@ -36,6 +38,7 @@ from schemas.events import (
 from schemas.parts import joined
 from schemas.settings import Settings
 from schemas.topics import partition_of
+from stream_jobs import assembly as op
 from stream_jobs.admission import place_of
 from stream_jobs.admit import Admission
 from stream_jobs.assembler import limits_of
@@ -43,6 +46,7 @@ from stream_jobs.index import REWARDS, STEPS, Source
 from stream_jobs.journal import Decision, Entry
 from stream_jobs.journal import Source as CandidateLog
 from stream_jobs.lake import dataset, open_table
+from stream_jobs.state_log import counts, state_record, unpacked
 from stream_jobs.trial import Worker
 
 FOLD_RECORDS = 500
@@ -265,6 +269,33 @@ class Logs:
             "trajectories": len(everyone), "batches": len(batches), "admitted": len(admitted), "refused": len(set(refused)),
             "open": len(open_),
         }  # fmt: skip
+
+    def check_decisions(self, cluster: Cluster) -> dict[str, int]:
+        """Whatever was put out was decided by an owner: what a fenced worker wrote into the state log counts for nothing, also here.
+
+        The state log must be whole: no snapshot has trimmed it. Returns how many of its records do not count.
+        """
+        topic, decoder = self.settings.kafka.topics.assembly, Decoder(cluster, self.settings.kafka.topics.schemas)
+        closed, revised, fenced = Counter[str](), Counter[str](), 0
+        for p in range(self.settings.kafka.partitions):
+            epoch, seq = -1, 0
+            for record in cluster.read_all(topic, p):
+                event = state_record(decoder, record)
+                if not counts(record.offset, event, epoch):
+                    fenced += 1
+                    continue
+                epoch = record.offset if isinstance(event, AssemblyMarker) else event.epoch
+                if isinstance(event, AssemblyDelta) and event.seq > seq:
+                    assert event.seq == seq + 1, f"{topic}-{p} is not whole"
+                    seq = event.seq
+                    for entry in unpacked(event.entries):
+                        closed[entry[2]] += entry[0] == op.CLOSED
+                        revised[entry[2]] += entry[0] == op.REVISED
+        assert {t for t, _ in self.payload} == {t for t, n in closed.items() if n}
+        assert set(closed.values()) <= {0, 1}, "a trajectory was closed twice"
+        made = Counter(t for t, _ in self.candidates)
+        assert made == +revised, "other revisions than were decided"
+        return {"fenced_records": fenced, "decisions": sum(closed.values()) + sum(revised.values())}
 
     def check_lake(self) -> None:
         """Total rows are what is on the topics, each once."""
