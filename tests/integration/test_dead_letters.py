@@ -186,6 +186,31 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
             assert Counter(column(jobs.settings, table, name)).most_common(1)[0][1] == 1, "each once in the lake"
 
 
+def test_a_step_that_is_too_large_is_cut_down(jobs: Jobs, eventually: Eventually, tmp_path: Path) -> None:
+    """So large that not even its dead letter holds it: it is read where it lies. The partition goes on meanwhile."""
+    dlq, key = Dlq(jobs), "large"
+    jobs.start()
+    giant = dataclasses.replace(
+        step(key, [1], [2]), response_json=b'{"content":"' + b"x" * (10 * 2**20 - 40_000) + b'"}'
+    )
+    jobs.put(session(key, "opened"), giant, step(key, [1, 2, 3], [4]))
+    jobs.producer.flush()
+    eventually(dlq.ids)
+    (letter,) = dlq.json("list")
+    assert (letter["reason"], letter["bytes"], letter["record"]) == ("invalid", None, None)
+    shown = dlq.json("show", letter["id"])
+    assert (
+        shown["record_json"]["step_id"] == giant.step_id and "tokens, reply and tags have more than" in shown["detail"]
+    )
+    assert "have more than" in dlq("replay", letter["id"], code=1)
+    dlq("repair", letter["id"], "--set", 'response_json={"content":"x"}')
+    jobs.put(session(key, "completed"))
+    jobs.producer.flush()
+    eventually(lambda: key in jobs.candidates())
+    assert {giant.step_id} < {s.step_id for s in jobs.candidates()[key].steps}
+    assert dlq.ids() == []
+
+
 def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Eventually) -> None:
     jobs.start()
     seen, never = step("k", [1], [2]), step("k", [1, 2], [3])
