@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from runtime.kafka import BEGINNING, Ack, Cluster, Producer, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, now_micros
 from runtime.telemetry import logger
-from schemas.events import AssemblyMarker, StepMark, Tick
-from schemas.ids import key_of_trajectory, stable_id
+from schemas.events import AssemblyMarker, Tick
+from schemas.ids import key_of_trajectory
 from schemas.topics import CANDIDATE_PARTITIONS, Topics
 from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
-from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Mark, Open, Source
+from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Open, Source
 from stream_jobs.input_log import InputLog
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, PayloadCache
 from stream_jobs.state_log import StateLog, counts, state_record
-from stream_jobs.trajectory import assembled, candidate, payload_bytes, slices, starts_of
+from stream_jobs.trajectory import assembled, candidate, payload_bytes, slices, starts_of, step_mark
 
 PROCESS = "assemble"
 COLD_AFTER_MS = 600_000
@@ -269,7 +269,7 @@ class Owner:
         for keys in slices({k: payload_bytes(t) for k, t in pending.closings.items()}, self._shared.slice_bytes):
             facts += await self._send_closings(keys)
         acks = [
-            send(topics.trajectories, key_of_trajectory(mark.key[1]).encode(), self._encode(_step_mark(mark)))
+            send(topics.trajectories, key_of_trajectory(mark.key[1]).encode(), self._encode(step_mark(mark)))
             for mark in pending.marks
         ]
         await asyncio.gather(*acks)
@@ -354,11 +354,3 @@ class Owner:
         value = self._encode(Tick(partition=self.partition, event_time=event_time))
         topic, send = self._shared.topics.candidates, self._shared.producer.send_soon
         await asyncio.gather(*(send(topic, None, value, partition=p) for p in range(CANDIDATE_PARTITIONS)))
-
-
-def _step_mark(mark: Mark) -> StepMark:
-    run, key = mark.key
-    return StepMark(
-        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
-        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
-    )  # fmt: skip

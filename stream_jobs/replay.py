@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, Protocol
 
 from schemas.codec import Codec
 from schemas.events import Assessment, Reward, Step, StepMark, Tick, Trajectory
-from schemas.ids import key_of_trajectory, stable_id
+from schemas.ids import key_of_trajectory
 from schemas.parts import joined
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs import assembly as op
 from stream_jobs.assemble import Fold
 from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Key, Mark, Open, Source
+from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Key, Open, Source
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, PayloadCache
-from stream_jobs.trajectory import assembled, candidate, starts_of
+from stream_jobs.trajectory import assembled, candidate, starts_of, step_mark
 
 Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
 """What the reward functions and quality rules say of a whole trajectory."""
@@ -229,12 +229,3 @@ class _Partition:
         replay.tally.candidates += 1
         made = candidate(key, closed, replay.codec)
         return Out("candidates", replay.candidates_at, key[0].encode(), made, headers, time)
-
-
-def step_mark(mark: Mark) -> StepMark:
-    """The record of a mark."""
-    run, key = mark.key
-    return StepMark(
-        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
-        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
-    )  # fmt: skip

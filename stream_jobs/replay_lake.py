@@ -19,7 +19,7 @@ from runtime.topic_copy import Choice
 from schemas.events import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from schemas.settings import Settings
 from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.lake import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake_delta import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake_events import events_of
 from stream_jobs.payload import Kept, metadata_of, payload_of
 from stream_jobs.provenance import provenance

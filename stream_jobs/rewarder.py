@@ -12,16 +12,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.blob_store import BlobMissing, BlobStore
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
 from schemas.events import Assessment, Reward, StepMark, Trajectory
 from schemas.parts import joined
 from schemas.settings import Settings
-from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
-from stream_jobs.blobs import resolved
-from stream_jobs.reward import no_reward, rewards_of, rules_for, rules_of
+from stream_jobs.answers import Answers
 
 PROCESS = "reward"
 GROUP = "reward"
@@ -64,15 +61,13 @@ class Rewarder:
     """A job of `stream_jobs.app`. Every exception out of it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
-        self.rules = rules_of(settings.jobs.reward_functions)
-        self.quality_rules = quality_rules_of(settings.jobs.quality_functions)
+        self.answers = Answers(settings)
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0
         self._group = f"{settings.kafka.topic_prefix}-{GROUP}"
         self._cluster = cluster
         self._producer = cluster.producer()
-        self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
         self._decoder = Decoder(cluster, self._topics.schemas)
         self._gathers: dict[int, Gather] = {}
         self._topic_id = ""
@@ -124,19 +119,8 @@ class Rewarder:
 
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
         """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there."""
-        now, answers = now_micros(), list[Reward | Assessment]()
-        for trajectory in trajectories:
-            rules = rules_for(self.rules, trajectory.run_id)
-            quality = quality_rules_for(self.quality_rules, trajectory.run_id)
-            try:
-                whole = resolved(trajectory, self._blobs.get) if rules or quality else trajectory
-            except BlobMissing as e:
-                answers += [not_assessed(trajectory, quality, now, str(e))] if quality else []
-                answers += [no_reward(trajectory, rule, now, str(e)) for rule in rules]
-            else:
-                answers += [assessment_of(whole, quality, now)] if quality else []
-                answers += [r for rule in rules for r in rewards_of(whole, rule, now)]
-        return answers
+        now = now_micros()
+        return [answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)]
 
     async def tick(self) -> None:
         """Nothing to do."""

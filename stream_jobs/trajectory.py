@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from schemas.codec import Codec
-from schemas.events import Candidate, CandidateStep, RewardValue, Segment, Trajectory, TrajectoryStep
-from schemas.ids import key_of_trajectory, parse_version
+from schemas.events import Candidate, CandidateStep, RewardValue, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.ids import key_of_trajectory, parse_version, stable_id
 from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
-from stream_jobs.index import Closed, Key, Marks, Open, StepEntry
+from stream_jobs.index import Closed, Key, Mark, Marks, Open, StepEntry
 from stream_jobs.payload import Kept, Payload, start_of
 from stream_jobs.tree import WIDTH, Sampled, build
 
@@ -184,6 +184,15 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
         assessment_revision=assessed.revision if assessed is not None else None,
     )
     return _small(record, codec)
+
+
+def step_mark(mark: Mark) -> StepMark:
+    """The record of a mark on a step that came after its trajectory had closed."""
+    run, key = mark.key
+    return StepMark(
+        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
+        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
+    )  # fmt: skip
 
 
 def _small(record: Candidate, codec: Codec) -> Candidate:

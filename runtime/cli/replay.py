@@ -56,7 +56,9 @@ def replay_run(
     words: Words = None,
     config: Config = None,
     source: Annotated[Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")] = "topics",
-    pin: Annotated[Path | None, typer.Option("--pin", help="JSON {table: version}: the lake as it was then.")] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", help="The lake as of a time, a kept pin, or a file of `tables pin`.")
+    ] = None,
     since: Since = None,
     until: Until = None,
     as_run: Annotated[str | None, typer.Option("--as-run", help="Another run id for what comes out.")] = None,
@@ -73,32 +75,25 @@ def replay_run(
 ) -> None:
     """A run again through assemble, reward and admit. Give other rewards or another policy as settings."""
     settings = settings_of(config, words)
-    if pin is not None and source != "lake":
-        fail("--pin needs --from lake", 2)
+    if at is not None and source != "lake":
+        fail("--at needs --from lake", 2)
     span = instant(since, "--since"), instant(until, "--until")
-    pins = _pins(pin) if source == "lake" else None
     module = load("stream_jobs.replay_run")
     from runtime.telemetry import configure
 
     configure("replay", settings.log_level)
     with _plain():
         cluster_of(settings)
+        pins = (
+            None
+            if source == "topics"
+            else {}
+            if at is None
+            else load("stream_jobs.lake_versions").versions_of(settings, at)
+        )
         order = module.Order(name, pins, *span, as_run, keep_rules, with_steps, stay_open)
         report = module.run_replay(settings, order)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
-
-
-def _pins(file: Path | None) -> dict[str, int]:
-    """The versions of a pin file."""
-    if file is None:
-        return {}
-    try:
-        pins = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
-        fail(f"--pin {file}: {e}", 2)
-    if not isinstance(pins, dict) or not all(isinstance(v, int) for v in pins.values()):
-        fail(f"--pin {file}: not a JSON object of table to version", 2)
-    return pins
 
 
 def _report(settings: Settings, report: dict[str, Any]) -> str:
