@@ -1,6 +1,6 @@
 """Poison on every topic, with everything running: each record gets its dead letter from the topic's owner, and the partition goes on.
 
-Who owns which topic: docs/operating.md, "Dead letters".
+Who owns which topic: docs/dead-letters.md, "Who buries".
 """
 
 from __future__ import annotations
