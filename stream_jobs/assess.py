@@ -7,8 +7,7 @@ not in [0, 1], counts for nothing and is on the record with the reason. The reco
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from quality.rule import Rule, rules_of_run
@@ -41,8 +40,8 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
     whole, steps, findings = list[float](), [1.0] * len(trajectory.steps), list[Finding]()
     for rule in rules:
         try:
-            scores = [_checked(score) for score in _scores(rule, trajectory)]
-            own = _by_step(scores, trajectory)
+            scores = _scores(rule, trajectory)
+            own = _by_step(scores, trajectory) if scores else {}
         except Exception as e:  # noqa: BLE001 - a user's rule: what it raises is the reason, on the record
             findings.append(_finding(rule, Score(0.0, f"{type(e).__name__}: {e}"), failed=True))
             continue
@@ -66,24 +65,23 @@ def not_assessed(trajectory: Trajectory, rules: Sequence[Rule], created_at: int,
     return _assessment(trajectory, rules, created_at, None, (), findings)
 
 
-def _scores(rule: Rule, trajectory: Trajectory) -> Iterator[Score]:
+def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
+    """What the rule says, as scores in [0, 1]. Raises what the rule raises, TypeError or ValueError."""
     said = rule.function(trajectory)
     if said is None:
-        return
+        return []
     if isinstance(said, Mapping):
-        yield from (Score(value, None, step) for step, value in said.items())
+        scores = [Score(value, None, step) for step, value in said.items()]
     elif isinstance(said, int | float):
-        yield Score(said)
+        scores = [Score(said)]
     else:
-        yield from said
-
-
-def _checked(score: Score) -> Score:
-    if not isinstance(score.value, int | float):
-        raise TypeError(f"a score is a number, not {type(score.value).__name__}")
-    if not (math.isfinite(score.value) and 0 <= score.value <= 1):
-        raise ValueError(f"a score is in [0, 1], not {score.value}")
-    return score
+        scores = list(said)
+    for score in scores:
+        if not isinstance(score.value, int | float):
+            raise TypeError(f"a score is a number, not {type(score.value).__name__}")
+        if not 0 <= score.value <= 1:
+            raise ValueError(f"a score is in [0, 1], not {score.value}")
+    return scores
 
 
 def _by_step(scores: Iterable[Score], trajectory: Trajectory) -> dict[int, float]:

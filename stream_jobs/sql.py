@@ -188,6 +188,15 @@ def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | Non
     return as_text(names, rows, fmt)
 
 
+def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """All rows of a query. Raises SqlError with DuckDB's message."""
+    try:
+        found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
+    except duckdb.Error as e:
+        raise SqlError(str(e)) from e
+    return found
+
+
 def as_text(names: Sequence[str], rows: Sequence[Sequence[Any]], fmt: Format) -> str:
     """Rows for people or for programs."""
     return _FORMATS[fmt](names, rows)

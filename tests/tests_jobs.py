@@ -14,7 +14,7 @@ from runtime.config import words_of
 from runtime.kafka import Cluster, Record
 from runtime.records import create_topics
 from schemas.codec import Codec
-from schemas.events import Candidate, Curation, Reward, SessionEvent, Step
+from schemas.events import Assessment, Candidate, Curation, Reward, SessionEvent, Step
 from schemas.ids import new_call_id, new_event_id
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
@@ -73,7 +73,7 @@ class Jobs:
 
     def put(self, *events: Any, key: bytes | None = None) -> None:
         for event in events:
-            topic = self.topics.rewards if isinstance(event, Reward | Curation) else self.topics.steps
+            topic = self.topics.rewards if isinstance(event, Reward | Curation | Assessment) else self.topics.steps
             self.producer.put(topic, key or event.trajectory_key.encode(), self.codec.encode(event))
 
     def records(self, topic: str, *kinds: type) -> list[tuple[Record, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from runtime.cli import broker, dlq, keys, lineage, replay, spool, topics
+from runtime.cli import broker, curate, dlq, keys, lineage, policy, replay, spool, tables, topics
 from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
 
 POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
@@ -28,9 +28,13 @@ app.add_typer(topics.app, name="topics")
 app.add_typer(jobs, name="jobs")
 app.add_typer(keys.app, name="keys")
 app.add_typer(spool.app, name="spool")
-app.add_typer(replay.app, name="replay")
+app.add_typer(tables.app, name="tables")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lineage.app, name="lineage")
+app.add_typer(replay.app, name="replay")
+app.add_typer(policy.app, name="policy")
+app.add_typer(policy.run_app, name="run")
+app.command("curate")(curate.curate)
 
 
 @app.command()
@@ -134,12 +138,15 @@ def sql(
     output: Annotated[
         Literal["table", "json", "csv"], typer.Option("--format", "-f", help="How to print it.")
     ] = "table",
+    at: Annotated[
+        str | None, typer.Option("--at", help="All tables as of a time, a kept pin, or a file of `tables pin`.")
+    ] = None,
 ) -> None:
     """Ask the lake."""
     settings = settings_of(config, words)
     module = load("stream_jobs.sql")
     try:
-        typer.echo(module.run_sql(settings, query, output))
+        typer.echo(module.run_sql(settings, query, output, at))
     except module.LakeError as e:
         fail(str(e))
 

@@ -1,0 +1,149 @@
+"""The policy of a run that goes on, changed from the command line; the run's end; a journal that can't be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from runtime.cli.main import app
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.lifecycle import EXIT_SOURCE, exit_code
+from runtime.records import Decoder, create_topics
+from schemas.codec import Codec
+from schemas.events import AdmissionPolicy, PolicyApplied, RunEnded, Tick
+from schemas.settings import Settings
+from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from stream_jobs.admission import Desk
+from stream_jobs.errors import UnreadableJournal
+
+ROOT = Path(__file__).parents[2]
+CODEC = Codec()
+Cli = Callable[..., Result]
+Admit = Callable[[Settings], "subprocess.Popen[bytes]"]
+
+
+def with_policy(settings: Settings, **changes: Any) -> Settings:
+    policy = settings.admit.policy.model_copy(update=changes)
+    return settings.model_copy(update={"run_id": "demo", "admit": settings.admit.model_copy(update={"policy": policy})})
+
+
+@pytest.fixture
+def cli(settings: Settings) -> Cli:
+    """A command, with the cluster's settings."""
+    return lambda *words: CliRunner().invoke(app, [*words, *words_of(settings)])
+
+
+@pytest.fixture
+def admit(tmp_path: Path) -> Iterator[Admit]:
+    """Admission as a process of its own; none outlives the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(settings: Settings) -> subprocess.Popen[bytes]:
+        with (tmp_path / "admit.log").open("ab") as log:
+            command = [sys.executable, "-m", "runtime.cli", "admit", *words_of(settings)]
+            started.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def read(cluster: Cluster, topic: str, kind: type) -> list[Any]:
+    partition = partition_of(b"demo", CANDIDATE_PARTITIONS) if topic.endswith(".candidates") else 0
+    found = [CODEC.decode(r.value) for r in cluster.read_all(topic, partition)] if topic in cluster.topics() else []
+    return [e for e in found if isinstance(e, kind)]
+
+
+def test_a_person_sets_the_policy_of_a_run_that_goes_on(
+    settings: Settings, cluster: Cluster, cli: Cli, admit: Admit, eventually: Any
+) -> None:
+    create_topics(cluster, settings)
+    topics = settings.kafka.topics
+    none = cli("policy", "set", "batch_groups=2", "--run", "demo")
+    assert none.exit_code == 2 and "run demo has no policy yet" in none.stderr
+    assert cli("policy", "show", "--run", "demo").exit_code == 1
+    mine = with_policy(settings, batch_groups=3)
+    process = admit(mine)
+    journal = topics.ready_batches("demo", "train")
+
+    def applied() -> list[AdmissionPolicy]:
+        return [a.policy for a in read(cluster, journal, PolicyApplied)]
+
+    eventually(lambda: len(applied()) == 1)
+    wrong = cli("policy", "set", "min_quality=7", "--run", "demo")
+    assert wrong.exit_code == 2 and "setting admit.policy.min_quality: Input should be less than" in wrong.stderr
+    unknown = cli("policy", "set", "colour=red", "--run", "demo")
+    assert unknown.exit_code == 2 and "no colour in a policy; there are group_size," in unknown.stderr
+    fixed = cli("policy", "set", "sync_every=4", "--run", "demo")
+    assert fixed.exit_code == 2 and "sync_every is 1 for the whole run, not 4" in fixed.stderr
+    done = cli("policy", "set", "min_quality=0.5", "batch_groups=7", "--run", "demo", "--by", "ann")
+    assert done.exit_code == 0, done.stderr
+    assert "policy 2 of demo, by ann" in done.stdout and "batch_groups: 3 -> 7" in done.stdout
+    newest = eventually(lambda: [p for p in applied() if p.policy_version == 2])[0]
+    assert (newest.batch_groups, newest.min_quality, newest.published_by) == (7, 0.5, "ann")
+    eventually(lambda: "train: in force" in cli("policy", "show", "--run", "demo").stdout)
+    process.terminate()
+    assert process.wait(60) == 0
+
+    process = admit(mine)  # the same settings: what ann has set stays
+    producer = cluster.producer()
+    producer.put(
+        topics.candidates, None, CODEC.encode(Tick(partition=0, event_time=1)), partition=partition_of(b"demo", 4)
+    )
+    producer.flush()
+    group = f"{settings.kafka.topic_prefix}-admit.demo.train"
+    at = (topics.candidates, partition_of(b"demo", CANDIDATE_PARTITIONS))
+    eventually(lambda: cluster.committed(group).get(at) == cluster.watermarks(at[0], [at[1]])[at[1]][1])
+    assert [p.policy_version for p in applied()] == [1, 2]
+    process.terminate()
+    assert process.wait(60) == 0
+    process = admit(with_policy(settings, batch_groups=4))  # others: they hold again
+    eventually(lambda: [(p.policy_version, p.batch_groups, p.min_quality) for p in applied()][-1] == (3, 4, None))
+
+    history = json.loads(cli("policy", "history", "--run", "demo", "--format", "json").stdout)
+    assert [(h["policy"]["policy_version"], h["policy"]["published_by"], h["flaw"]) for h in history] == [
+        (1, "settings", None), (2, "ann", None), (3, "settings", None),
+    ]  # fmt: skip
+    told = cli("policy", "history", "--run", "demo").stdout
+    assert "policy 2 of demo, by ann" in told and "batch_groups=4, min_quality=null" in told
+
+    assert cli("run", "end", "demo").exit_code == 1 and not read(cluster, topics.candidates, RunEnded)
+    assert "there is no run other" in cli("run", "end", "other", "--yes").stderr
+    ended = cli("run", "end", "demo", "--yes", "--reason", "done")
+    assert ended.exit_code == 0 and "run demo ends at offset" in ended.stdout
+    assert [e.reason for e in read(cluster, topics.candidates, RunEnded)] == ["done"]
+    assert "run demo has ended" in cli("run", "end", "demo", "--yes").stderr
+    assert "run demo has ended" in cli("policy", "set", "batch_groups=1", "--run", "demo").stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (b"garbage", "an operator must look"), (b"\xc3\x01unknown-fingerprint", "A newer release has written it"),
+        (CODEC.encode(RunEnded(run_id="demo", created_at=0)), "a RunEnded is no decision"),
+    ],
+    ids=["garbage", "newer", "foreign"],
+)  # fmt: skip
+def test_a_journal_that_cannot_be_read_stops_admission(
+    settings: Settings, cluster: Cluster, value: bytes, why: str
+) -> None:
+    """Passing it over would decide once more what it has decided."""
+    mine, topics = with_policy(settings), settings.kafka.topics
+    create_topics(cluster, mine, [topics.ready_batches_spec("demo", "train")])
+    producer = cluster.producer()
+    producer.put(topics.ready_batches("demo", "train"), b"demo", value, partition=0)
+    producer.flush()
+    with pytest.raises(UnreadableJournal, match=why) as e:
+        Desk(mine, "train", cluster, Decoder(cluster, topics.schemas))
+    assert exit_code(e.value) == EXIT_SOURCE and "offset 0" in str(e.value)

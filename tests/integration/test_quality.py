@@ -1,0 +1,88 @@
+"""Quality through the whole line: rules in the reward job, candidates, the lake, a person's marks by query."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests_jobs import ROOT, Jobs, running, session, step
+from typer.testing import CliRunner
+
+from runtime.cli.main import app
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from schemas.events import Assessment, Candidate, Reward
+from schemas.settings import Settings
+
+
+def test_quality_from_rules_to_marks(settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Any) -> None:
+    with running(settings, cluster, tmp_path) as jobs:
+        jobs.start()
+        functions = {"run": ("built_in", "length_of@2")}
+        wrong = jobs.start("1", "reward", quality_functions=functions)
+        assert wrong.wait(60) == 2
+        assert (
+            "jobs.quality_functions.run: 'length_of@2': no built-in quality rule"
+            in (tmp_path / "reward-1.log").read_text()
+        )
+        reward = jobs.start(
+            "0", "reward", quality_functions={"run": ("built_in",)}, reward_functions={"*": ("schemas.tokens:count@1",)}
+        )
+        cut = step("cut", [1, 2], list(range(30)), finish_reason="length")
+        jobs.put(*jobs.conversation("good"), cut, session("cut", "completed"))
+        jobs.producer.flush()
+
+        def assessed() -> dict[str, Candidate]:
+            found = jobs.candidates()
+            return found if len(found) == 2 and all(c.assessment_revision == 7 for c in found.values()) else {}
+
+        candidates = eventually(assessed)
+        assert candidates["good"].quality == 1.0 and [s.quality for s in candidates["good"].steps] == [1.0] * 3
+        assert candidates["cut"].quality == 0.0 and [s.assessed_quality for s in candidates["cut"].steps] == [0.0]
+        records = jobs.records(jobs.topics.rewards, Assessment, Reward)
+        for key in ("good", "cut"):
+            mine = [e for _, e in records if e.trajectory_key == key]
+            assert [type(e) for e in mine[:2]] == [Assessment, Reward], "its quality is there with its first reward"
+        (said,) = {
+            e.trajectory_key: e for _, e in records if isinstance(e, Assessment) and e.trajectory_key == "cut"
+        }.values()
+        assert [(f.rule, f.step_id, f.score, f.evidence) for f in said.findings] == [
+            ("truncation@1", cut.step_id, 0.0, "finish reason length")
+        ]
+
+        reward.kill()  # what it says again is the same, so nothing is revised
+        reward.wait()
+        revisions = {k: c.revision for k, c in jobs.candidates().items()}
+        jobs.put(replace(said, created_at=9), said)
+        jobs.put(*jobs.conversation("after"))
+        jobs.producer.flush()
+        eventually(lambda: "after" in jobs.candidates())
+        assert {k: jobs.candidates()[k].revision for k in revisions} == revisions
+        curate_by_query(jobs, tmp_path, eventually)
+
+
+def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
+    """The lake finds the bad trajectory, and its step is marked."""
+    with (tmp_path / "lake.log").open("wb") as log:
+        command = [sys.executable, "-m", "runtime.cli", "lake", *words_of(jobs.settings), "lake.flush_interval_s=0.2"]
+        lake = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def curate(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["curate", *words, "--format", "json", *words_of(jobs.settings)])
+        return dict(json.loads(done.stdout)) if done.exit_code == 0 else {}
+
+    try:
+        query = ("--of", "steps", "--where", "quality < 0.5", "--quality", "0.75", "--by", "ann")
+        found = eventually(lambda: (c := curate(*query)).get("found") and c)
+        assert (found["found"], found["sent"], found["targets"][0]["trajectory_id"]) == (1, 0, "cut")
+        assert jobs.candidates()["cut"].steps[0].quality == 0.0, "only counted"
+        assert curate(*query, "--send")["sent"] == 1
+        marked = eventually(lambda: (c := jobs.candidates()["cut"]).steps[0].quality == 0.75 and c)
+        assert (marked.steps[0].assessed_quality, marked.quality) == (0.0, 0.0)
+    finally:
+        lake.terminate()
+        assert lake.wait(60) == 0
