@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import time
+from functools import lru_cache
 from typing import NamedTuple
 
 from schemas.errors import InvalidId
@@ -145,6 +146,7 @@ def version_id(run_id: str, sync_index: int, attempt: int) -> str:
     return str(Version(check_run_id(run_id), sync_index, attempt))
 
 
+@lru_cache(maxsize=4096)
 def parse_version(version: str) -> Version | None:
     """The parts of a version id; None for any other label, such as the engine's `default`."""
     m = VERSION_ID.fullmatch(version)

@@ -174,8 +174,9 @@ class Shell:
     async def _commit(self) -> None:
         """Tell Kafka how far we are."""
         done, self._done = self._done, {}
-        if done:
-            await self._app.consumer._commit(done)
+        generation = self._app.consumer_generation_id
+        if done and not await self._app.consumer._commit(done) and generation == self._app.consumer_generation_id:
+            self._done = done | self._done
 
     # -- rebalances
 

@@ -179,7 +179,9 @@ class Owner:
     async def process(self, records: Iterable[tuple[Source, Record]]) -> None:
         """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged."""
         for source, record in records:
-            await self._refuse_disorder(source, record)
+            if not self._came[source] < record.offset <= self._log.state.applied[source] + 1:
+                await self._refuse_disorder(source, record)
+            self._came[source] = record.offset
             self._batch[source, record.offset] = record
             kept = self._fold.record(
                 source, record.offset, record.timestamp_ms, record.key, self._inputs[source].decoded(record)
@@ -204,7 +206,6 @@ class Owner:
             raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._came[source]}; restart"
             )
-        self._came[source] = record.offset
         expected = self._log.state.applied[source] + 1
         if record.offset > expected and await asyncio.to_thread(
             lambda: any(self._inputs[source].records(range(expected, record.offset)))

@@ -36,9 +36,8 @@ def ends_in(prompt: bytes | None, steps: Sequence[StepEntry]) -> set[int]:
     """Offsets of those steps whose prompt and response are a beginning of `prompt`."""
     if prompt is None:
         return set()
-    by_end = _by_end(steps)
-    hashes, _ = hashes_at(prompt, sorted(by_end))
-    return {steps[i].offset for end, so_far in hashes for i in by_end[end] if steps[i].end_hash == so_far}
+    hashes = dict(hashes_at(prompt, sorted({s.end for s in steps}))[0])
+    return {s.offset for s in steps if s.response and s.end_hash is not None and hashes.get(s.end) == s.end_hash}
 
 
 def hash_of(*parts: bytes) -> int:
@@ -56,27 +55,22 @@ def number(digest: bytes) -> int:
 
 def _longest(prompt: bytes, steps: Sequence[StepEntry]) -> tuple[list[int], hashlib._Hash]:
     """Positions of the steps whose prompt and response are the longest beginning of `prompt`, and the hasher at its end."""
-    by_end = _by_end(steps)
-    ends = sorted(end for end in by_end if end * WIDTH <= len(prompt))
-
-    def fitting(hashes: Sequence[tuple[int, int]]) -> list[int]:
-        fit = ([i for i in by_end[end] if steps[i].end_hash == so_far] for end, so_far in reversed(hashes))
-        return next(filter(None, fit), [])
-
+    limit = len(prompt) // WIDTH
+    ends = [s.prompt + s.response if s.response and s.end_hash is not None else 0 for s in steps]
+    longest = max([end for end in ends if end <= limit], default=0)
     # Each end costs a digest. A conversation goes on from its last step, so as a rule one is enough.
-    last, hashed = hashes_at(prompt, ends[-1:])
-    found = fitting(last) or fitting(hashes_at(prompt, ends[:-1])[0])
-    hashed.update(memoryview(prompt)[ends[-1] * WIDTH if ends else 0 :])
+    hashes, hashed = hashes_at(prompt, [longest])
+    found: list[int] = []
+    if longest and not (found := _ending(steps, ends, *hashes[0])):
+        shorter, _ = hashes_at(prompt, sorted({end for end in ends if 0 < end < longest}))
+        while shorter and not found:
+            found = _ending(steps, ends, *shorter.pop())
+    hashed.update(memoryview(prompt)[longest * WIDTH :])
     return found, hashed
 
 
-def _by_end(steps: Sequence[StepEntry]) -> dict[int, list[int]]:
-    """Positions of the steps that sampled something, by the length of prompt and response."""
-    by_end: dict[int, list[int]] = {}
-    for i, step in enumerate(steps):
-        if step.response and step.end_hash is not None:
-            by_end.setdefault(step.prompt + step.response, []).append(i)
-    return by_end
+def _ending(steps: Sequence[StepEntry], ends: Sequence[int], end: int, hashed: int) -> list[int]:
+    return [i for i, e in enumerate(ends) if e == end and steps[i].end_hash == hashed]
 
 
 def hashes_at(prompt: bytes, lengths: Iterable[int]) -> tuple[list[tuple[int, int]], hashlib._Hash]:

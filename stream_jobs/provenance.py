@@ -36,11 +36,12 @@ def provenance(step: Step) -> Provenance:
     spans = _certain_spans(step, count)
     labels = {s.version for s in spans} or {v for v in (step.version_first, step.version_last) if v is not None}
     known = sorted((v for v in map(parse_version, labels) if v is not None), key=lambda v: (v.sync_index, v.attempt))
+    oldest = str(known[0]) if known else None
     reason = _why_not(step, count, spans, known, labels)
     return Provenance(
         versions=spans,
-        oldest=str(known[0]) if known else None,
-        newest=str(known[-1]) if known else None,
+        oldest=oldest,
+        newest=str(known[-1]) if len(known) > 1 else oldest,
         reason=reason[:REASON_CHARS] if reason else None,
     )
 

@@ -116,6 +116,10 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
 
 def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
     """The trajectory in records of at most about `limit` bytes: first the segments, then the steps. Metadata is in the first."""
+    size = sum(map(_segment_size, whole.segments)) + sum(map(_step_size, whole.steps)) + len(whole.metadata_json or b"")
+    if size <= limit:
+        yield whole
+        return
     segments = _batches(
         whole.segments, limit, [_segment_size(s) for s in whole.segments], len(whole.metadata_json or b"")
     )
@@ -257,11 +261,13 @@ def _sampled(entries: Sequence[StepEntry], kept: Sequence[Payload | None]) -> li
 
 
 def _segment_size(s: Segment) -> int:
-    return len(s.token_ids) + len(s.logprobs or b"") + sum(4 * len(v.version) + 20 for v in s.versions) + _ITEM_BYTES
+    versions = sum([4 * len(v.version) + 20 for v in s.versions]) if s.versions else 0
+    return len(s.token_ids) + len(s.logprobs or b"") + versions + _ITEM_BYTES
 
 
 def _step_size(s: TrajectoryStep) -> int:
-    names = len(s.step_id) + len(s.finish_reason or "") + sum(len(t.name) + len(t.evidence) + 8 for t in s.tags)
+    tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
+    names = len(s.step_id) + len(s.finish_reason or "") + tags
     return len(s.response_json) + 4 * names + 2 * _ITEM_BYTES  # UTF-8 has at most 4 bytes a character
 
 
