@@ -65,7 +65,7 @@ class Fold:
         except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
             entries, kept = [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]], None
         self._do(entries)
-        if source == STEPS:
+        if source == STEPS and self.state.waiting_for:
             self._meet(entries)
         return kept
 

@@ -161,11 +161,11 @@ class Judge:
         if key in self.state.closed:
             return self._late(offset, key, step, tail), None
         trajectory = self.state.opened.get(key)
-        if trajectory is not None and any(s.tail == tail for s in trajectory.steps):
+        steps = trajectory.steps if trajectory else []
+        if tail in [s.tail for s in steps]:
             return [], None
         now = self.state.time[STEPS]
         origin = provenance(step)
-        steps = trajectory.steps if trajectory else []
         measured = measure(steps, step)
         entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train"]]
         if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
@@ -344,14 +344,15 @@ def _target_of(name: Key, event: Reward | Curation) -> tuple[Key, str | None]:
 
 def _check_sizes(step: Step, tail: str) -> None:
     """What would make a record of ours too large, now or together with others. Raises Refusal."""
-    names = (tail, step.finish_reason, step.version_first, step.version_last, *(s.version for s in step.versions))
-    if any(len(name) > NAME_CHARS for name in (*names, *(t.name for t in step.tags)) if name is not None):
+    names = [tail, step.finish_reason, step.version_first, step.version_last]
+    names += [s.version for s in step.versions] + [t.name for t in step.tags]
+    if max([len(name) for name in names if name is not None]) > NAME_CHARS:
         raise Refusal("invalid", f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters")
     if len(step.tags) > TAGS_MAX:
         raise Refusal("invalid", f"a step has at most {TAGS_MAX} tags")
     packed = (step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.response_json)
-    tags = sum(len(t.evidence) for t in step.tags)
-    if sum(len(part) for part in packed if part is not None) + 4 * tags > PAYLOAD_BYTES:
+    tags = sum([len(t.evidence) for t in step.tags])
+    if sum([len(part) for part in packed if part is not None]) + 4 * tags > PAYLOAD_BYTES:
         raise Refusal("invalid", f"tokens, reply and tags have more than {PAYLOAD_BYTES} bytes")
 
 
