@@ -101,7 +101,9 @@ def small_files(table: Delta) -> int:
 def vacuum(settings: Settings, name: str) -> int:
     """Delete files that neither a version within `lake.history_days` nor a kept pin needs. Returns how many."""
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-    return clean(table, timedelta(days=settings.lake.history_days), kept_versions(settings, name))
+    return clean(
+        table, timedelta(days=settings.lake.history_days), kept_versions(settings, name), settings.lake.storage_options
+    )
 
 
 class Caretaker:

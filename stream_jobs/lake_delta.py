@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -23,7 +22,7 @@ from deltalake import (
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
 from stream_jobs.errors import StreamJobError
-from stream_jobs.lake_log import filesystem, table_uri
+from stream_jobs.lake_log import committed_at, filesystem, table_uri
 
 CommitCollided = CommitFailedError
 """Another commit came between this one's snapshot and itself, and both can't be. Open again and look."""
@@ -48,22 +47,18 @@ class LakeFull(LakeError):
     """There is no room to write. What was being written is in no version; make room and it can be written again."""
 
 
-_NO_ROOM = ("os error 28", "os error 122", "StorageFull", "QuotaExceeded")
-"""As the Delta library puts ENOSPC and EDQUOT: it has no type for them."""
+_NO_ROOM = ("os error 28", "os error 122")
+"""How the Delta library says ENOSPC and EDQUOT, in errors of several types."""
 
 
 @contextmanager
 def _room(where: str) -> Iterator[None]:
     try:
         yield
-    except DeltaError as e:
+    except (DeltaError, OSError) as e:
         if not any(sign in str(e) for sign in _NO_ROOM):
             raise
-        raise LakeFull(f"no room to write to {where}: {str(e).splitlines()[0]}") from e
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise LakeFull(f"no room to write to {where}: {e}") from e
+        raise LakeFull(f"no room to write to {where}: {' '.join(str(e).split())[:300]}") from e
 
 
 def exists(where: str, storage_options: Mapping[str, str]) -> bool:
@@ -144,13 +139,28 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
 
 
 def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
-    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they can't be beside those that are there."""
+    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there."""
+    there = pa.schema(table.schema())
+    wrong = [f.name for f in rows.schema if f.name in there.names and not _agree(f.type, there.field(f.name).type)]
+    if wrong:
+        raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")
     try:
         commit(table, rows, versions)
     except CommitFailedError:
         raise
     except (DeltaError, pa.ArrowException, ValueError, TypeError) as e:
         raise SchemaRefused(f"{type(e).__name__}: {e}") from e
+
+
+def _agree(ours: pa.DataType, theirs: pa.DataType) -> bool:
+    """Whether both types are one, but for fields of structs that only one of them has."""
+    if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
+        return all(_agree(f.type, theirs.field(f.name).type) for f in ours if theirs.get_field_index(f.name) >= 0)
+    if pa.types.is_list(ours) and pa.types.is_list(theirs):
+        return _agree(ours.value_type, theirs.value_type)
+    if pa.types.is_map(ours) and pa.types.is_map(theirs):
+        return _agree(ours.item_type, theirs.item_type)
+    return bool(ours == theirs)
 
 
 def writer_properties(schema: pa.Schema) -> WriterProperties:
@@ -188,15 +198,15 @@ def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
     return int(done["num_deleted_rows"] or 0)
 
 
-def clean(table: DeltaTable, history: timedelta, keep: Sequence[int]) -> int:
+def clean(table: DeltaTable, history: timedelta, keep: Sequence[int], storage_options: Mapping[str, str]) -> int:
     """Delete files that no version younger than `history` needs, nor one of `keep`, and the log behind it unless something is kept.
 
     Returns how many data files.
     """
     _set_history(table, history)
-    hours = max(0, int(history.total_seconds() // 3600))
+    there = _files(table, storage_options)
     gone = table.vacuum(
-        retention_hours=hours,
+        retention_hours=int(history.total_seconds() // 3600),
         dry_run=False,
         enforce_retention_duration=False,
         full=True,
@@ -204,7 +214,13 @@ def clean(table: DeltaTable, history: timedelta, keep: Sequence[int]) -> int:
     )
     if not keep:
         table.cleanup_metadata()
-    return len(gone)
+    return len(there & set(gone))  # it names files that are long deleted, too
+
+
+def _files(table: DeltaTable, storage_options: Mapping[str, str]) -> set[str]:
+    """Data files that lie with the table, of any version or none."""
+    root = filesystem(table.table_uri, storage_options)
+    return {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
 
 
 def _set_history(table: DeltaTable, history: timedelta) -> None:
@@ -231,21 +247,22 @@ def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: 
     table = open_table(uri, name, storage_options)
     try:
         table.load_as_version(moment)
-        (entry,) = table.history(1)
     except DeltaError as e:
         raise LakeMissing(f"table {name} can't be read as of {moment.isoformat()}: {e}") from e
-    made = datetime.fromtimestamp(entry["timestamp"] / 1000, UTC)
-    if table.version() and made > moment:
+    version = int(table.version())
+    made = committed_at(
+        uri, name, version, storage_options
+    )  # the library's history names a wrong time for an old version
+    if version and (made is None or made > moment):
         raise LakeMissing(
-            f"table {name}: what can be read begins at {made.isoformat()}; older versions go after lake.history_days"
+            f"table {name} can't be read as of {moment.isoformat()}: its log begins later; it is kept for lake.history_days"
         )
-    return int(table.version())
+    return version
 
 
 def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> None:
     """Raises LakeMissing when files of this old version are deleted."""
-    root = filesystem(table.table_uri, storage_options)
-    there = {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
+    there = _files(table, storage_options)
     gone = [p for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist() if p not in there]
     if gone:
         raise LakeMissing(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow.fs as pafs
@@ -54,6 +55,18 @@ def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[S
         if len(parts) == 3 and parts[0] == table and parts[2].isdecimal():
             found[parts[1], int(parts[2])] = version
     return found
+
+
+def committed_at(uri: str, table: str, version: int, storage_options: Mapping[str, str]) -> datetime | None:
+    """When a version of a table was committed; None when its entry of the log is gone."""
+    log = filesystem(table_uri(uri, table), storage_options)
+    try:
+        with log.open_input_stream(f"_delta_log/{version:020d}{_COMMIT}") as stream:
+            entries = [json.loads(line) for line in stream.read().splitlines()]
+    except FileNotFoundError:
+        return None
+    made = next((e["commitInfo"].get("timestamp") for e in entries if "commitInfo" in e), None)
+    return None if made is None else datetime.fromtimestamp(made / 1000, UTC)
 
 
 def _transactions(log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
