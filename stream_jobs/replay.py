@@ -99,11 +99,11 @@ class Replay:
     """
 
     def __init__(
-        self, run_id: str, partitions: int, limits: Limits, rules: Rules, trajectories_id: str, cache_bytes: int,
+        self, run_id: str, partitions: int, limits: Limits, codec: Codec, rules: Rules, trajectories_id: str, cache_bytes: int,
         again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, Kept]]],
     ) -> None:  # fmt: skip
         self.tally = Tally()
-        self.run_id, self.codec, self.trajectories_id = run_id, Codec(), trajectories_id
+        self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
         self.candidates_at = partition_of(run_id.encode(), CANDIDATE_PARTITIONS)
         self.ends: Counter[int] = Counter()
         """Next offset of each partition of the trajectories."""

@@ -26,6 +26,7 @@ from runtime.records import Decoder, cluster_of, create_topics, now_micros
 from runtime.telemetry import logger
 from runtime.topic_copy import Choice, Writer
 from runtime.window import Window, window_of
+from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Late, ReadyBatch, Refused, RunEnded, Tick, Trajectory
 from schemas.ids import check_run_id
@@ -168,11 +169,11 @@ def _assemble(
         return [] if order.keep_rules else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
+    pen = _Pen(cluster, target)
     replay = Replay(
-        run, target.kafka.partitions, limits_of(target), rules, cluster.topic_id(topics.trajectories),
+        run, target.kafka.partitions, limits_of(target), pen.codec, rules, cluster.topic_id(topics.trajectories),
         target.jobs.cache_mb << 20, source.payload,
     )  # fmt: skip
-    pen = _Pen(cluster, target)
     pen.write([Out("candidates", replay.candidates_at, run.encode(), policy_of(target, 1, now_micros()), None, 0)])
     said_at = began
     for moment in source.moments():
@@ -203,12 +204,12 @@ class _Pen:
         self._names = {
             "steps": topics.steps, "rewards": topics.rewards, "trajectories": topics.trajectories, "candidates": topics.candidates,
         }  # fmt: skip
-        self._encode = Decoder(cluster, topics.schemas).codec.encode
+        self.codec = Codec()
 
     def write(self, outs: list[Out]) -> None:
         for out in outs:
             topic = self._names[out.topic]
-            self._writer.put(topic, out.partition, out.key, self._encode(out.event), out.time, out.headers)
+            self._writer.put(topic, out.partition, out.key, self.codec.encode(out.event), out.time, out.headers)
 
     def close(self) -> None:
         """Raises CopyFailed when something lies elsewhere than the candidates say."""

@@ -1,0 +1,287 @@
+"""The fold of a replay, the way back from the lake, and copies: lists in, lists out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.cli.replay import instant
+from runtime.kafka import Cluster, Record
+from runtime.records import Decoder
+from runtime.topic_copy import Choice, Copier, copied_settings, renamed
+from runtime.window import Window
+from schemas.codec import Codec
+from schemas.errors import SettingsError
+from schemas.events import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.index import REWARDS, STEPS
+from stream_jobs.lake_events import events_of
+from stream_jobs.lake_tables import Placed, catalog
+from stream_jobs.payload import Kept, payload_of
+from stream_jobs.provenance import provenance
+from stream_jobs.replay import Moment, Out, Replay
+from stream_jobs.replay_check import first_difference
+from stream_jobs.replay_lake import READ
+from stream_jobs.replay_run import home_of, replay_settings
+from stream_jobs.trial import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
+
+Log = list[tuple[int, Any]]
+CODEC = Codec()
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> tuple[Log, Log]:
+    """(time, event) of steps and of rewards; a tick ends both. Some records appear twice."""
+    steps: list[Any] = []
+    for n in range(draw(st.integers(1, 12))):
+        key = draw(st.sampled_from(("a", "b", BUCKET)))
+        match draw(st.sampled_from(("step", "step", "done", "opened", "tick"))):
+            case "step":
+                steps.append(step(key, n, [1, *range(n)], [n + 10]))
+            case "done":
+                steps.append(session(key, "completed", step_id=f"{key}~C{max(0, n - 1)}.0" if key == BUCKET else None))
+            case "opened" if key != BUCKET:
+                steps.append(session(key, "opened", metadata_json=b"{}"))
+            case _:
+                steps.append(Tick(partition=0))
+        if draw(st.booleans()):
+            steps.append(draw(st.sampled_from(steps)))
+    rewards: list[Any] = []
+    for n in range(draw(st.integers(0, 8))):
+        key = draw(st.sampled_from(("a", "b")))
+        made = reward(key, draw(st.sampled_from([0.0, 1.0])), draw(st.none() | st.integers(0, 5)), revision=n % 3)
+        rewards.append(draw(st.sampled_from([made, curation(key, f"e{n}", trainable=False), assessment(key, 0.5)])))
+    timed = []
+    for log in (steps, rewards):
+        times = sorted(draw(st.lists(st.integers(0, 3000), min_size=len(log), max_size=len(log))))
+        timed.append([*zip(times, log, strict=True), (9000, Tick(partition=0))])
+    return timed[0], timed[1]
+
+
+def moments(steps: Log, rewards: Log) -> list[Moment]:
+    """As they come from topics: ticks on rewards say nothing."""
+    both = [(t, STEPS, i, e) for i, (t, e) in enumerate(steps)]
+    both += [(t, REWARDS, i, e) for i, (t, e) in enumerate(rewards) if not isinstance(e, Tick)]
+    return [
+        Moment(t, 0, s, i, getattr(e, "trajectory_key", "").encode(), e)
+        for t, s, i, e in sorted(both, key=lambda m: m[:3])
+    ]
+
+
+def no_rules(_: Trajectory) -> list[Reward]:
+    return []
+
+
+def payload_again(steps: Log) -> Any:
+    """Payload that the cache has lost, read from the list."""
+
+    def again(_: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+        for offset, start in starts.items():
+            event = steps[offset][1]
+            kept: Kept = (
+                payload_of(event, provenance(event), start) if isinstance(event, Step) else event.metadata_json or b""
+            )
+            yield offset, kept
+
+    return again
+
+
+def play(steps: Log, rewards: Log, rules: Any = no_rules, cache_bytes: int = 1 << 20) -> tuple[Replay, list[Out]]:
+    replay = Replay("r", 1, LIMITS, CODEC, rules, "id", cache_bytes, payload_again(steps))
+    return replay, [out for m in moments(steps, rewards) for out in replay.take(m)]
+
+
+def last(outs: Iterable[Out]) -> dict[str, Candidate]:
+    found: dict[str, Candidate] = {}
+    for out in outs:
+        if isinstance(out.event, Candidate):
+            found[out.event.trajectory_id] = replace(out.event, revision=0)
+    return found
+
+
+@settings(max_examples=40)
+@given(logs())
+def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(given_logs: tuple[Log, Log]) -> None:
+    steps, rewards = given_logs
+    worker = Worker()
+    worker.feed(*((STEPS, t, e) for t, e in steps))
+    worker.feed(*((REWARDS, t, e) for t, e in rewards))
+    trajectories, candidates = content(worker)
+
+    replay, outs = play(steps, rewards)
+    assert last(outs) == candidates
+    whole = {o.event.trajectory_id: o.event for o in outs if isinstance(o.event, Trajectory)}
+    without = {k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps)) for k, t in whole.items()}
+    assert without == trajectories
+    assert sum(replay.tally.trajectories.values()) == len(trajectories)
+    assert play(steps, rewards)[1] == outs
+    assert play(steps, rewards, cache_bytes=0)[1] == outs  # all payload read again
+    times = [o.time for o in outs]
+    assert times == sorted(times)
+
+
+def test_rules_answer_when_a_trajectory_closes() -> None:
+    def rules(trajectory: Trajectory) -> list[Reward]:
+        return [reward(trajectory.trajectory_id, float(len(trajectory.steps)), name="count")]
+
+    steps: Log = [(10, step("a", 0)), (20, step("a", 1)), (30, session("a", "completed")), (40, Tick(partition=0))]
+    replay, outs = play(steps, [(25, reward("a", 0.5)), (35, reward("a", 0.25, name="late"))], rules)
+    assert [(o.topic, type(o.event).__name__, o.time) for o in outs] == [
+        ("rewards", "Reward", 25),
+        ("candidates", "Tick", 30),
+        ("trajectories", "Trajectory", 30),
+        ("rewards", "Reward", 30),
+        ("candidates", "Candidate", 30),
+        ("candidates", "Tick", 35),
+        ("rewards", "Reward", 35),
+        ("candidates", "Candidate", 35),
+    ]
+    first, second = (o.event for o in outs if isinstance(o.event, Candidate))
+    assert {r.name: r.value for r in first.rewards} == {"a": 0.5, "count": 2.0}
+    assert {r.name: r.value for r in second.rewards} == {"a": 0.5, "count": 2.0, "late": 0.25}
+    assert (first.revision, second.revision, replay.tally.answers) == (0, 1, 1)
+    (place,) = {tuple(sorted((o.headers or {}).items())) for o in outs if isinstance(o.event, Candidate)}
+    assert dict(place) == {"topic_id": b"id", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
+
+
+def test_what_is_open_at_the_end_is_counted_and_bad_targets_too() -> None:
+    replay, outs = play([(10, step("a", 0)), (20, step("b", 0))], [(30, reward("nobody"))])
+    assert not [o for o in outs if o.topic != "rewards"]
+    assert (replay.open, replay.waiting, replay.tally.steps) == (2, 1, 2)
+    assert replay.tally.plain()["buried"] == {}
+    replay, _ = play([(10, step("a", 0)), (5000, Tick(partition=0))], [(30, reward("nobody"))])
+    assert (replay.open, replay.waiting) == (0, 0)
+    assert replay.tally.plain()["buried"] == {"unknown_target": 1}
+    assert replay.tally.plain()["trajectories"] == {"timed_out": 1}
+
+
+# -- the lake
+
+SPANS = (VersionSpan(version="r/1.0", start=0, end=1), VersionSpan(version="r/2.0", start=1, end=2))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        step("a", 1, [1, 2, 3], [4, 5], versions=SPANS, request_json='{"ä":1}'.encode(), received_at=1_700_000_000_123_456),
+        step("a", 2, prompt_token_ids=None, response_token_ids=None, response_logprobs=None, tokens_absent_reason="x"),
+        step("a", 3, [], []),
+        session("a", "opened", metadata_json=b'{"gold":"x"}', group_id="g", group_size=4, round=2),
+        session("a", "failed", reason="why"),
+        reward("a", None, 2),
+        replace(reward("a", 0.1), reason="because", detail_json=b"[]", created_at=12),
+        curation("a", "e", quality=0.5, tags=("x", "y")),
+        curation("a", "e", trainable=False),
+        assessment("a", 0.5, 0.25, 1.0),
+    ],
+)  # fmt: skip
+def test_a_row_is_the_record_again(event: Any) -> None:
+    (name,) = (n for tables in READ.values() for n, record in tables.items() if record is type(event))
+    table = catalog()[name]
+    filler = {
+        Step: step("z", 9, [7] * 3, [8]), Reward: reward("z"),
+    }.get(type(event), event)  # fmt: skip
+    rows = [row for e in (filler, event, filler) for row in table.rows_of(Placed("T", 0, 0, 0, {}, e))]
+    arrow = table.arrow(rows)
+    assert list(events_of(type(event), arrow)) == [filler, event, filler]
+    chunks = pa.concat_tables([arrow.slice(0, 1), arrow.slice(1)])
+    assert list(events_of(type(event), chunks.slice(1, 1))) == [event]
+    older = arrow.drop_columns([c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names])
+    assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
+
+
+# -- copies
+
+
+def record(time: int, key: bytes | None, event: Any, partition: int = 0) -> tuple[int, Record]:
+    value = CODEC.encode(event) if event is not None else None
+    return time, Record("t", partition, time, time, key, value, {})
+
+
+def copied(copier: Copier, *records: tuple[int, Record]) -> list[tuple[int, int, Any]]:
+    """(partition, time, event or None)."""
+    out = []
+    for time, r in records:
+        out += [(p, time, v) for p, _, v in copier.places(time, r)]
+    out += [(p, copier.time, v) for p, _, v in copier.end()]
+    return [(p, t, None if v is None else CODEC.decode(v)) for p, t, v in out]
+
+
+def copier(choice: Choice, partitions: int, before: int) -> Copier:
+    return Copier(Decoder(Cluster("127.0.0.1:1"), "s"), choice, partitions, before)
+
+
+def test_a_copy_with_as_many_partitions_is_the_same_log() -> None:
+    log = [record(5, None, Tick(partition=1), 1), record(6, b"a", step("a", 0), 1), record(7, b"a", None, 1)]
+    assert copied(copier(Choice(), 3, 3), *log) == [(1, 5, Tick(partition=1)), (1, 6, step("a", 0)), (1, 7, None)]
+
+
+def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
+    log = [
+        record(5, None, Tick(partition=1), 1),
+        record(6, b"a", step("a", 0), 1),
+        record(300, None, Tick(partition=0)),
+    ]
+    log += [record(1100, None, Tick(partition=1), 1), record(1200, None, Tick(partition=0))]
+    found = copied(copier(Choice(), 2, 3), *log)
+    assert found == [
+        (0, 5, Tick(partition=0)), (1, 5, Tick(partition=1)), (partition_of(b"a", 2), 6, step("a", 0)),
+        (0, 1100, Tick(partition=0)), (1, 1100, Tick(partition=1)), (0, 1200, Tick(partition=0)), (1, 1200, Tick(partition=1)),
+    ]  # fmt: skip
+
+
+def test_a_copy_of_one_run_under_another_name() -> None:
+    rule = replace(reward("a"), source="rule", by="clawstream.reward")
+    log = [
+        record(1, b"a", step("a", 0, [1], [4, 5], versions=SPANS)),
+        record(2, b"a", replace(step("a", 1), run_id="other")),
+        record(3, b"a", rule),
+    ]
+    made = copier(Choice("r", "n", rewards=False), 1, 1)
+    ((_, _, kept),) = copied(made, *log)
+    assert (kept.run_id, kept.version_first, [s.version for s in kept.versions]) == ("n", "n/3.0", ["n/1.0", "n/2.0"])
+    assert (made.copied, made.left_out) == (1, 2)
+    assert provenance(kept).reason is None
+    assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
+
+
+def test_prefixes_names_and_windows(tmp_path: Path) -> None:
+    live = Settings(data_dir=tmp_path)
+    assert copied_settings(live, "b", 3).kafka.topics.steps == "b.steps"
+    for wrong in ("claw", "B", ""):
+        with pytest.raises(SettingsError, match="must be another one"):
+            copied_settings(live, wrong, 3)
+    with pytest.raises(SettingsError, match="1 to 25"):
+        replay_settings(live, "No", "run", 3)
+    target = replay_settings(live, "x", "run", 3)
+    assert target.lake_uri == str(home_of(live, "x") / "lake") and target.blob_uri == live.blob_uri
+    assert target.bootstrap_servers == live.bootstrap_servers and not target.jobs.write_ticks
+    assert Settings.model_validate_json(target.model_dump_json(exclude_defaults=True)) == target
+    window = Window("t", "id", {0: (3, 5), 1: (0, 0)})
+    assert Window.of_plain(json.loads(json.dumps(window.plain()))) == window and window.offsets == 2
+
+
+def test_times_and_differences() -> None:
+    assert instant("1700000000000", "--since") == 1_700_000_000_000
+    assert (
+        instant("2023-11-14T22:13:20", "--since")
+        == instant("2023-11-14T23:13:20+01:00", "--since")
+        == 1_700_000_000_000
+    )
+    assert instant(None, "--since") is None
+    with pytest.raises((SystemExit, typer.Exit)):
+        instant("yesterday", "--since")
+    one, two = {"content_hash": "1"}, {"content_hash": "2"}
+    assert first_difference([one], [one, two]) is None
+    assert first_difference([one, two], [one]) == {"index": 1, "recorded": two, "replayed": None}
+    assert first_difference([one, two], [one, one]) == {"index": 1, "recorded": two, "replayed": one}
