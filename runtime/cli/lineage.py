@@ -55,7 +55,7 @@ def lineage_weights(
 
 @app.command("step")
 def lineage_step(
-    step_id: Annotated[str, typer.Argument(metavar="STEP_ID")],
+    step_id: Annotated[str, typer.Argument(metavar="ID")],
     words: Words = None,
     config: Config = None,
     run: Run = None,
@@ -67,7 +67,7 @@ def lineage_step(
 
 @app.command("trajectory")
 def lineage_trajectory(
-    trajectory_id: Annotated[str, typer.Argument(metavar="TRAJECTORY_ID")],
+    trajectory_id: Annotated[str, typer.Argument(metavar="ID")],
     words: Words = None,
     config: Config = None,
     run: Run = None,
