@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from schemas.events import (
     AdmissionPolicy,
     Candidate,
+    CandidateStep,
     Late,
     Place,
     PolicyApplied,
@@ -49,8 +50,13 @@ def ops_of(rng: random.Random, length: int) -> list[Any]:
             rng.choice([None, 0.0, 1.0, 1.0]),  # reward; None: not yet
             rng.randint(-3, 1),  # sync index, relative to what is trained now
             rng.choice([0, 10, 90]),  # how long it was open
+            rng.choice([None, None, 0.2, 0.8]),  # quality; None: not assessed yet
         ),
-        "revise": lambda: (rng.randrange(1, 12), rng.choice([None, 0.0, 1.0, 1.0])),
+        "revise": lambda: (
+            rng.randrange(1, 12),
+            rng.choice([None, 0.0, 1.0, 1.0]),
+            rng.choice([None, 0.2, 0.8, 0.8]),
+        ),
         "again": lambda: (rng.randrange(1, 30),),
         "tick": lambda: (rng.choice([(0, 1), (0, 1), (0,), (1,)]), rng.choice([0, 0, 10, 40])),
         "policy": lambda: (
@@ -62,6 +68,9 @@ def ops_of(rng: random.Random, length: int) -> list[Any]:
                 "group_deadline_ms": rng.choice([5, 40, 40]),
                 "drop_zero_variance": rng.choice([False, False, True]),
                 "sync_every": rng.choice([2, 2, 2, 3]),
+                "min_quality": rng.choice([None, None, 0.5]),
+                "min_step_quality": rng.choice([None, None, 0.5]),
+                "require_assessment": rng.choice([False, False, True]),
             },
         ),
     }
@@ -84,22 +93,28 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
     for op in [*ops, *([("end",)] if ended else [])]:
         now += 3
         match op:
-            case ("close", group, number, value, sync, open_for):
+            case ("close", group, number, value, sync, open_for, quality):
                 tid = f"t{len(seen)}"
                 rewards = () if value is None else (rewarded(value),)
+                oldest = max(0, len(seen) // 8 + sync)
                 seen.append(
                     Candidate(
                         run_id="r", channel=channel, trajectory_key=tid, trajectory_id=tid, group_id=f"g{group}",
                         round=number, revision=0, outcome="completed", opened_at=now - open_for, closed_at=now,
-                        rewards=rewards, steps=(), prompt_tokens=1, trainable_tokens=5,
-                        oldest_sync_index=max(0, len(seen) // 8 + sync), trainable=True,
+                        rewards=rewards, steps=steps_of(tid, oldest, quality), prompt_tokens=1, trainable_tokens=5,
+                        oldest_sync_index=oldest, trainable=True, quality=quality,
+                        assessment_revision=None if quality is None else 1,
                     )
                 )  # fmt: skip
                 put(seen[-1])
-            case ("revise", which, value) if seen:
+            case ("revise", which, value, quality) if seen:
                 old = seen[-which % len(seen)]
                 rewards = () if value is None else (rewarded(value),)
-                seen[-which % len(seen)] = dataclasses.replace(old, revision=old.revision + 1, rewards=rewards)
+                seen[-which % len(seen)] = dataclasses.replace(
+                    old, revision=old.revision + 1, rewards=rewards, quality=quality,
+                    steps=steps_of(old.trajectory_id, old.oldest_sync_index, quality),
+                    assessment_revision=None if quality is None else 1,
+                )  # fmt: skip
                 put(seen[-which % len(seen)])
             case ("again", which) if seen:
                 put(
@@ -117,6 +132,16 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
             case ("end",):
                 put(RunEnded(run_id="r", created_at=0))
     return out
+
+
+def steps_of(tid: str, oldest: int | None, quality: float | None) -> tuple[CandidateStep, ...]:
+    """One step of the trajectory's quality and one that is faultless."""
+    return tuple(
+        CandidateStep(
+            step_id=f"{tid}~{i}", index=i, response_tokens=n, trainable=True, quality=q, oldest_sync_index=oldest
+        )
+        for i, (n, q) in enumerate(((2, quality), (3, 1.0)))
+    )
 
 
 def rewarded(value: float) -> RewardValue:
@@ -211,7 +236,7 @@ def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: 
 
 def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
     """Who reads on has to read the last tick of every source partition once more; without them a deadline would be missed."""
-    ready = [("close", 0, None, float(i % 2), 0, 0) for i in range(6)]
+    ready = [("close", 0, None, float(i % 2), 0, 0, None) for i in range(6)]
     log = log_of([*ready, ("tick", (0, 1), 1000)], "train", False)
     old = log[1].event
     assert isinstance(old, Candidate)
@@ -226,7 +251,7 @@ def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
 
 
 def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
-    log = log_of([("close", g, None, float(i % 2), 0, 0) for g in range(3) for i in range(3)], "train", False)
+    log = log_of([("close", g, None, float(i % 2), 0, 0, None) for g in range(3) for i in range(3)], "train", False)
     before = [d for step in run(Admission("r", "train", SOURCE), log) for d in step]
     assert [d.batch_seq for d in before if isinstance(d, ReadyBatch)] == [0]
     anew = Source("topic-2", 0, 2)
