@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway import machine
+from benchmarks.gateway import loop_ns, machine
 from benchmarks.jobs_installation import free_port
 from benchmarks.jobs_load import STANDARD, write
 from benchmarks.jobs_memory import part_memory
@@ -112,7 +112,7 @@ def run(directory: Path, port: int, size: Size, only: Sequence[str]) -> dict[str
         for name in only:
             say(name)
             result |= PARTS[name](Bench(directory, broker.bootstrap_servers, size))
-    return _rounded(result | {"machine": before})  # type: ignore[no-any-return]
+    return _rounded(result | {"machine": before | {"empty_loop_ns_after": loop_ns()}})  # type: ignore[no-any-return]
 
 
 def main() -> None:
