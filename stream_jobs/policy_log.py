@@ -36,7 +36,12 @@ class PolicyLog:
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self._settings, self._cluster, self._topics = settings, cluster, settings.kafka.topics
         self.topic = self._topics.candidates
-        self.partition = partition_of(settings.run_id.encode(), cluster.topics(self.topic)[self.topic])
+        partitions = cluster.topics(self.topic).get(self.topic)
+        if not partitions:
+            raise PolicyRefused(
+                f"there is no topic {self.topic} on {settings.bootstrap_servers}: is kafka.topic_prefix right?"
+            )
+        self.partition = partition_of(settings.run_id.encode(), partitions)
         self._decoder = Decoder(cluster, self._topics.schemas)
         self.entries: list[Entry] = []
         self.ended: int | None = None

@@ -68,6 +68,8 @@ def read(cluster: Cluster, topic: str, kind: type) -> list[Any]:
 def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     settings: Settings, cluster: Cluster, cli: Cli, admit: Admit, eventually: Any
 ) -> None:
+    away = cli("policy", "show", "--run", "demo")
+    assert away.exit_code == 2 and "is kafka.topic_prefix right?" in away.stderr
     create_topics(cluster, settings)
     topics = settings.kafka.topics
     none = cli("policy", "set", "batch_groups=2", "--run", "demo")
