@@ -7,12 +7,13 @@ joins: a version's lineage does not read what other versions were made of, as fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC
 from typing import Any
 
 from schemas.errors import InvalidId
 from schemas.ids import key_of_step, key_of_trajectory, parse_version
 from stream_jobs.errors import StreamJobError
-from stream_jobs.lineage import steps_of
+from stream_jobs.lineage import TOKENS, steps_of
 
 Row = dict[str, Any]
 SKEW = "INTERVAL 1 HOUR"
@@ -162,9 +163,14 @@ class Ancestry:
 
     def _step(self, row: Row, key: str) -> Row:
         run, step_id = row["run_id"], row["step_id"]
+        at = _time(row["at"].replace(tzinfo=UTC))
+        one = self._table(
+            "one_step",
+            f"""SELECT run_id, step_id, versions, version_first, version_last, response_token_ids FROM steps_raw
+                WHERE kafka_timestamp = {at} AND run_id = {_text(run)} AND step_id = {_text(step_id)}""",
+        )
         spans = self._rows(
-            f"""SELECT version, first_token, end_token FROM lineage_tokens WHERE run_id = {_text(run)}
-                AND step_id = {_text(step_id)} ORDER BY first_token"""
+            f"SELECT version, first_token, end_token FROM ({TOKENS.format(steps=one)}) ORDER BY first_token"
         )
         marks = self._rows(
             f"""SELECT DISTINCT mark, trajectory_id, evidence FROM step_marks_raw WHERE run_id = {_text(run)}
@@ -173,7 +179,7 @@ class Ancestry:
         inside = self._rows(
             f"""SELECT trajectory_id, s FROM (
                     SELECT trajectory_id, unnest(steps) AS s, kafka_timestamp FROM trajectories_raw WHERE run_id = {_text(run)}
-                    AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")}
+                    AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")} AND kafka_timestamp >= {at} - {SKEW}
                 ) WHERE s.step_id = {_text(step_id)} ORDER BY kafka_timestamp DESC LIMIT 1"""
         )
         out: Row = {"step": row | {"sampled_by": spans}, "marks": marks, "trajectory": None}
