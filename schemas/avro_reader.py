@@ -32,8 +32,11 @@ def reader_of(schema: Mapping[str, Any], class_of: ClassOf) -> Read:
 
 def _long(data: bytes, at: int) -> tuple[int, int]:
     """A long, zig-zag, seven bits a byte."""
-    n = shift = 0
-    for end in range(at, at + 10):
+    byte = data[at]
+    n, shift = byte & 127, 7
+    if byte < 128:
+        return (n >> 1) ^ -(n & 1), at + 1
+    for end in range(at + 1, at + 10):
         byte = data[end]
         n |= (byte & 127) << shift
         if byte < 128 and n < 1 << 64:

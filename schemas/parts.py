@@ -10,6 +10,8 @@ from schemas.events import Trajectory
 
 def joined(parts: Sequence[Trajectory]) -> Trajectory:
     """All parts of one trajectory, in order, as one: steps and segments are concatenated."""
+    if len(parts) == 1 and parts[0].parts == 1:
+        return parts[0]
     return replace(
         parts[0],
         part=0,

@@ -22,8 +22,12 @@ def resolved(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
             raise BlobMissing(f"blob {blob.url} has {len(data)} bytes, not the {blob.size_bytes} of its reference")
         return data
 
-    steps = [replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps]
     metadata = trajectory.metadata_json
+    if referenced("metadata_json", metadata) is None and not any(
+        [referenced("response_json", s.response_json) for s in trajectory.steps]
+    ):
+        return trajectory  # as a rule
+    steps = [replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps]
     return replace(
         trajectory,
         metadata_json=None if metadata is None else whole("metadata_json", metadata),
