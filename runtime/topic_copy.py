@@ -183,7 +183,8 @@ def _copy(
         copier = Copier(decoder, choice, target.kafka.partitions, len(window.ranges))
         for time, record in in_order(cluster, [window]):
             for partition, key, value in copier.places(time, record):
-                writer.put(topic, partition, key, value, record.timestamp_ms if copier.same else time)
+                at = record.timestamp_ms if copier.same else time
+                writer.put(topic, partition, key, value, at, record.headers)  # headers say what was sent again on purpose
         for partition, key, value in copier.end():
             writer.put(topic, partition, key, value, copier.time)
         result["records"][topic] = copier.copied

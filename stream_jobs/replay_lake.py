@@ -109,7 +109,7 @@ class LakeMoments:
         return since + ([at < _instant(span.until_ms)] if span.until_ms is not None else [])
 
     def _index(self, source: Source) -> Iterator[_Ref]:
-        """All records of one input, without what they say: about 100 bytes of memory each."""
+        """All records of one input, without what they say: about 200 bytes of memory each."""
         parts = []
         for name in READ[source]:
             if name in self._tables:

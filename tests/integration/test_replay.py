@@ -16,24 +16,24 @@ from uuid import uuid4
 
 import pytest
 from tests_jobs import ROOT, Eventually, Jobs, reward, running, step
+from typer.testing import CliRunner
 
 from demo.model import make_random_model
 from runtime.cli.main import app
-from runtime.config import words_of
+from runtime.config import load, words_of
 from runtime.fresh_prefix import PrefixTaken
 from runtime.kafka import Cluster
 from runtime.records import Decoder
 from runtime.topic_copy import Choice, copy_topics
 from schemas.codec import Codec
-from schemas.events import Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
+from schemas.events import AdmissionPolicy, Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admission import serve
 from stream_jobs.lake import write
 from stream_jobs.lake_versions import pin
-from stream_jobs.policy import policy_of
 from stream_jobs.replay_check import check, what_if
-from stream_jobs.replay_run import Order, delete_replay, list_replays, replay_settings, run_replay
+from stream_jobs.replay_run import Order, delete_replay, home_of, list_replays, replay_settings, run_replay
 from trainer.loop import train
 
 POLICY = {
@@ -88,35 +88,43 @@ def group(jobs: Jobs, number: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    """Nine groups, a policy that changes in the middle, late and revised rewards, a straggler that times out, all tables."""
+    """Nine groups, a new start of admission with another policy in the middle, late and revised rewards, a straggler, all tables."""
     home = tmp_path_factory.mktemp("recorded")
     settings = Settings.model_validate({
         "run_id": "run", "data_dir": home,
         "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4},
-        "jobs": {"reward_functions": RULES, "trajectory_timeout_s": 3, "tick_interval_s": 0.3},
+        "jobs": {"reward_functions": RULES, "trajectory_timeout_s": 5, "tick_interval_s": 0.3},
         "admit": {"policy": POLICY, "channels": ["train"]}, "lake": {"flush_interval_s": 0.5},
     })  # fmt: skip
-    cluster, stop = Cluster(kafka), threading.Event()
+    cluster, stop, first = Cluster(kafka), threading.Event(), threading.Event()
+    tuned = with_policy(settings, batch_groups=1)
+    admission = threading.Thread(target=serve, args=(settings, first))
+    second = threading.Thread(target=serve, args=(tuned, stop))
+    lake = threading.Thread(target=write, args=(settings, stop))
     with running(settings, cluster, home) as jobs:
         jobs.start()
         jobs.start(job="reward")
-        threads = [threading.Thread(target=f, args=(settings, stop)) for f in (serve, write)]
-        for thread in threads:
-            thread.start()
+        admission.start()
+        lake.start()
         try:
-            _until(
-                lambda: jobs.records(jobs.topics.candidates, Tick)
-            )  # log time goes on, whether or not there is someone who works
-            _record(jobs, cluster, settings)
-            _settle(jobs, cluster, settings)
+            _until(lambda: jobs.records(jobs.topics.candidates, Tick))  # log time goes on, whether or not someone works
+            _record_half(jobs, cluster, settings)
         finally:
+            first.set()
+            admission.join(60)
+        second.start()
+        try:
+            _until(lambda: len(jobs.records(jobs.topics.candidates, AdmissionPolicy)) == 2)
+            _record_rest(jobs)
+            _settle(jobs, cluster, settings)
             for worker in jobs.workers:
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(60) for worker in jobs.workers] == [0, 0]
             _until(lambda: _lake_has_all(cluster, settings))
+        finally:
             stop.set()
-            for thread in threads:
-                thread.join(60)
+            second.join(60)
+            lake.join(60)
     prefix = settings.kafka.topic_prefix + "."
     yield Recorded(settings, cluster, {t: cluster.watermarks(t) for t in cluster.topics() if t.startswith(prefix)})
 
@@ -135,23 +143,19 @@ def _batches(cluster: Cluster, settings: Settings) -> list[ReadyBatch]:
     return [b for r in cluster.read_all(topic) if isinstance(b := codec.decode(r.value), ReadyBatch)]
 
 
-def _record(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
+def _record_half(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
     first = group(jobs, 0)
     jobs.put(*first, *group(jobs, 1), *group(jobs, 2), *group(jobs, 3))
-    jobs.put(step("late", [1, 2], [3]), first[1])  # never completed; a producer's retry
+    again = next(e for e in first if isinstance(e, Step))
+    jobs.put(step("late", [1, 2], [3]), again)  # never completed; a producer's retry
     jobs.put(
         reward("0-1", 0.5, step_id=next(e.step_id for e in first if isinstance(e, Step) and e.trajectory_key == "0-1"))
     )
     jobs.producer.flush()
     _until(lambda: len(_batches(cluster, settings)) >= 2)
-    tuned = settings.model_copy(
-        update={
-            "admit": settings.admit.model_copy(
-                update={"policy": settings.admit.policy.model_copy(update={"batch_groups": 1})}
-            )
-        }
-    )
-    jobs.producer.put(jobs.topics.candidates, b"run", jobs.codec.encode(policy_of(tuned, 2, 0)))
+
+
+def _record_rest(jobs: Jobs) -> None:
     for number in range(4, GROUPS):
         jobs.put(*group(jobs, number))
     jobs.put(
@@ -191,6 +195,8 @@ def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> No
     assert report["first_difference"] is None and report["batches"] >= 7 and report["not_checked"] == 0
     assert {b["policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
     assert report["recorded"] == report["replayed"]
+    said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings)])
+    assert said.exit_code == 0 and f"all {report['batches']} batches came again, in order" in said.output
     other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
     assert other["recorded"] == report["recorded"]
     assert [b["groups"] for b in other["replayed"]["batches"]] == [3, 3, 3]
@@ -212,10 +218,18 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     jobs = settings.jobs.model_copy(update={"reward_functions": {"*": ("tests_rewards:contrary@2",)}})
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
     assert len(hashes(other)) == len(hashes(one)) and not set(hashes(other)) & set(hashes(one))
-    kept = run_replay(settings, Order("kept", keep_rules=True))
+    kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))
+    steps = sum(high for _, high in recorded.cluster.watermarks("replay-kept.steps").values())
+    assert steps == kept["steps"] + 2 * 4 * GROUPS  # opened and completed
     assert kept["answers"] == 0 and kept["candidates"] > one["candidates"]
     assert recorded.last(replay_settings(settings, "kept", "run", 4)) == recorded.last()
-    assert [r["name"] for r in list_replays(settings)] == ["kept", "one", "other", "two"]
+    times = sorted(c.closed_at for c in recorded.last().values())
+    part = run_replay(settings, Order("part", until_ms=times[8], stay_open=True))
+    assert part["trajectories"] == {"completed": sum(t < times[8] for t in times)}
+    assert "run_ended" not in part["channels"]["train"]["refused"]
+    assert [r["name"] for r in list_replays(settings)] == ["kept", "one", "other", "part", "two"]
+    said = CliRunner().invoke(app, ["replay", "list", *words_of(settings)])
+    assert said.exit_code == 0 and said.output.count("from topics") == 5
     assert recorded.untouched()
 
 
@@ -227,6 +241,9 @@ def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest
     assert from_lake["versions"].items() <= pins.items()
     target = replay_settings(settings, "lake", "run", 4)
     assert recorded.last(target) == recorded.last(replay_settings(settings, "t2", "run", 4)) == recorded.last()
+
+    written = load(home_of(settings, "lake") / "settings.yaml", environ={})
+    assert written == target
 
     renamed = run_replay(settings, Order("offline", pins=pins, as_run="exp"))
     assert len(hashes(renamed)) == len(hashes(from_lake))
@@ -304,4 +321,4 @@ def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventuall
     assert some["left_out"] == 4 * GROUPS + 1
     kept = [codec.decode(r[3]) for r in read(f"{prefix}x.rewards", (Reward,))]
     assert {(r.run_id, r.source) for r in kept} == {("new", "env")}
-    assert recorded.untouched() and app
+    assert recorded.untouched()
