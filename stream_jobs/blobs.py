@@ -23,9 +23,8 @@ def resolved(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
         return data
 
     metadata = trajectory.metadata_json
-    if referenced("metadata_json", metadata) is None and not any(
-        [referenced("response_json", s.response_json) for s in trajectory.steps]
-    ):
+    fields = [("metadata_json", metadata), *(("response_json", s.response_json) for s in trajectory.steps)]
+    if not any(referenced(field, value) for field, value in fields):
         return trajectory  # as a rule
     steps = [replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps]
     return replace(
