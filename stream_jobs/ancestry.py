@@ -16,7 +16,7 @@ from stream_jobs.errors import StreamJobError
 from stream_jobs.lineage import TOKENS, steps_of
 
 Row = dict[str, Any]
-SKEW = "INTERVAL 1 HOUR"
+SKEW = "INTERVAL 1 MINUTE"
 """How far the clocks of brokers may be apart, where log times of several partitions bound a search."""
 _STEP = (
     "step_id", "step_index", "parent_index", "response_tokens", "trained", "untrained_reason", "sampled_by", "tags", "drift",
@@ -117,32 +117,37 @@ class Ancestry:
 
     def _steps(self, run: str, versions: str, groups: str) -> list[Row]:
         """Steps of the members of some groups. The arguments name relations."""
-        bounds = f"SELECT unnest(members) AS m, kafka_timestamp FROM {groups}"
-        (found,) = self._rows(
-            f"""SELECT min(m.trajectory_id) AS low, max(m.trajectory_id) AS high, max(m.place.last_offset) AS last,
-                       max(kafka_timestamp) + {SKEW} AS before FROM ({bounds})"""
+        members = self._table("some_members", f"SELECT unnest(members) AS m FROM {groups}")
+        (bounds,) = self._rows(
+            f"SELECT min(m.place.first_offset) AS first, max(m.place.last_offset) AS last FROM {members}"
         )
-        if found["low"] is None:
+        if bounds["last"] is None:
             return []
-        trajectories = self._table(
-            "some_trajectories",
-            f"""SELECT * FROM trajectories_raw WHERE run_id = {_text(run)}
-                AND trajectory_id BETWEEN {_text(found["low"])} AND {_text(found["high"])}
-                AND kafka_offset <= {found["last"]} AND kafka_timestamp <= {_time(found["before"])}
-                AND trajectory_id IN (SELECT m.trajectory_id FROM ({bounds}))""",
+        theirs = f"""SEMI JOIN {members} o ON o.m.trajectory_id = t.trajectory_id AND o.m.place.topic_id = t.kafka_topic_id
+                     AND o.m.place.partition = t.kafka_partition
+                     WHERE t.run_id = {_text(run)} AND t.kafka_offset <= {bounds["last"]}"""
+        found = self._table(
+            "some_trajectories", f"SELECT * FROM trajectories_raw t {theirs} AND t.kafka_offset >= {bounds['first']}"
         )
-        (times,) = self._rows(
-            f"SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until FROM {trajectories}"
-        )
+        # What was sent twice after a crash is in the lake where it lay first, and in the batch where it lay last.
+        whole = f"SELECT trajectory_id FROM {found} GROUP BY ALL HAVING count(*) = any_value(parts)"
+        if self._rows(f"SELECT m.trajectory_id FROM {members} WHERE m.trajectory_id NOT IN ({whole}) LIMIT 1"):
+            more = self._table(
+                "more_trajectories", f"SELECT * FROM trajectories_raw t {theirs} AND t.trajectory_id NOT IN ({whole})"
+            )
+            found = self._table(
+                "all_trajectories", f"SELECT * FROM {found} WHERE trajectory_id IN ({whole}) UNION ALL FROM {more}"
+            )
+        (times,) = self._rows(f"SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until FROM {found}")
         if times["since"] is None:
             return []
         steps = self._table(
             "some_steps",
             f"""SELECT run_id, step_id, versions, version_first, version_last FROM steps_raw WHERE run_id = {_text(run)}
                 AND kafka_timestamp BETWEEN {_time(times["since"])} AND {_time(times["until"])}
-                AND step_id IN (SELECT unnest(steps).step_id FROM {trajectories})""",
+                AND step_id IN (SELECT unnest(steps).step_id FROM {found})""",
         )
-        return self._rows(f"SELECT * FROM ({steps_of(versions, groups, trajectories, steps)}) ORDER BY step_index")
+        return self._rows(f"SELECT * FROM ({steps_of(versions, groups, found, steps)}) ORDER BY step_index")
 
     # -- to a version
 

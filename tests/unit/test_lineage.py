@@ -217,6 +217,19 @@ def test_what_was_not_trained_says_why(lineage: Ancestry) -> None:
     assert late["late_revisions"] == [{"revision": 3, "missed_batch_seq": 6}] and len(late["steps"]) == 4
 
 
+def test_what_lies_before_its_place(tmp_path: Path) -> None:
+    """Assemble was killed between sending a trajectory and noting it: the lake has the first copy, the batch names the second."""
+    settings = Settings(data_dir=tmp_path)
+    lake = Story(settings)
+    for key in ("g0-0", "g0-1"):
+        lake.closed(key, *(step(key, n) for n in range(3)), parts=1 if key == "g0-0" else 2)
+    lake.places = {"g0-0": 8, "g0-1": 2}
+    lake.batch(0, [lake.member("g0-0"), lake.member("g0-1")])
+    lake.put("weights", "WW", version("1.0", None, 0, 0))
+    said = Ancestry(connect(settings)).weights("r/1.0")
+    assert len(ids(said)) == len(set(ids(said))) == 6 and said["totals"]["not_in_lake"] == []
+
+
 def test_what_became_of_a_step(lineage: Ancestry) -> None:
     def verdict(step_id: str) -> str:
         (said,) = lineage.step(step_id)
