@@ -33,7 +33,7 @@ class UpdateStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """One trained batch. tokens: trained ones. staleness: sum over, and number of, tokens of known version."""
+    """One trained batch. tokens: trained ones. foreign_rows: left out for token ids that the model does not have. staleness: sum over, and number of, tokens of known version."""
 
     update: UpdateStats
     rewards: tuple[float, ...]
@@ -41,6 +41,7 @@ class BatchStats:
     rows: int
     tokens: int
     unrewarded: int
+    foreign_rows: int
     staleness: tuple[int, int]
     read_seconds: float
 
@@ -69,6 +70,7 @@ def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: floa
             "groups": sum(batch.groups for batch in batches),
             "members": len(rewards),
             "members_unrewarded": sum(batch.unrewarded for batch in batches),
+            "rows_foreign": sum(batch.foreign_rows for batch in batches),
             "rows": sum(batch.rows for batch in batches),
             "tokens": sum(batch.tokens for batch in batches),
             "optimizer_steps": len(steps),

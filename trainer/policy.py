@@ -47,6 +47,11 @@ class Policy:
         )
         torch.manual_seed(settings.seed)
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model has an embedding for: 0 up to this."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory: weights as safetensors, configuration, and the tokenizer files it was loaded with."""
         self.model.save_pretrained(directory)

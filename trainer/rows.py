@@ -81,6 +81,16 @@ def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], adv
     return BatchRows(rows=tuple(rows), rewards=tuple(rewards), groups=groups, unrewarded=tuple(unrewarded))
 
 
+def within_vocabulary(rows: Sequence[Row], vocabulary: int) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The rows whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the others, each once.
+
+    An agent can submit any id, and an engine can serve another model than is trained: neither may crash the model's embedding.
+    """
+    known = [min(row.token_ids) >= 0 and max(row.token_ids) < vocabulary for row in rows]
+    others = dict.fromkeys(row.trajectory_id for row, fits in zip(rows, known, strict=True) if not fits)
+    return tuple(row for row, fits in zip(rows, known, strict=True) if fits), tuple(others)
+
+
 def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, float]:
     values = {m.trajectory_id: training_reward(weights, m.rewards) for m in group.members}
     return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}

@@ -19,7 +19,7 @@ from trainer.losses import LOSSES
 from trainer.metrics import BatchStats, version_metrics
 from trainer.policy import Policy, staleness
 from trainer.publish import export, manifest
-from trainer.rows import rows_of_batch
+from trainer.rows import rows_of_batch, within_vocabulary
 from trainer.source import Incoming
 from trainer.version_dir import prune, sweep
 
@@ -73,18 +73,26 @@ class Run:
         data = rows_of_batch(batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset))
         if data.unrewarded:
             logger().warning("members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20])
+        rows, foreign = within_vocabulary(data.rows, self._policy.vocabulary)
+        if foreign:
+            logger().error(
+                "tokens_not_of_this_model", batch_seq=batch.batch_seq, vocabulary=self._policy.vocabulary,
+                rows=len(data.rows) - len(rows), trajectories=foreign[:20],
+                action="not trained; the engine serves another model than trainer.model_path, or an agent submitted such ids",
+            )  # fmt: skip
         updated = any(stats.update.steps for stats in self.window)
         parent = self.head.version_id if self.head and not updated else None
-        update = self._policy.update(data.rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
+        update = self._policy.update(rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
         self.window.append(
             BatchStats(
                 update=update,
                 rewards=data.rewards,
                 groups=data.groups,
-                rows=len(data.rows),
-                tokens=data.trained_tokens,
+                rows=len(rows),
+                tokens=sum(row.trained_tokens for row in rows),
                 unrewarded=len(data.unrewarded),
-                staleness=staleness(data.rows, self._settings.run_id, self.sync_index),
+                foreign_rows=len(data.rows) - len(rows),
+                staleness=staleness(rows, self._settings.run_id, self.sync_index),
                 read_seconds=incoming.read_seconds,
             )
         )

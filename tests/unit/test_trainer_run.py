@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from demo.model import make_random_model
 from runtime.kafka import Fenced, SourceTruncated
@@ -172,6 +174,24 @@ def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: P
         for key, value in a["optimizer"]["state"][name].items():
             assert torch.equal(value, c["optimizer"]["state"][name][key])
     assert torch.equal(a["rng_cpu"], c["rng_cpu"])
+
+
+@pytest.mark.parametrize("foreign", [10**6, -1])
+def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
+    tmp_path: Path, model_dir: Path, foreign: int
+) -> None:
+    run = begin(settings(tmp_path, model_dir), ledger := MemoryLedger())
+    batch = incoming(0)
+    name, odd = next(iter(batch.trajectories.items()))
+    segments = (replace(odd.segments[0], token_ids=pack_ids([2, foreign, 9])), *odd.segments[1:])
+    batch.trajectories[name] = replace(odd, segments=segments)
+    with capture_logs() as logs:
+        run.train(batch)
+    run.publish()
+    (said,) = (line for line in logs if line["event"] == "tokens_not_of_this_model")
+    assert said["trajectories"] == (name,) and said["rows"] == 1
+    metrics = ledger.published[-1].metrics
+    assert (metrics["rows_foreign"], metrics["rows"]) == (1.0, GROUPS * MEMBERS - 1.0)
 
 
 def test_published_files_are_what_the_manifest_says_and_a_loadable_model(tmp_path: Path, model_dir: Path) -> None:

@@ -246,7 +246,7 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
     then = StepStats(tokens=4, loss=3.0, grad_norm=4.0, truncated_tokens=0, logp_diff=None, logp_diff_same_version=None)
     batch = BatchStats(
         update=UpdateStats(steps=(first, then), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
-        unrewarded=0, staleness=(4, 8), read_seconds=0.5,
+        unrewarded=0, foreign_rows=0, staleness=(4, 8), read_seconds=0.5,
     )  # fmt: skip
     metrics = version_metrics([batch, batch], 1e-3, 0.25)
     assert metrics["loss"] == 2.0 and metrics["grad_norm"] == 3.0 and metrics["ratio_truncated_share"] == 1 / 8
