@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +11,29 @@ from confluent_kafka import KafkaError as Code
 
 from runtime.kafka.errors import translated
 from runtime.kafka.record import Record, record_of
+from runtime.telemetry import logger
 
+_ENDS_READING = (
+    Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE,
+    Code._BAD_MSG, Code._BAD_COMPRESSION, Code.INVALID_MSG,  # the client would go on behind what it could not read
+)  # fmt: skip
+SAY_EVERY_S = 30.0
+"""How often the same error is logged again, while it lasts."""
 BEGINNING = OFFSET_BEGINNING
 """As a first offset: wherever the log starts."""
+
+
+class Complaints:
+    """Errors behind which the client goes on by itself, at its own pace. Whoever waits for records should know why none come."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, float] = {}
+
+    def hear(self, err: Code, now: float) -> None:
+        """Log it, but the same one only every 30 s. now: seconds."""
+        if now - self._heard.get(err.code(), -SAY_EVERY_S) >= SAY_EVERY_S:
+            self._heard[err.code()] = now
+            logger().warning("kafka_not_readable", error=str(err))
 
 
 class Reader:
@@ -41,6 +62,7 @@ class Reader:
         )
         self._next: dict[tuple[str, int], int] = dict(start)
         self._ends: set[tuple[str, int]] = set()
+        self._complaints = Complaints()
         self._to_commit: dict[tuple[str, int], int] = {}
         self._assign(start)
 
@@ -69,8 +91,10 @@ class Reader:
                 # Control records take offsets: only the end of the partition tells how far a reader has really come.
                 self._next[m.topic(), m.partition()] = max(self._next[m.topic(), m.partition()], m.offset())
                 self._ends.add((m.topic(), m.partition()))
-            elif err.code() in (Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE) or err.fatal():
+            elif err.code() in _ENDS_READING or err.fatal():
                 raise translated(KafkaException(err))
+            else:
+                self._complaints.hear(err, time.monotonic())
         return out
 
     @property
