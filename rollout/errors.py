@@ -11,6 +11,10 @@ class InvalidWeights(RolloutError):
     """A weight version is not what it says: a file is missing or altered, or its tensors do not fit. The old version serves on."""
 
 
+class WeightsUnreadable(RolloutError):
+    """A file of a weight version can't be read now, such as while its file system is away. The old version serves on; try again later."""
+
+
 class EngineUnavailable(RolloutError):
     """The engine did not answer, or refused before its model was touched. The old version serves on; try again."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
@@ -14,19 +15,21 @@ from schemas.events import WeightVersion
 from schemas.topics import Topics
 
 RETRY_S = 0.5
+PUT_OFF_S = 10.0
 # What came before has been trained from: only a series of broken versions could want it.
 REMEMBERED = 8
 
 
 class Versions:
-    """The run's newest versions, in log order, and those an engine refused. Log order counts: after a resume of the trainer an
-    index comes again under a higher attempt.
+    """The run's newest versions, in log order, those an engine refused, and those to be tried again later. Log order counts: after
+    a resume of the trainer an index comes again under a higher attempt. now: seconds, of any clock that does not go back.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._run_id, self._now = run_id, now
         self._newest: list[WeightVersion] = []
         self._refused: set[str] = set()
+        self._later: dict[str, float] = {}
         self.complete = False
         """Whether the log has been read to its end once: before that the newest version may be an old one."""
 
@@ -41,17 +44,28 @@ class Versions:
 
     def forget(self) -> None:
         """The log is read from its start again, or is another one: nothing that was heard holds."""
-        self._newest, self._refused, self.complete = [], set(), False
+        self._newest, self._refused, self._later, self.complete = [], set(), {}, False
 
     def refuse(self, version_id: str) -> None:
         """Do not try this version again."""
         self._refused.add(version_id)
 
+    def put_off(self, version_id: str) -> None:
+        """Try this version again in a while; an older one may do until then."""
+        self._later[version_id] = self._now() + PUT_OFF_S
+
+    def due_in_s(self) -> float | None:
+        """Seconds until a version that was put off is wanted again; None: there is none."""
+        known = {v.version_id for v in self._newest}
+        self._later = {name: at for name, at in self._later.items() if name in known and at > self._now()}
+        return min(self._later.values()) - self._now() if self._later else None
+
     def wanted(self, loaded: str | None) -> WeightVersion | None:
-        """The newest version that is not refused, unless it is loaded; None before the log has been read."""
+        """The newest version that is neither refused nor put off, unless it is loaded; None before the log has been read."""
         if not self.complete:
             return None
-        good = next((v for v in reversed(self._newest) if v.version_id not in self._refused), None)
+        bad = self._refused | {name for name, at in self._later.items() if at > self._now()}
+        good = next((v for v in reversed(self._newest) if v.version_id not in bad), None)
         return None if good is None or good.version_id == loaded else good
 
 

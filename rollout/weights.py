@@ -24,11 +24,13 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 
 from rollout.engine import INVALID
-from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights
+from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights, WeightsUnreadable
 from schemas.events import WeightFile
 
 _TIMEOUT = aiohttp.ClientTimeout(total=600)
 _WORKER_HINT = "', please check the stack trace"  # vLLM puts it behind what a worker raised
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Reading again would find the same; any other error of a file system may pass."""
 _READ_BYTES = 4 * 1024 * 1024
 
 
@@ -60,14 +62,16 @@ def local_path(file: WeightFile, cache_dir: Path) -> Path:
         try:
             with fsspec.open(file.url, "rb") as source, part.open("wb") as target:
                 shutil.copyfileobj(source, target, _READ_BYTES)
-        except (OSError, ValueError, ImportError) as error:
+        except (*_ABSENT, ValueError, ImportError) as error:
             raise InvalidWeights(f"{file.url}: {error}") from error
+        except OSError as error:
+            raise WeightsUnreadable(f"{file.url}: {error}") from error
         part.rename(copy)
     return copy
 
 
 def verify(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
-    """Local path and sha256 of every file, each read and compared. Raises InvalidWeights."""
+    """Local path and sha256 of every file, each read and compared. Raises InvalidWeights or WeightsUnreadable."""
     found: dict[Path, str] = {}
     for file in files:
         path = local_path(file, cache_dir)
@@ -77,8 +81,10 @@ def verify(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
                 while block := data.read(_READ_BYTES):
                     digest.update(block)
             size = path.stat().st_size
-        except OSError as error:
+        except _ABSENT as error:
             raise InvalidWeights(f"{file.url}: {error}") from error
+        except OSError as error:
+            raise WeightsUnreadable(f"{file.url}: {error}") from error
         if size != file.size_bytes or digest.hexdigest() != file.sha256:
             raise InvalidWeights(
                 f"{file.url}: {size} bytes with sha256 {digest.hexdigest()}, the manifest says {file.size_bytes} with {file.sha256}"
@@ -90,7 +96,9 @@ def verify(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
 async def load_version(
     http: aiohttp.ClientSession, base_url: str, version_id: str, files: Sequence[WeightFile], cache_dir: Path
 ) -> LoadResult:
-    """Bring a full weight version into the engine behind `base_url`. Raises InvalidWeights, EngineUnavailable or EngineBroken."""
+    """Bring a full weight version into the engine behind `base_url`. Raises InvalidWeights, WeightsUnreadable, EngineUnavailable
+    or EngineBroken.
+    """
     t0 = time.perf_counter()
     verified = await asyncio.to_thread(verify, files, cache_dir)
     tensors = {str(path): sha256 for path, sha256 in verified.items() if path.suffix == ".safetensors"}

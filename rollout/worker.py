@@ -7,18 +7,20 @@
     draining  the worker is asked to stop: gateways send it no new calls, those in flight end; then the engine, then a tombstone
 
 A killed engine comes up with its boot weights and the label "default": then the newest version is loaded before `ready`.
-Of several versions that wait the newest is loaded. A version that is not what it says is named in `error`, and the old one serves.
+Of several versions that wait the newest is loaded. A version that is not what it says is named in `error`, and the old one serves; one
+whose files can't be read at the moment is tried again in a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import aiohttp
 
-from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights, RolloutError
+from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights, RolloutError, WeightsUnreadable
 from rollout.server import WILDCARDS, AttachedServer, VllmServer, served_models
 from rollout.status import Report, Reporter
 from rollout.versions import Versions, WeightsFeed
@@ -122,7 +124,8 @@ class EngineKeeper:
             else:
                 if loaded is None and self._serve_base and self._versions.complete:
                     self._report.say("ready", None, self._report.status.error)
-                await self._heard.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._heard.wait(), self._versions.due_in_s())
 
     async def _load(self, version: WeightVersion, loaded: str | None) -> str | None:
         """Load a version and say so; returns what is served afterwards. Raises EngineBroken."""
@@ -138,6 +141,11 @@ class EngineKeeper:
         except InvalidWeights as error:
             logger().error("version_refused", version=version.version_id, error=str(error))
             self._versions.refuse(version.version_id)
+            self._report.say("starting" if state == "loading" else state, loaded, str(error))
+            return loaded
+        except WeightsUnreadable as error:
+            logger().warning("version_put_off", version=version.version_id, error=str(error))
+            self._versions.put_off(version.version_id)
             self._report.say("starting" if state == "loading" else state, loaded, str(error))
             return loaded
         except EngineUnavailable as error:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine import read_layout, stage
-from rollout.errors import InvalidWeights
+from rollout.errors import InvalidWeights, WeightsUnreadable
 from rollout.server import server_arguments, server_environment
-from rollout.versions import REMEMBERED, Versions, WeightsFeed
+from rollout.versions import PUT_OFF_S, REMEMBERED, Versions, WeightsFeed
 from rollout.weights import verify
 from rollout.worker import server_of
 from runtime.kafka import Cluster, Record, Unavailable
@@ -64,6 +65,20 @@ def test_the_newest_version_of_the_run_is_wanted(published: list[tuple[str, int]
     versions.forget()
     versions.reached_end()
     assert versions.wanted(None) is None
+
+
+def test_a_version_that_cannot_be_read_now_is_wanted_again_later() -> None:
+    now = [0.0]
+    versions = Versions("ours", lambda: now[0])
+    for index in range(3):
+        versions.hear(version("ours", index))
+    versions.reached_end()
+    assert versions.due_in_s() is None
+    versions.put_off("ours/2.0")
+    assert versions.wanted("ours/1.0") is None, "what serves is the best there is"
+    assert (versions.wanted(None), versions.due_in_s()) == (version("ours", 1), PUT_OFF_S)
+    now[0] = PUT_OFF_S
+    assert (versions.wanted("ours/1.0"), versions.due_in_s()) == (version("ours", 2), None)
 
 
 class Log:
@@ -136,6 +151,8 @@ def test_a_manifest_is_checked_file_by_file(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InvalidWeights, match="No such file"):
         verify([file], tmp_path)
+    with pytest.raises(WeightsUnreadable, match="Input/output error"):  # address 0, a real one
+        verify([replace(file, url="file:///proc/self/mem")], tmp_path)
 
 
 def test_files_elsewhere_are_copied_once(tmp_path: Path) -> None:
