@@ -21,6 +21,11 @@ READ_TIMEOUT_S = 30.0
 REFRESH_MS = 3000
 """The admin client asks one broker, the one it takes for the controller. When that dies it waits until it is back, unless it looks for
 another one now and then; by default that is every five minutes."""
+ASK_S = 5.0
+_LEADER_MOVES = (
+    *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
+    *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION),
+)
 _COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
 
 
@@ -158,6 +163,18 @@ class Cluster:
         The end is what readers see: the first record of a transaction that is still open, whoever's it is. With read_uncommitted it
         is that of the log.
         """
+        wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while True:
+            try:
+                return self._watermarks(topic, wanted, isolation)
+            except KafkaException as e:
+                if e.args[0].code() not in _LEADER_MOVES or time.monotonic() > deadline:
+                    raise translated(e) from e
+            time.sleep(0.1)
+
+    def _watermarks(self, topic: str, partitions: Iterable[int], isolation: str) -> dict[int, tuple[int, int]]:
+        """With a client of its own: a request that went to a broker that then dies is not sent to the next leader, only a new one is."""
         consumer = Consumer(
             {
                 **self._options,
@@ -167,17 +184,15 @@ class Cluster:
             }
         )
         try:
-            wanted = range(self.topics(topic).get(topic, 0)) if partitions is None else partitions
-            return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=READ_TIMEOUT_S) for p in wanted}
-        except KafkaException as e:
-            raise translated(e) from e
+            return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=ASK_S) for p in partitions}
         finally:
             consumer.close()
 
     def written_since(self, topic: str, timestamp_ms: int) -> int:
         """Records that came to a topic at or after a log timestamp, control records included; all partitions."""
         ends = self.watermarks(topic, isolation="read_uncommitted")
-        return sum(ends[p][1] - first for p, first in self.offsets_at(topic, timestamp_ms, "read_uncommitted").items())
+        first = self.offsets_at(topic, timestamp_ms, "read_uncommitted")
+        return sum(max(0, ends[p][1] - offset) for p, offset in first.items())
 
     def offsets_at(self, topic: str, timestamp_ms: int, isolation: str = "read_committed") -> dict[int, int]:
         """Partition to the first offset whose log timestamp is at or after this one; the end where there is none."""

@@ -197,6 +197,8 @@ def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> No
     assert report["recorded"] == report["replayed"]
     said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings)])
     assert said.exit_code == 0 and f"all {report['batches']} batches came again, in order" in said.output
+    said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings), "run_id=nobody"])
+    assert said.exit_code == 1 and "there is no topic" in said.stderr
     other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
     assert other["recorded"] == report["recorded"]
     assert [b["groups"] for b in other["replayed"]["batches"]] == [3, 3, 3]
@@ -288,6 +290,8 @@ def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventuall
     done = copy_topics(cluster, settings, prefix, 6)
     again = copy_topics(cluster, settings, prefix, 6)
     assert again == {**done, "was_done": True}
+    with pytest.raises(PrefixTaken, match="topics already"):
+        copy_topics(cluster, settings.model_copy(update={"data_dir": tmp_path}), prefix, 6)
     topics, codec = settings.kafka.topics, Codec()
 
     def read(topic: str, kinds: tuple[type, ...]) -> list[tuple[int, int, bytes | None, bytes | None]]:
