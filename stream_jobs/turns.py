@@ -88,8 +88,7 @@ def _of_call(call: bytes | None) -> int | None:
 
 def _add(hashed: hashlib._Hash, turn: Turn) -> None:
     said = call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
-    hashed.update(len(said).to_bytes(8, "little"))
-    hashed.update(said)
+    hashed.update(len(said).to_bytes(8, "little") + said)
 
 
 def _loaded(packed: bytes) -> Any:
@@ -116,15 +115,19 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
 
 def _says(item: Mapping[str, Any]) -> bool:
     """Whether there is any text or call in it: looked at for every message of a history, so nothing is put together."""
+    content = item.get("content")
+    if isinstance(content, str) and content and not content.isspace():
+        return True  # as a rule
     if item.get("type") in CALLS or item.get("tool_calls") or item.get("function_call"):
         return True
     if any(text and not text.isspace() for text in _texts(item)):
         return True
-    content = item.get("content")
     return isinstance(content, list) and any(isinstance(b, dict) and b.get("type") == "tool_use" for b in content)
 
 
 def _text(turn: Turn) -> str:
+    if len(turn) == 1 and isinstance(content := turn[0].get("content"), str):
+        return content.strip()
     return "\n".join(text for item in turn for text in _texts(item)).strip()
 
 
@@ -147,14 +150,13 @@ def _last_call(item: Mapping[str, Any]) -> bytes | None:
     if item.get("type") in CALLS:
         return _call(item.get("call_id") or item.get("id"), item)
     content, made = item.get("content"), item.get("tool_calls")
-    uses = (
-        [b for b in content if isinstance(b, dict) and b.get("type") == "tool_use"] if isinstance(content, list) else []
-    )
     if isinstance(made, list) and made and isinstance(made[-1], dict):
         inner = made[-1].get("function") or made[-1].get("custom")
         return _call(made[-1].get("id"), inner if isinstance(inner, dict) else made[-1])
-    if uses:
-        return _call(uses[-1].get("id"), uses[-1])
+    if isinstance(content, list):
+        uses = [b for b in content if isinstance(b, dict) and b.get("type") == "tool_use"]
+        if uses:
+            return _call(uses[-1].get("id"), uses[-1])
     old = item.get("function_call")
     return _call(None, old) if isinstance(old, dict) else None
 
