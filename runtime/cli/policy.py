@@ -16,7 +16,7 @@ import typer
 from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
-run_app = group("Runs.")
+run_app = group("What a run is told: that it ends.")
 
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
 Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
