@@ -205,11 +205,12 @@ def clean(table: DeltaTable, history: timedelta, keep: Sequence[int], storage_op
     """
     _set_history(table, history)
     there = _files(table, storage_options)
+    hours = int(history.total_seconds() // 3600)
     gone = table.vacuum(
-        retention_hours=int(history.total_seconds() // 3600),
+        retention_hours=hours,
         dry_run=False,
         enforce_retention_duration=False,
-        full=True,
+        full=hours > 0,  # files of no version too, but never one that is being written now
         keep_versions=list(keep) or None,
     )
     if not keep:
