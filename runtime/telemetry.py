@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
@@ -23,6 +24,26 @@ class _Lossy:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
+
+
+class Seldom(logging.Filter):
+    """Lets loggers whose names begin with `prefix` say the same thing only every `interval_s`."""
+
+    def __init__(self, prefix: str, interval_s: float) -> None:
+        super().__init__()
+        self._prefix, self._interval_s = prefix, interval_s
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(self._prefix):
+            return True
+        now, what = time.monotonic(), record.getMessage()[:40]
+        if now - self._said.get(what, -self._interval_s) < self._interval_s:
+            return False
+        if len(self._said) > 1000:
+            self._said.clear()
+        self._said[what] = now
+        return True
 
 
 def configure(process: str, level: str = "info") -> None:

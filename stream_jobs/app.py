@@ -6,19 +6,29 @@ through its streams, one by one, but in the batches in which they were fetched: 
 fold. So nothing is acknowledged by the record, either; what is done is committed by its offset.
 
 The protocol of assemble, for each partition (`stream_jobs.owner`; the fold is `stream_jobs.assemble`, the state log
-`stream_jobs.state_log`). A process may be killed between any two lines:
+`stream_jobs.state_log`). A process may be killed between any two lines; after each point it is said what makes that good:
 
 1. A new owner appends a marker to its partition of `claw.assembly`; the marker's offset is its epoch. It reads that log up to there
    (what has a lower epoch than a record before it is a fenced writer's), checks the positions against today's topics, refills its
    payload cache, sends again what was decided but not done, and seeks Faust to its own `applied` + 1: Kafka's commits are advice.
+   Killed: the next owner does the same; a marker more does no harm.
 2. A batch is folded in offset order; offsets at or below `applied` fold to nothing. A record that can't be decoded or folded has no
-   effect but a dead letter, which is a decision like any other.
+   effect but a dead letter, which is a decision like any other. Killed: nothing was durable, the records come again.
 3. One delta record holds the state's change and the decisions. It is awaited, and must land right behind the owner's last record;
-   else another worker owns the partition, and this one dies before any output.
+   else another worker owns the partition, and this one dies before any output. Killed behind it: the next owner's point 1 sends.
 4. The outputs are awaited: payload, marks and dead letters first, then candidates with the payload's place in their headers. Their bytes
-   depend on the decision alone, so sending one again gives the same bytes. That they are done rides in the next delta.
-5. Once a second Kafka is told how far the batches came. A snapshot when the log has grown, then it is trimmed.
-6. Any other exception: the process ends (`runtime.lifecycle.die`).
+   depend on the decision alone, so sending one again gives the same bytes. That they are done rides in the next delta. Killed: the
+   next owner sends them again; who reads them knows them by their ids.
+5. Once a second Kafka is told how far the batches came. Killed: what comes again is dropped by `applied`. A snapshot when the log has
+   grown, then it is trimmed. Killed between its pieces, or before the trim: it counts when it is whole; until then what is before it does.
+6. Any other exception: the process ends (`runtime.lifecycle.die`), which is being killed.
+
+The reward job keeps no state: its position is what its group has committed, and rewards that are sent again have the same ids.
+
+What Faust must be told, or kept from, beside its settings below: its fetch wait is fixed (`_Thread`); it seeks to committed offsets only
+(`_Consumer`); a fetch that comes in while partitions are taken away must be sought again (`_give_back`); everything is revoked in every
+rebalance, and state is rebuilt in `on_rebalance_complete`, the one signal that is awaited before records flow; a fetch of an older
+generation is dropped; its worker command is not used, for that starts a web server and takes over signals and standard output.
 
 On SIGTERM the batch in hand is finished and committed, then the process exits 0.
 """
@@ -30,7 +40,6 @@ import logging
 import os
 import ssl
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,7 +53,7 @@ from faust.types import TP
 from runtime.kafka import Cluster, Record
 from runtime.lifecycle import die, run_async
 from runtime.records import cluster_of, create_topics
-from runtime.telemetry import logger
+from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
 from stream_jobs.assembler import Assembler
 from stream_jobs.errors import NotCoPartitioned, StreamJobError
@@ -106,7 +115,7 @@ async def _main(
     settings: Settings, stop: asyncio.Event, *, group: str, make: Callable[[Settings, Cluster], Job]
 ) -> None:
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_Seldom())
+        handler.addFilter(Seldom("aiokafka", REPEAT_LOG_S))  # without Kafka it makes a hundred lines a second
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
     await Shell(settings, group, make(settings, cluster)).run(stop)
@@ -259,25 +268,6 @@ class Shell:
 
 def _count(batch: Sequence[tuple[int, Fetched]]) -> int:
     return sum(len(records) for _, fetched in batch for records in fetched.values())
-
-
-class _Seldom(logging.Filter):
-    """Lets aiokafka say the same thing once in a while: without Kafka it makes a hundred lines a second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith("aiokafka"):
-            return True
-        now, what = time.monotonic(), record.getMessage()[:40]
-        if now - self._said.get(what, -REPEAT_LOG_S) < REPEAT_LOG_S:
-            return False
-        if len(self._said) > 1000:
-            self._said.clear()
-        self._said[what] = now
-        return True
 
 
 def _record(r: Any) -> Record:
