@@ -18,6 +18,8 @@ from gateway.bus import Bus, Message
 from gateway.calls import CallEndpoint, Parts, Scope, Send
 from gateway.clock import Clock
 from gateway.control import control_routes
+from gateway.demand import DemandSource, MemoryDemand
+from gateway.demand_routes import demand_routes
 from gateway.disconnect import Receive, Stalls
 from gateway.door import Door
 from gateway.error_reply import OPENAI, reply_of
@@ -56,11 +58,16 @@ PASSED: tuple[tuple[str, str, Errors], ...] = (
 
 
 def create_app(
-    settings: Settings, bus: Bus, table: WorkerTable, codec: Codec | None = None, clock: Clock | None = None
+    settings: Settings,
+    bus: Bus,
+    table: WorkerTable,
+    codec: Codec | None = None,
+    clock: Clock | None = None,
+    demand: DemandSource | None = None,
 ) -> FastAPI:
     """The whole gateway over a bus and a table of engines. The caller starts and ends both; the app owns spool and connections.
 
-    `app.state.bury` takes dead letters as messages; it may be called while the app runs.
+    demand: what runs ask for; None: no run is known. `app.state.bury` takes dead letters as messages; it may be called while the app runs.
     """
     clock, metrics = clock or Clock(), Metrics()
     directory = settings.spool_dir / settings.gateway.gateway_id
@@ -103,6 +110,9 @@ def create_app(
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan)
     app.state.bury = bury
     app.include_router(control_routes(parts))
+    app.include_router(
+        demand_routes(door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s))
+    )
     app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app)

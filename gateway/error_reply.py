@@ -32,6 +32,7 @@ _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.NoWebSocket: ErrorKind(426, "invalid_request_error", "no_websocket"),
     e.UpstreamFailed: ErrorKind(502, "server_error", "upstream_failed"),
     e.Overloaded: ErrorKind(503, "server_error", "overloaded", 1),
+    e.DemandUnknown: ErrorKind(503, "server_error", "demand_unknown", 1),
     e.NotConfigured: ErrorKind(503, "server_error", "not_configured"),
     e.NoWorker: ErrorKind(503, "server_error", "no_worker", 2),
     e.NoRoom: ErrorKind(503, "server_error", "spool_full", 5),

@@ -41,7 +41,11 @@ class NoSuchKey(GatewayError):
 
 
 class NotFound(GatewayError):
-    """No such path."""
+    """No such path, or no such run."""
+
+
+class DemandUnknown(GatewayError):
+    """What a run asks for is not known yet: its journal is still being read, or cannot be. Try again."""
 
 
 class WrongMethod(GatewayError):

@@ -12,6 +12,7 @@ import uvloop
 
 from gateway.app import create_app
 from gateway.bus import KafkaBus, Message
+from gateway.demand_feed import DemandFeed
 from gateway.errors import GatewayError, PortTaken
 from gateway.worker_feed import WorkerFeed
 from gateway.workers import WorkerTable
@@ -60,7 +61,8 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
     bus = KafkaBus(cluster, topics.steps, settings.gateway.produce_timeout_s)
     table = WorkerTable(settings.gateway.upstreams)
-    app = create_app(settings, bus, table, codec)
+    demand = DemandFeed(cluster, settings)
+    app = create_app(settings, bus, table, codec, demand=demand)
     burials: set[asyncio.Task[None]] = set()
 
     def bury(message: Message) -> None:
@@ -85,6 +87,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     )
     bus.start()
     feed.start()
+    demand.start()
     began = asyncio.get_running_loop().time()
     while not bus.reachable and not stop.is_set() and asyncio.get_running_loop().time() - began < FIRST_LOOK_S:  # noqa: ASYNC110 - the bus is a thread
         await asyncio.sleep(0.01)
@@ -93,6 +96,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     feed.stop()
+    demand.stop()
     server.should_exit = True
     await serving
     stopping.cancel()

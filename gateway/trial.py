@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.bus import MemoryBus
+from gateway.demand import MemoryDemand
 from gateway.main import listen
 from gateway.protocol import Kind
 from gateway.scripted import Script
@@ -37,6 +38,7 @@ class Trial:
     http: aiohttp.ClientSession
     settings: Settings
     codec: Codec
+    demand: MemoryDemand = field(default_factory=MemoryDemand)
 
     def records(self) -> list[Any]:
         """Everything on the log, in order."""
@@ -95,8 +97,9 @@ def play(
         async with engine.serve() as engine_url:
             given = {"upstreams": [engine_url], "worker_wait_s": 0.5, "produce_timeout_s": 0.5} | gateway
             settings = Settings.model_validate({"data_dir": directory, "gateway": given})
-            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+            demand = MemoryDemand()
+            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand)
             async with running(app) as url, aiohttp.ClientSession() as http:
-                await scenario(Trial(url, engine, engine_url, bus, http, settings, codec))
+                await scenario(Trial(url, engine, engine_url, bus, http, settings, codec, demand))
 
     asyncio.run(body())

@@ -16,6 +16,7 @@ from gateway.connections import address_of
 from gateway.errors import GatewayError
 from gateway.protocol import Kind
 from schemas.events import WorkerState, WorkerStatus
+from schemas.ids import parse_version
 from schemas.settings import UpstreamSettings
 
 MISSED_HEARTBEATS = 3
@@ -53,6 +54,7 @@ class _Heard:
     worker: Worker
     state: WorkerState
     until_s: float  # absent from then on
+    version: str | None = None  # of the weights that it samples with
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -137,7 +139,7 @@ class WorkerTable:
         base, root = _split(status.base_url)
         worker = Worker(worker_id, base, worker_id, status.models, status.run_id, api_root=root)
         until_s = now_s + MISSED_HEARTBEATS * status.heartbeat_interval_ms / 1000
-        self._heard[worker_id] = _Heard(worker, status.state, until_s)
+        self._heard[worker_id] = _Heard(worker, status.state, until_s, status.weight_version)
         known = before is not None and before.worker == worker and before.state == status.state
         if not known or before is None or before.until_s < now_s:
             self._changed()
@@ -162,6 +164,12 @@ class WorkerTable:
     def states(self, now_s: float) -> dict[str, str]:
         """What each reporting worker said last; `absent`: it has missed three heartbeats."""
         return {name: h.state if now_s <= h.until_s else "absent" for name, h in self._heard.items()}
+
+    def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
+        """Lowest sync index of the run that a ready worker samples with; None when none says so."""
+        ready = (h.version for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s)
+        versions = (parse_version(label) for label in ready if label is not None)
+        return min((v.sync_index for v in versions if v is not None and v.run_id == run_id), default=None)
 
     def _changed(self) -> None:
         self._ready_until_s = float("-inf")
