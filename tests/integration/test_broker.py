@@ -183,7 +183,7 @@ import sys
 from pathlib import Path
 from runtime import broker
 from schemas.settings import BrokerSettings
-data_dir, settings = Path(sys.argv[2]), BrokerSettings(port=int(sys.argv[3]))
+data_dir, settings = Path(sys.argv[2]), BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256)
 if sys.argv[1] == "run":
     sys.exit(broker.run_foreground(settings, data_dir))
 broker.start(settings, data_dir)
@@ -191,8 +191,8 @@ broker.start(settings, data_dir)
 
 
 @contextmanager
-def program(verb: str, data_dir: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port)])
+def program(verb: str, data_dir: Path, port: int, nodes: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port), str(nodes)])
     try:
         yield process
     finally:
@@ -227,6 +227,27 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
         pid = running_pid(tmp_path)
         supervised.kill()
         wait_for("the JVM dies with its parent", lambda: not psutil.pid_exists(pid))
+
+
+def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(tmp_path: Path) -> None:
+    def ready() -> dict[int, int]:
+        return {node.node: node.pid for node in broker_cli.status(tmp_path) if node.ready and node.pid is not None}
+
+    def started_anew(former: int) -> int:
+        wait_for("the node starts again", lambda: broker_cli.status(tmp_path)[1].pid not in (None, former))
+        return broker_cli.status(tmp_path)[1].pid or 0
+
+    with program("run", tmp_path, free_port(nodes=3), nodes=3) as supervised:
+        wait_for("three nodes that serve", lambda: len(ready()) == 3)
+        before = ready()
+        killed = before[2]
+        for _ in range(2):
+            os.kill(killed, signal.SIGKILL)
+            killed = started_anew(killed)
+        wait_for("it serves again", lambda: len(ready()) == 3)
+        assert {n: ready()[n] for n in (1, 3)} == {n: before[n] for n in (1, 3)}
+        supervised.send_signal(signal.SIGTERM)
+        assert supervised.wait(60) == 0
 
 
 def test_detached_it_outlives_its_starter_until_told_to_stop(tmp_path: Path) -> None:
