@@ -121,6 +121,11 @@ class DemandFeed:
             )
         return None
 
+    @property
+    def following(self) -> int:
+        """Journals that are followed now."""
+        return len(self._watched)
+
     def _watch(self, run_id: str, channel: Channel) -> _Watch:
         topic, now = self._topics.ready_batches(run_id, channel), self._clock()
         with self._lock:

@@ -1,0 +1,237 @@
+"""What a run asks for, told from the journal that the real admission writes on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from tests_admit import cand
+from tests_ports import free_port
+
+from gateway.demand import Seen
+from gateway.demand_feed import DemandFeed
+from gateway.errors import DemandUnknown
+from runtime.broker import EmbeddedBroker
+from runtime.kafka import Cluster
+from runtime.records import create_topics
+from schemas.codec import Codec
+from schemas.events import Refused, WeightVersion
+from schemas.settings import Settings
+from stream_jobs.admission import serve
+
+CODEC = Codec()
+SOON_S = 90.0
+PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
+
+
+@contextmanager
+def admission(settings: Settings) -> Iterator[None]:
+    """The real one, in a thread of this process."""
+    stop, failed = Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            serve(settings, stop)
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failed.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not failed and not thread.is_alive()
+
+
+@contextmanager
+def _feeding(feed: DemandFeed) -> Iterator[DemandFeed]:
+    feed.start()
+    try:
+        yield feed
+    finally:
+        feed.stop()
+
+
+async def when(feed: DemandFeed, run: str, condition: Callable[[Seen], Any]) -> Seen:
+    """The first answer that meets the condition."""
+    async with asyncio.timeout(SOON_S):
+        while True:
+            with suppress(DemandUnknown):
+                seen = await feed.look(run, "train")
+                if seen is not None and condition(seen):
+                    return seen
+            await asyncio.sleep(0.02)
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not await condition():  # noqa: ASYNC110 - a thread and Kafka make it true
+            await asyncio.sleep(0.05)
+
+
+def wanting(settings: Settings, run: str) -> Settings:
+    rules = {"group_size": 2, "batch_groups": 2, "required_rewards": ("rule",), "max_staleness": 1}
+    admit = settings.admit.model_copy(update={"policy": settings.admit.policy.model_copy(update=rules)})
+    return settings.model_copy(update={"run_id": run, "admit": admit})
+
+
+class Log:
+    """Puts records where the jobs and the trainer would."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._topics, self._producer = settings.kafka.topics, cluster.producer()
+
+    def group(self, run: str, name: str, *values: float, sync: int = 0) -> None:
+        for i, value in enumerate(values):
+            made = cand(f"{name}-{i}", name, value, run_id=run, oldest_sync_index=sync)
+            self._producer.put(self._topics.candidates, run.encode(), CODEC.encode(made), PLACE)
+        self._producer.flush()
+
+    def version(self, run: str, sync_index: int) -> None:
+        made = WeightVersion(
+            version_id=f"{run}/{sync_index}.0", run_id=run, sync_index=sync_index, attempt=0, format="full", files=(),
+            channel="train", metrics={}, created_at=0,
+        )  # fmt: skip
+        self._producer.put(self._topics.weights, made.version_id.encode(), CODEC.encode(made))
+        self._producer.flush()
+
+    def journal(self, run: str, value: bytes) -> None:
+        self._producer.put(self._topics.ready_batches(run, "train"), run.encode(), value)
+        self._producer.flush()
+
+
+def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings) -> None:
+    create_topics(cluster, settings)
+    log = Log(cluster, settings)
+
+    async def body() -> None:
+        with _feeding(DemandFeed(cluster, settings)) as feed:
+            assert await feed.look("one", "train") is None, "nobody has made its journal"
+            with admission(wanting(settings, "one")):
+                opened = await when(feed, "one", lambda s: s.standing.policy is not None)
+                assert opened.standing.free_capacity("train") == 0, "no version to begin with"
+                log.version("one", 0)
+                log.version("another", 7)
+                log.group("one", "g0", 0.0, 1.0)
+                log.group("one", "g1", 1.0, 1.0)
+                log.group("one", "g2", 0.0, 1.0)
+                seen = await when(
+                    feed, "one", lambda s: s.standing.next_batch_seq == 1 and s.standing.newest_sync_index == 0
+                )
+                assert [(r.group_id, r.n, r.reason) for r in seen.standing.refusals] == [("g1", 2, "zero_variance")]
+                assert (seen.standing.groups_admitted, seen.standing.replacements_total) == (2, 2)
+                assert seen.journal_id == cluster.topic_id(settings.kafka.topics.ready_batches("one", "train"))
+                assert seen.standing.free_capacity("train") == 2, "batch 1; batch 2 would be two versions ahead"
+                for name in ("g3", "g4", "g5", "g6"):
+                    log.group("one", name, 0.0, 1.0)
+                full = await when(feed, "one", lambda s: len(s.standing.refusals) == 3)
+                assert [r.reason for r in full.standing.after(seen.standing.refusals[-1].offset)[0]] == ["stale"] * 2
+                assert full.standing.free_capacity("train") == 0
+                log.version("one", 1)
+                await when(feed, "one", lambda s: s.standing.free_capacity("train") == 2)
+                with admission(wanting(settings, "two")):  # a second run joins; the first keeps its totals
+                    await when(feed, "two", lambda s: s.standing.policy is not None)
+                    again = await when(feed, "one", lambda s: True)
+                    assert again.standing.replacements_total == 6
+                    log.version("two", 0)
+                    await when(feed, "two", lambda s: s.standing.newest_sync_index == 0)
+        with _feeding(DemandFeed(cluster, settings)) as fresh:
+            assert (await when(fresh, "one", lambda s: True)).standing == again.standing, (
+                "as if it had followed all the time"
+            )
+
+    asyncio.run(body())
+
+
+def test_journal_made_anew_and_journal_that_cannot_be_read(cluster: Cluster, settings: Settings) -> None:
+    create_topics(cluster, settings)
+    topics, log = settings.kafka.topics, Log(cluster, settings)
+    spec = topics.ready_batches_spec("one", "train")
+    one = Refused(
+        run_id="one", channel="train", group_id="g", trajectory_ids=("t",), revisions=(0,), whole_group=True,
+        reason="incomplete", n=3, input_topic_id="x", input_from=0, input_to=1,
+    )  # fmt: skip
+
+    def make() -> None:
+        cluster.create_topic(spec.name, spec.partitions, spec.config)
+
+    async def body() -> None:
+        with _feeding(DemandFeed(cluster, settings)) as feed:
+            make()
+            for _ in range(3):
+                log.journal("one", CODEC.encode(one))
+            first = await when(feed, "one", lambda s: s.standing.replacements_total == 9)
+            cluster.delete_topic(spec.name)
+
+            async def gone() -> bool:
+                with suppress(DemandUnknown):
+                    return await feed.look("one", "train") is None
+                return False
+
+            await until(gone)
+            make()
+            Log(cluster, settings).journal("one", CODEC.encode(one))
+            anew = await when(feed, "one", lambda s: s.journal_id != first.journal_id)
+            assert anew.standing.replacements_total == 3
+            Log(cluster, settings).journal("one", b"garbage")
+
+            async def told() -> bool:
+                try:
+                    await feed.look("one", "train")
+                except DemandUnknown as error:
+                    return f"{spec.name} offset 1" in error.message
+                return False
+
+            await until(told)
+
+    asyncio.run(body())
+
+
+def test_kafka_away_leaves_what_was_known_with_its_age(tmp_path: Path, settings: Settings) -> None:
+    """And when nobody asks, nothing is followed; the next question begins anew."""
+    ahead_s = [0.0]
+    with EmbeddedBroker(tmp_path / "kafka", free_port()) as broker:
+        cluster = Cluster(broker.bootstrap_servers)
+        create_topics(cluster, settings)
+        kafka = settings.kafka.model_copy(update={"bootstrap_servers": broker.bootstrap_servers})
+        mine = wanting(settings.model_copy(update={"kafka": kafka}), "one")
+
+        async def body() -> None:
+            with _feeding(DemandFeed(cluster, settings, lambda: time.monotonic() + ahead_s[0])) as feed:
+                with admission(mine):
+                    known = await when(feed, "one", lambda s: s.standing.policy is not None)
+                with paused(broker):
+                    ahead_s[0] = 60.0
+                    late = await feed.look("one", "train")
+                    assert late is not None and late.standing == known.standing and late.age_s >= 59.0
+                    with pytest.raises(DemandUnknown):
+                        await feed.look("other", "train")
+                await when(feed, "one", lambda s: s.age_s < 30)
+                await when(feed, "one", lambda s: feed.following == 2)
+                ahead_s[0] += 1000.0
+                async with asyncio.timeout(SOON_S):
+                    while feed.following:  # noqa: ASYNC110 - a thread sets it
+                        await asyncio.sleep(0.02)
+                assert (await when(feed, "one", lambda s: True)).standing == known.standing
+
+        asyncio.run(body())
+
+
+@contextmanager
+def paused(broker: EmbeddedBroker) -> Iterator[None]:
+    (pid,) = broker.pids.values()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
