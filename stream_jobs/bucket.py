@@ -24,11 +24,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from schemas.events import Step
 from stream_jobs.index import StepEntry
-from stream_jobs.prefix import ends_in, hash_of, hashes_at
+from stream_jobs.prefix import hash_of, hashes_at
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
 from stream_jobs.turns import links_of, reply_of, turns_of
@@ -44,10 +45,44 @@ def call_of(tail: str) -> str:
 
 
 @dataclass(slots=True)
+class Places:
+    """Steps that fit a request equally well: thousands, when rollouts have said the same. offsets: of each; fresh: a heap of those that
+    nobody has gone on from, and some that are taken or gone, which are noticed when they come to its top. Neither ever reverses: a
+    step that no longer counts as retried does so because the client has gone on from it.
+    """
+
+    offsets: dict[Place, int] = field(default_factory=dict)
+    fresh: list[tuple[int, Place]] = field(default_factory=list, compare=False)
+
+    def add(self, place: Place, offset: int) -> None:
+        """One more."""
+        self.offsets[place] = offset
+        heappush(self.fresh, (offset, place))
+
+    def best(self, steps_of: StepsOf) -> Place:
+        """The one that counts: one that no retry has replaced, then one that nobody has gone on from, then the first on the log."""
+        if len(self.offsets) == 1:
+            return next(iter(self.offsets))
+        while self.fresh:
+            place = self.fresh[0][1]
+            if place in self.offsets and _rank(place, steps_of)[:2] == (False, False):
+                return place
+            heappop(self.fresh)
+        return min(self.offsets, key=lambda place: _rank(place, steps_of))
+
+
+def _rank(place: Place, steps_of: StepsOf) -> tuple[bool, bool, int]:
+    """Whether a retry has replaced it, whether somebody has gone on from it, where it is on the log."""
+    steps, at = steps_of(place[0]), place[1]
+    continued = any(s.base == at or s.after == at for s in steps[at + 1 :])
+    return steps[at].retried is not None, continued, steps[at].offset
+
+
+@dataclass(slots=True)
 class Ends:
     """Where steps end, by length of prompt and response in tokens, then by their hash. So a step costs one look a length, not a step."""
 
-    by_length: dict[int, dict[int, dict[Place, None]]] = field(default_factory=dict)
+    by_length: dict[int, dict[int, Places]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
     def add(self, place: Place, step: StepEntry) -> None:
@@ -55,34 +90,44 @@ class Ends:
         if step.response and step.end_hash is not None:
             if step.end not in self.by_length:
                 insort(self.lengths, step.end)
-            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, {})[place] = None
+            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, Places()).add(place, step.offset)
 
     def remove(self, place: Place, step: StepEntry) -> None:
         """Of a step that was added."""
         if step.response and step.end_hash is not None:
             by_hash = self.by_length[step.end]
-            _take(by_hash, step.end_hash, place)
+            del by_hash[step.end_hash].offsets[place]
+            if not by_hash[step.end_hash].offsets:
+                del by_hash[step.end_hash]
             if not by_hash:
                 del self.by_length[step.end]
                 self.lengths.remove(step.end)
 
-    def longest(self, prompt: bytes) -> Sequence[Place]:
-        """The steps whose prompt and response are the longest beginning of a prompt."""
+    def longest(self, prompt: bytes) -> Places | None:
+        """The steps whose prompt and response are the longest beginning of a prompt; None: there are none."""
         for length, hashed in reversed(hashes_at(prompt, self.lengths)[0]):
             if found := self.by_length[length].get(hashed):
-                return list(found)
-        return ()
+                return found
+        return None
+
+
+@dataclass(slots=True)
+class Linked:
+    """The steps that one link leads to, all and by where they end."""
+
+    every: Places = field(default_factory=Places)
+    ends: Ends = field(default_factory=Ends)
 
 
 @dataclass(slots=True)
 class Bucket:
-    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. evidence: places by what leads to them.
-
-    ends: of the steps of open trajectories.
+    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. links: steps by what a request shows that goes on
+    from them; evidence: places by what shows that a call is a retry of them; ends: where steps end. All of open trajectories.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
     opened: dict[str, None] = field(default_factory=dict)
+    links: dict[int, Linked] = field(default_factory=dict)
     evidence: dict[int, dict[Place, None]] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
     failed: int = 0
@@ -94,6 +139,10 @@ class Bucket:
         self.failed += ended_badly(step)
         for number in _evidence(step):
             self.evidence.setdefault(number, {})[trajectory, at] = None
+        if step.leads is not None:
+            linked = self.links.setdefault(step.leads, Linked())
+            linked.every.add((trajectory, at), step.offset)
+            linked.ends.add((trajectory, at), step)
         self.ends.add((trajectory, at), step)
 
     def close(self, trajectory: str, steps: Sequence[StepEntry]) -> None:
@@ -103,6 +152,12 @@ class Bucket:
             self.failed -= ended_badly(step)
             for number in _evidence(step):
                 _take(self.evidence, number, (trajectory, at))
+            if step.leads is not None:
+                linked = self.links[step.leads]
+                del linked.every.offsets[trajectory, at]
+                linked.ends.remove((trajectory, at), step)
+                if not linked.every.offsets:
+                    del self.links[step.leads]
             self.ends.remove((trajectory, at), step)
 
     def forget(self, tails: Iterable[str]) -> None:
@@ -132,11 +187,13 @@ def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
         return Choice(retried, None, leads)
     if turns == []:
         return Choice(None, None, leads)
-    places = list(bucket.evidence.get(shown, ())) if shown is not None else ()
-    found = _best(places, steps_of, step.prompt_token_ids)
-    if found is None and step.prompt_token_ids is not None:
-        found = _best(bucket.ends.longest(step.prompt_token_ids), steps_of, None)
-    return Choice(found[0], found[1], leads) if found is not None else Choice(None, None, leads)
+    prompt = step.prompt_token_ids
+    linked = bucket.links.get(shown) if shown is not None else None
+    ends = linked.ends if linked is not None else bucket.ends
+    places = ends.longest(prompt) if prompt is not None else None
+    if places is None and linked is not None:
+        places = linked.every
+    return Choice(*places.best(steps_of), leads) if places is not None else Choice(None, None, leads)
 
 
 def in_session(session: Bucket, tail: str) -> Choice:
@@ -153,7 +210,7 @@ def _take(places: dict[int, dict[Place, None]], number: int, place: Place) -> No
 
 
 def _evidence(step: StepEntry) -> list[int]:
-    numbers = [step.leads, step.idem, step.asked if ended_badly(step) else None]
+    numbers = [step.idem, step.asked if ended_badly(step) else None]
     return [n for n in numbers if n is not None]
 
 
@@ -182,18 +239,3 @@ def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
 def _first(places: Sequence[Place], steps_of: StepsOf) -> str:
     """The trajectory of the first of some steps on the log. Not of the first that is led to: that order is another after a snapshot."""
     return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0]
-
-
-def _best(places: Sequence[Place], steps_of: StepsOf, prompt: bytes | None) -> Place | None:
-    """Of several steps the one that a request goes on from. prompt: None when its tokens say nothing of them."""
-    if len(places) <= 1:
-        return places[0] if places else None
-    begins = ends_in(prompt, [steps_of(t)[i] for t, i in places])
-
-    def rank(place: Place) -> tuple[int, bool, bool, int]:
-        steps, at = steps_of(place[0]), place[1]
-        continued = any(s.base == at or s.after == at for s in steps[at + 1 :])
-        length = steps[at].end if steps[at].offset in begins else 0
-        return -length, steps[at].retried is not None, continued, steps[at].offset
-
-    return min(places, key=rank, default=None)

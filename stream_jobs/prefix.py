@@ -32,14 +32,6 @@ def measure(steps: Sequence[StepEntry], step: Step) -> Measure:
     return Measure(base, asked, number(hashed.digest()))
 
 
-def ends_in(prompt: bytes | None, steps: Sequence[StepEntry]) -> set[int]:
-    """Offsets of those steps whose prompt and response are a beginning of `prompt`."""
-    if prompt is None:
-        return set()
-    hashes = dict(hashes_at(prompt, sorted({s.end for s in steps}))[0])
-    return {s.offset for s in steps if s.response and s.end_hash is not None and hashes.get(s.end) == s.end_hash}
-
-
 def hash_of(*parts: bytes) -> int:
     """63 bits."""
     hashed = hashlib.sha256()

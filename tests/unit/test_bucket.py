@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -228,7 +229,14 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
     assert w.trajectories and w.state.buckets and w.state.closed
     (bucket,) = w.state.buckets.values()
-    assert not (bucket.evidence or bucket.ends.by_length or bucket.ends.lengths or bucket.opened or bucket.failed)
+    assert not (
+        bucket.links
+        or bucket.evidence
+        or bucket.ends.by_length
+        or bucket.ends.lengths
+        or bucket.opened
+        or bucket.failed
+    )
     w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
     assert not (w.state.buckets or w.state.anonymous or w.state.closed)
 
@@ -249,7 +257,34 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
     for bucket, again in zip(before.values(), log.state.buckets.values(), strict=True):
         assert (again.calls, again.failed, again.opened.keys()) == (bucket.calls, bucket.failed, bucket.opened.keys())
         assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
+        assert again.links == bucket.links
         assert (again.ends.by_length, again.ends.lengths) == (bucket.ends.by_length, bucket.ends.lengths)
+
+
+def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
+    """Functions called for the second turns of rollouts that all have said the same: as many a step for 800 as for 100."""
+    calls = {}
+    for count in (100, 800):
+        w = Worker(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
+        w.feed(*((STEPS, i, spoken(i, TASK, said("same"))) for i in range(count)))
+        seconds = [spoken(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}")) for i in range(count)]
+        made = 0
+
+        def profile(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            for at, step in enumerate(seconds):
+                w.fold.record(STEPS, count + at, count, step.trajectory_key.encode(), step)
+        finally:
+            sys.setprofile(None)
+        calls[count] = made / count
+        assert [[s.tail for s in t.steps] for t in w.state.opened.values()] == [
+            [f"C{i}.0", f"C{count + i}.0"] for i in range(count)
+        ]
+    assert calls[800] < 1.1 * calls[100]
 
 
 def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step]:
