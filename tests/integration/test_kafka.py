@@ -31,7 +31,7 @@ def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings)
     assert cluster.topics(steps) == {steps: 4}
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
-    assert "clawstream.Step" in names and len(names) == 21
+    assert "clawstream.Step" in names and len(names) == 23
 
 
 def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
