@@ -172,6 +172,7 @@ class DemandFeed:
                 logger().warning("journal_made_anew", error=str(error))
                 for watch in watches:
                     watch.reset(None)
+                self._stop.wait(RETRY_S)
             except KafkaError as error:
                 logger().warning("journals_unreadable", error=str(error))
                 self._stop.wait(RETRY_S)

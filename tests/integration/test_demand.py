@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import aiohttp
 import pytest
 from tests_admit import cand
 from tests_ports import free_port
@@ -19,6 +20,7 @@ from tests_ports import free_port
 from gateway.demand import Seen
 from gateway.demand_feed import DemandFeed
 from gateway.errors import DemandUnknown
+from gateway.main import serve as serve_gateway
 from runtime.broker import EmbeddedBroker
 from runtime.kafka import Cluster
 from runtime.records import create_topics
@@ -149,6 +151,32 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
             assert (await when(fresh, "one", lambda s: True)).standing == again.standing, (
                 "as if it had followed all the time"
             )
+
+    asyncio.run(body())
+
+
+def test_a_gateway_serves_it(cluster: Cluster, settings: Settings) -> None:
+    mine, port = wanting(settings, "one"), free_port()
+    mine = mine.model_copy(update={"gateway": mine.gateway.model_copy(update={"port": port})})
+    create_topics(cluster, mine)
+    Log(cluster, mine).version("one", 4)
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        gateway = asyncio.create_task(serve_gateway(mine, stop))
+        url = f"http://127.0.0.1:{port}/runs/one/demand"
+
+        async def says(status: int, free: int | None) -> bool:
+            with suppress(aiohttp.ClientConnectorError):
+                async with aiohttp.ClientSession() as http, http.get(url) as reply:
+                    return reply.status == status and (await reply.json()).get("free_staleness_capacity") == free
+            return False
+
+        await until(lambda: says(404, None))
+        with admission(mine):
+            await until(lambda: says(200, 12))
+        stop.set()
+        await gateway
 
     asyncio.run(body())
 
