@@ -135,10 +135,10 @@ class Assembly:
         with self.edit((run, key)) as closed:
             closed.outcome, closed.reason = "lost", reason
 
-    def _facts(self, run: str, key: str, prompt_tokens: int, order: list[str], place: list[Any]) -> None:
+    def _facts(self, run: str, key: str, prompt_tokens: int, order: list[int], place: list[Any]) -> None:
         with self.edit((run, key)) as closed:
-            by_tail = {s.tail: s for s in closed.steps}
-            closed.steps = [by_tail[tail] for tail in order]
+            if order:
+                closed.steps = [closed.steps[at] for at in order]
             closed.prompt_tokens = prompt_tokens
             closed.place = (place[0], place[1], place[2], place[3])
 

@@ -26,10 +26,12 @@ _ITEM_BYTES = 400
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A closed trajectory as records. order: tails of its step ids by index. prompt_tokens: environment tokens, each once."""
+    """A closed trajectory as records. order: position on the log of the step of each index; empty: the same, as in every conversation that
+    goes straight on. prompt_tokens: environment tokens, each once.
+    """
 
     parts: tuple[Trajectory, ...]
-    order: tuple[str, ...]
+    order: tuple[int, ...]
     prompt_tokens: int
 
 
@@ -110,8 +112,9 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
         segments=tree.segments,
         steps=done,
     )
-    order = tuple(s.step_id[len(name) + 1 :] for s in done)
-    return Assembled(tuple(in_parts(whole)), order, tree.environment_tokens)
+    order = tuple(sorted(range(len(tree.nodes)), key=lambda at: tree.nodes[at].index))
+    straight = order == tuple(range(len(order)))
+    return Assembled(tuple(in_parts(whole)), () if straight else order, tree.environment_tokens)
 
 
 def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
