@@ -14,7 +14,7 @@ from tests_jobs import Eventually, Jobs, running
 from runtime.kafka import Cluster
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
-from schemas.events import Candidate, DeadLetter, StepMark, Trajectory
+from schemas.events import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
 from schemas.ids import bucket_key
 from schemas.settings import Settings
 from schemas.topics import partition_of
@@ -60,6 +60,11 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             eventually(lambda n=before: written(jobs) > n + 4, 60)
             jobs.workers[-1].kill()
             jobs.workers[-1].wait()
+        # Killed workers may have left the last calls unread: with seconds of patience they would come too late for their trajectories.
+        worker = jobs.start()
+        eventually(lambda: all_read(jobs), 90)
+        worker.kill()
+        worker.wait()
         jobs.start(bucket_inactivity_s=3.0)
         ids = {f"{BUCKET}~{row[0].call_id.rpartition('~')[2]}": row for row in rows}
         eventually(lambda: jobs.candidates().keys() == ids.keys(), 90)
@@ -81,6 +86,13 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
         for record, _ in jobs.records(jobs.topics.trajectories, Trajectory, StepMark):
             assert record.key == BUCKET.encode()
         assert not jobs.records(jobs.topics.dead_letters, DeadLetter)
+
+
+def all_read(jobs: Jobs) -> bool:
+    """Whether the workers have done everything but the last ticks on `claw.steps`."""
+    committed = jobs.cluster.committed(f"{jobs.topics.prefix}-assemble")
+    calls = [r for r, _ in jobs.records(jobs.topics.steps, Step, SessionEvent)]
+    return all(committed.get((r.topic, r.partition), 0) > r.offset for r in calls)
 
 
 def written(jobs: Jobs) -> int:
