@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from quality.built_in import BUILT_IN
 from quality.score import QualityRule
 from schemas.errors import SettingsError
-from schemas.named_function import Named, function_of
+from schemas.named_function import REVISION_MAX, Named, function_of
 
 Rule = Named[QualityRule]
 """A quality rule under the name and version that its findings carry."""
@@ -26,6 +26,8 @@ def rules_of_run(specs: Iterable[str], setting: str) -> tuple[Rule, ...]:
             if any(rule.name == other.name for other in named):
                 raise SettingsError(f"setting {setting}: {rule.name} is named twice")
         named += found
+    if sum(rule.revision for rule in named) > REVISION_MAX:
+        raise SettingsError(f"setting {setting}: the sum of the versions is above {REVISION_MAX}")
     return tuple(named)
 
 

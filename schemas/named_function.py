@@ -11,6 +11,11 @@ from schemas.errors import SettingsError
 
 F = TypeVar("F")
 
+REASON_CHARS = 200
+"""Of a reason or evidence on a record."""
+REVISION_MAX = 2**63 - 1
+"""Avro's long. An assessment has the sum of its rules' revisions."""
+
 
 @dataclass(frozen=True)  # no slots: with them a generic alias cannot make one
 class Named(Generic[F]):
@@ -35,6 +40,8 @@ def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str) -
     target, sep, version = spec.rpartition("@")
     if not sep or not target or not version:
         raise SettingsError(f"{where}: write name@version or package.module:function@version")
+    if version.isdecimal() and (len(version) > len(str(REVISION_MAX)) or int(version) > REVISION_MAX):
+        raise SettingsError(f"{where}: a version that is a number is at most {REVISION_MAX}")
     module, colon, name = target.rpartition(":")
     if not colon:
         if name not in built_in:
@@ -47,3 +54,15 @@ def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str) -
     if not callable(function):
         raise SettingsError(f"{where}: {module}.{name} is not callable")
     return Named(name, version, function)
+
+
+def reason_text(said: Exception | str) -> str:
+    """What a user's function raised or said, as text that a record can hold: it may quote what a model wrote. Never raises."""
+    if isinstance(said, Exception):
+        kind = type(said).__name__
+        try:
+            said = f"{kind}: {said}"
+        except Exception as e:  # noqa: BLE001 - a __str__ that fails: the kind is all there is to say
+            said = f"{kind}: its text can't be had, {type(e).__name__}"
+    # A lone surrogate, as json.loads gives it for a broken escape, is no UTF-8.
+    return said[:REASON_CHARS].encode("utf-8", "backslashreplace").decode()[:REASON_CHARS]

@@ -14,12 +14,12 @@ from quality.rule import Rule, rules_of_run
 from quality.score import Score
 from schemas.events import Assessment, Finding, Trajectory
 from schemas.ids import stable_id
+from schemas.named_function import reason_text
 
 EVERY_RUN = "*"
 DIGITS = 4
 """More would be on every step, in the state of assemble too."""
 FINDINGS_MAX = 200
-EVIDENCE_CHARS = 200
 
 
 def quality_rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
@@ -42,10 +42,11 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
         try:
             scores = _scores(rule, trajectory)
             own = _by_step(scores, trajectory) if scores else {}
+            found = [_finding(rule, score) for score in scores if score.value < 1]
         except Exception as e:  # noqa: BLE001 - a user's rule: what it raises is the reason, on the record
-            findings.append(_finding(rule, Score(0.0, f"{type(e).__name__}: {e}"), failed=True))
+            findings.append(_finding(rule, Score(0.0, reason_text(e)), failed=True))
             continue
-        findings += [_finding(rule, score) for score in scores if score.value < 1]
+        findings += found
         for index, value in own.items():
             steps[index] = min(steps[index], value)
         said = [s.value for s in scores if s.step is None]
@@ -81,6 +82,8 @@ def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
             raise TypeError(f"a score is a number, not {type(score.value).__name__}")
         if not 0 <= score.value <= 1:
             raise ValueError(f"a score is in [0, 1], not {score.value}")
+        if not isinstance(score.evidence, str | None):
+            raise TypeError(f"evidence is text, not {type(score.evidence).__name__}")
     return scores
 
 
@@ -99,7 +102,7 @@ def _by_step(scores: Iterable[Score], trajectory: Trajectory) -> dict[int, float
 
 
 def _finding(rule: Rule, score: Score, failed: bool = False) -> Finding:
-    evidence = score.evidence[:EVIDENCE_CHARS] if score.evidence else None
+    evidence = reason_text(score.evidence) if score.evidence else None
     value = None if failed else round(float(score.value), DIGITS)
     return Finding(rule=str(rule), step_id=score.step, score=value, evidence=evidence)
 

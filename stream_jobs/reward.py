@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from rewards.rule import Rule, rule_of
 from schemas.events import Reward, Trajectory
 from schemas.ids import stable_id
+from schemas.named_function import reason_text
 
 SOURCE = "rule"
-REASON_CHARS = 200
 EVERY_RUN = "*"
 
 
@@ -42,7 +42,7 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
         values = {None: said} if not isinstance(said, Mapping) else dict(said)
         checked = {step: _checked(step, value, steps) for step, value in values.items()}
     except Exception as e:  # noqa: BLE001 - a user's function: what it raises is the reason, on the record
-        yield _reward(trajectory, rule, created_at, reason=f"{type(e).__name__}: {e}")
+        yield _reward(trajectory, rule, created_at, reason=reason_text(e))
         return
     if not checked:
         yield _reward(trajectory, rule, created_at, reason="no step was rewarded")
@@ -81,7 +81,7 @@ def _reward(
         name=rule.name,
         function_version=rule.version,
         value=value,
-        reason=reason[:REASON_CHARS] if reason else None,
+        reason=reason_text(reason) if reason else None,
         reward_revision=rule.revision,
         by="clawstream.reward",
         created_at=created_at,

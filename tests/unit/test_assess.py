@@ -10,6 +10,7 @@ import pytest
 
 from quality.rule import Rule, rule_of
 from quality.score import Score
+from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Finding, Trajectory, TrajectoryStep
 from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
@@ -125,6 +126,36 @@ def test_the_id_is_of_trajectory_and_rules_alone() -> None:
     )
 
 
+def unspeakable(_: Trajectory) -> float:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    raise Unspeakable
+
+
+def test_whatever_a_rule_says_becomes_a_record() -> None:
+    """What a model wrote, in an exception or as evidence, may be no UTF-8; evidence may be anything."""
+
+    def quotes(_: Trajectory) -> float:
+        raise ValueError("no number in \ud83d")
+
+    rules = (
+        says([Score(0.5, "says \ud83d")], "lone"), says([Score(0.5, 123)], "number"), says([Score(0.5, {"a": 1})], "mapping"),  # type: ignore[arg-type]
+        Rule("quotes", "1", quotes), Rule("unspeakable", "1", unspeakable),
+    )  # fmt: skip
+    a = assessment_of(trajectory(), rules, 0)
+    assert [(f.rule, f.score, f.evidence) for f in a.findings] == [
+        ("lone@1", 0.5, "says \\ud83d"),
+        ("number@1", None, "TypeError: evidence is text, not int"),
+        ("mapping@1", None, "TypeError: evidence is text, not dict"),
+        ("quotes@1", None, "ValueError: no number in \\ud83d"),
+        ("unspeakable@1", None, "Unspeakable: its text can't be had, RuntimeError"),
+    ]
+    codec = Codec()
+    assert codec.decode(codec.encode(a)) == a
+
+
 def only_short(t: Trajectory) -> float:
     return 1.0 if len(t.steps) < 3 else 0.5
 
@@ -142,7 +173,8 @@ def test_rules_of_the_settings() -> None:
     [
         (("nothing@1",), "no built-in quality rule 'nothing'; there are drift, format,"), (("length",), "write name@version"),
         (("no.such:f@1",), "ModuleNotFoundError"), (("length@1", "length@2"), "length is named twice"),
-        (("built_in", "drift@2"), "drift is named twice"),
+        (("built_in", "drift@2"), "drift is named twice"), (("length@9223372036854775808",), "is at most 9223372036854775807"),
+        (("length@9223372036854775807", "format@1"), "the sum of the versions is above"),
     ],
 )  # fmt: skip
 def test_wrong_rules_are_settings_errors(specs: tuple[str, ...], why: str) -> None:

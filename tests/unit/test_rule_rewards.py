@@ -9,6 +9,7 @@ import pytest
 
 from rewards.built_in import BUILT_IN
 from rewards.rule import Rule
+from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Trajectory, TrajectoryStep
 from stream_jobs.reward import rewards_of, rules_for, rules_of
@@ -85,7 +86,43 @@ def test_configured_by_name_or_import_path_and_run() -> None:
     assert rules_for({}, "other") == ()
 
 
-@pytest.mark.parametrize("spec", ["exact_match", "@1", "nope@1", "no.module:f@1", "math:nope@1", "math:pi@1", ":f@1"])
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (ValueError("no number in \ud83d"), "ValueError: no number in \\ud83d"),
+        (ValueError("\ud83d" * 300), "ValueError: " + "\\ud83d" * 31 + "\\u"),
+        (Unspeakable(), "Unspeakable: its text can't be had, RuntimeError"),
+    ],
+)
+def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(raised: Exception, reason: str) -> None:
+    def fails(_: Trajectory) -> float:
+        raise raised
+
+    (reward,) = rewards_of(trajectory(), Rule("f", "1", fails), 0)
+    assert (reward.value, reward.reason) == (None, reason)
+    codec = Codec()
+    assert codec.decode(codec.encode(reward)) == reward
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "exact_match",
+        "@1",
+        "nope@1",
+        "no.module:f@1",
+        "math:nope@1",
+        "math:pi@1",
+        ":f@1",
+        "exact_match@9223372036854775808",
+        "exact_match@" + "1" * 5000,
+    ],
+)
 def test_wrong_names_are_settings_errors(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
         rules_of({"r": (spec,)})
