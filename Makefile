@@ -29,7 +29,7 @@ down: ## stop what `make up` started in another terminal
 	@$(PY) -c "from pathlib import Path; from runtime.supervisor import ask_to_stop; print(ask_to_stop(Path('data')) or 'nothing runs on ./data')"
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
-	$(PY) -m pytest -m "not long and not gpu" -q --durations=15
+	$(PY) -m pytest -m "not long and not gpu" -n 2 --dist loadfile -q --durations=25
 
 test-unit: install ## no network, a few seconds
 	$(PY) -m pytest tests/unit -q
