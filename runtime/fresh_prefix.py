@@ -41,11 +41,11 @@ class Begun:
 
 
 class FreshPrefix:
-    """The prefix of `settings`, and the file that says how it was filled."""
+    """A prefix, and the file that says how it was filled."""
 
-    def __init__(self, cluster: Cluster, settings: Settings, file: Path) -> None:
-        self._cluster, self._settings, self.file = cluster, settings, file
-        self._prefix = f"{settings.kafka.topic_prefix}."
+    def __init__(self, cluster: Cluster, prefix: str, file: Path) -> None:
+        self._cluster, self.file = cluster, file
+        self._prefix = f"{prefix}."
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -58,11 +58,8 @@ class FreshPrefix:
                 raise PrefixTaken(f"another command is just filling the topics of {self._prefix}*") from e
             yield
 
-    def begin(self, asked: Plain, plan: Callable[[], Plain], timed: Iterable[str]) -> Begun:
-        """The plan, and empty topics to fill. timed: topics whose records keep the timestamps that they are given, for ever.
-
-        The plan is made once; what was begun and not done begins again. Raises PrefixTaken.
-        """
+    def begin(self, asked: Plain, plan: Callable[[], Plain]) -> Begun:
+        """The plan. It is made once; what was begun and not done begins again, without its topics. Raises PrefixTaken."""
         asked = json.loads(json.dumps(asked))
         known = self.read()
         mine = self._there()
@@ -76,12 +73,19 @@ class FreshPrefix:
             raise PrefixTaken(
                 f"{self.file} was asked otherwise ({', '.join(differs)}); choose another name or delete it"
             )
-        if known["result"] is None:
-            if mine:
-                logger().warning("begins_again", topics=len(mine), file=str(self.file))
-                self._delete(mine)
-            self._make(frozenset(timed))
+        if known["result"] is None and mine:
+            logger().warning("begins_again", topics=len(mine), file=str(self.file))
+            self._delete(mine)
         return Begun(json.loads(json.dumps(known["plan"])), known["result"])
+
+    def make(self, settings: Settings, timed: Iterable[str]) -> None:
+        """The empty topics of these settings, to fill. timed: those whose records keep the timestamps they are given, for ever."""
+        kafka, kept = settings.kafka, frozenset(timed)
+        for spec in kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)):
+            if spec.name in kept:
+                made = keeping_time(spec)
+                self._cluster.create_topic(made.name, made.partitions, made.config, *settings.replication)
+        create_topics(self._cluster, settings)
 
     def done(self, result: Plain) -> None:
         """It is filled: from now on `begin` only repeats the result."""
@@ -114,14 +118,6 @@ class FreshPrefix:
             if time.monotonic() > deadline:
                 raise Unavailable(f"topics were deleted but are still there after {GONE_S:g} s: {', '.join(left)}")
             time.sleep(0.05)
-
-    def _make(self, timed: frozenset[str]) -> None:
-        kafka = self._settings.kafka
-        for spec in kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)):
-            if spec.name in timed:
-                made = keeping_time(spec)
-                self._cluster.create_topic(made.name, made.partitions, made.config, *self._settings.replication)
-        create_topics(self._cluster, self._settings)
 
 
 def keeping_time(spec: TopicSpec) -> TopicSpec:

@@ -149,18 +149,17 @@ def copy_topics(
         cluster.topic_id(topic)  # or an error that says what is missing
     count = partitions or cluster.topics(topics.steps)[topics.steps]
     target = copied_settings(settings, prefix, count)
-    fresh = FreshPrefix(cluster, target, settings.data_dir / "copies" / f"{prefix}.json")
+    fresh = FreshPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
     asked = {
         "source": settings.kafka.topic_prefix, "partitions": count, "since_ms": since_ms, "until_ms": until_ms,
         **dataclasses.asdict(choice),
     }  # fmt: skip
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
     with fresh.held():
-        begun = fresh.begin(
-            asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source}, copies
-        )
+        begun = fresh.begin(asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source})
         if begun.result is not None:
             return {**begun.result, "was_done": True}
+        fresh.make(target, copies)
         windows = [Window.of_plain(begun.plan[t]) for t in source]
         result = _copy(cluster, settings, target, windows, copies, choice)
         fresh.done(result)
@@ -184,7 +183,9 @@ def _copy(
         for time, record in in_order(cluster, [window]):
             for partition, key, value in copier.places(time, record):
                 at = record.timestamp_ms if copier.same else time
-                writer.put(topic, partition, key, value, at, record.headers)  # headers say what was sent again on purpose
+                writer.put(
+                    topic, partition, key, value, at, record.headers
+                )  # headers say what was sent again on purpose
         for partition, key, value in copier.end():
             writer.put(topic, partition, key, value, copier.time)
         result["records"][topic] = copier.copied

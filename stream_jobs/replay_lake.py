@@ -53,6 +53,24 @@ def pinned(settings: Settings, pins: Mapping[str, int] | None = None) -> dict[st
     return found
 
 
+def partitions_of(settings: Settings, versions: Mapping[str, int]) -> int:
+    """How many partitions the inputs of the run had, as far as its rows say; at least those of the settings."""
+    highest = settings.kafka.partitions - 1
+    for name, rows in _datasets(settings, versions).items():
+        if name != CLOSINGS:
+            found = rows.to_table(columns=[_PLACE[1]], filter=pc.field("run_id") == settings.run_id).column(0)
+            highest = max(highest, pc.max(found).as_py() if len(found) else 0)
+    return highest + 1
+
+
+def _datasets(settings: Settings, versions: Mapping[str, int]) -> dict[str, Any]:
+    storage = settings.lake.storage_options
+    return {
+        name: dataset(open_table(settings.lake_uri, name, storage, version), storage)
+        for name, version in versions.items()
+    }
+
+
 class _Ref(NamedTuple):
     """Where one record is. time: running maximum of its partition; timestamp: its own, ms; offset: as the fold counts."""
 
@@ -75,15 +93,13 @@ class Span:
 class LakeMoments:
     """The records of a run in the lake, as they lay on the log."""
 
-    def __init__(self, settings: Settings, versions: Mapping[str, int], span: Span, choice: Choice) -> None:
-        """Raises LakeError when there is nothing of the run."""
+    def __init__(
+        self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, choice: Choice
+    ) -> None:  # fmt: skip
+        """partitions: as `partitions_of` has it. Raises LakeError when there is nothing of the run."""
         self.unreadable = 0
-        self._choice, self._span = choice, span
-        storage = settings.lake.storage_options
-        self._tables = {
-            name: dataset(open_table(settings.lake_uri, name, storage, version), storage)
-            for name, version in versions.items()
-        }
+        self._choice, self._span, self._partitions = choice, span, partitions
+        self._tables = _datasets(settings, versions)
         self._epochs: dict[str, int] = {}
         self._refs = sorted(ref for source in (STEPS, REWARDS) for ref in self._index(source))
         if not self._refs:
@@ -93,8 +109,6 @@ class LakeMoments:
         self.end = max(ref.time for ref in self._refs)
         self._ticks = self._closings()
         self.end = max([self.end, *(t for t, _ in self._ticks)])
-        seen = max(ref.partition for ref in self._refs) + 1
-        self.partitions = max(seen, settings.kafka.partitions)
 
     def _where(self, *more: Any) -> Any:
         condition = pc.field("run_id") == self._choice.run
@@ -156,7 +170,7 @@ class LakeMoments:
                     key = event.trajectory_key.encode()
                     yield Moment(ref.time, ref.partition, ref.source, ref.offset, key, event)
         yield from (_tick(*tick) for tick in ticks[at:])
-        yield from (_tick(self.end, partition) for partition in range(self.partitions))
+        yield from (_tick(self.end, partition) for partition in range(self._partitions))
 
     def _read(self, refs: list[_Ref]) -> dict[_Ref, Any]:
         """The records, table by table: one scan over the files that can have some."""

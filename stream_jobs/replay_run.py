@@ -94,15 +94,14 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
     Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
     """
     cluster, answers = cluster_of(settings), Answers(settings)
-    partitions = _partitions(settings, cluster, order)
-    target = replay_settings(settings, order.name, order.as_run or settings.run_id, partitions)
-    fresh = FreshPrefix(cluster, target, home_of(settings, order.name) / "replay.json")
-    topics = target.kafka.topics
-    timed = (topics.steps, topics.rewards, topics.trajectories, topics.candidates)
+    target = replay_settings(settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions)
+    fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
     with fresh.held():
-        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order), timed)
+        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order))
         if begun.result is not None:
             return {**begun.result, "was_done": True}
+        target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
+        fresh.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
         write_durably(target.data_dir / "settings.yaml", target.model_dump_json(exclude_defaults=True).encode(), 0o600)
         source = _source(settings, cluster, order, begun.plan, answers)
         report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
@@ -125,20 +124,24 @@ def _asked(settings: Settings, order: Order) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _partitions(settings: Settings, cluster: Cluster, order: Order) -> int:
-    steps = settings.kafka.topics.steps
-    return settings.kafka.partitions if order.pins is not None else cluster.topics(steps).get(steps, 0)
+def _fresh(settings: Settings, cluster: Cluster, name: str) -> FreshPrefix:
+    return FreshPrefix(cluster, f"replay-{name}", home_of(settings, name) / "replay.json")
 
 
 def _plan(settings: Settings, cluster: Cluster, order: Order) -> dict[str, Any]:
-    """What exactly is read."""
+    """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
     if order.pins is not None:
-        from stream_jobs.replay_lake import pinned
+        from stream_jobs.replay_lake import partitions_of, pinned
 
-        return {"from": "lake", "versions": pinned(settings, order.pins)}
+        versions = pinned(settings, order.pins)
+        return {"from": "lake", "versions": versions, "partitions": partitions_of(settings, versions)}
     topics = settings.kafka.topics
-    windows = [window_of(cluster, t, order.since_ms, order.until_ms).plain() for t in (topics.steps, topics.rewards)]
-    return {"from": "topics", "windows": windows}
+    windows = [window_of(cluster, t, order.since_ms, order.until_ms) for t in (topics.steps, topics.rewards)]
+    return {
+        "from": "topics",
+        "windows": [w.plain() for w in windows],
+        "partitions": max(len(w.ranges) for w in windows),
+    }
 
 
 def _source(
@@ -151,7 +154,8 @@ def _source(
     if plan["from"] == "lake":
         from stream_jobs.replay_lake import LakeMoments, Span
 
-        return LakeMoments(settings, plan["versions"], Span(order.since_ms, order.until_ms), choice)
+        span = Span(order.since_ms, order.until_ms)
+        return LakeMoments(settings, plan["versions"], plan["partitions"], span, choice)
     steps, rewards = map(Window.of_plain, plan["windows"])
     return TopicMoments(cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice)
 
@@ -277,8 +281,8 @@ def list_replays(settings: Settings) -> list[dict[str, Any]]:
 
 def delete_replay(settings: Settings, name: str) -> int:
     """Delete its topics and its plan; its directory stays where something else is in it. Returns how many topics there were."""
-    target = replay_settings(settings, name, settings.run_id, settings.kafka.partitions)
-    fresh = FreshPrefix(cluster_of(settings), target, home_of(settings, name) / "replay.json")
+    replay_settings(settings, name, settings.run_id, settings.kafka.partitions)  # or an error that says what is wrong
+    fresh = _fresh(settings, cluster_of(settings), name)
     if fresh.read() is None:
         raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")
     with fresh.held():

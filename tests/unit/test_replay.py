@@ -22,16 +22,17 @@ from runtime.window import Window
 from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
-from schemas.settings import Settings
+from schemas.settings import KafkaSettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.lake_events import events_of
 from stream_jobs.lake_tables import Placed, catalog
+from stream_jobs.lake_writer import Lake
 from stream_jobs.payload import Kept, payload_of
 from stream_jobs.provenance import provenance
 from stream_jobs.replay import Moment, Out, Replay
 from stream_jobs.replay_check import first_difference
-from stream_jobs.replay_lake import READ
+from stream_jobs.replay_lake import READ, LakeMoments, Span, partitions_of, pinned
 from stream_jobs.replay_run import home_of, replay_settings
 from stream_jobs.trial import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
 
@@ -198,6 +199,25 @@ def test_a_row_is_the_record_again(event: Any) -> None:
     assert list(events_of(type(event), chunks.slice(1, 1))) == [event]
     older = arrow.drop_columns([c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names])
     assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
+
+
+def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
+    few = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=2))
+    lake = Lake(few.lake_uri, {}, 100)
+    lake.claim()
+    for offset, event in enumerate([step("a", 0), session("a", "completed")]):
+        table = next(n for n, record in READ[STEPS].items() if record is type(event))
+        lake.append(
+            table, catalog()[table].rows_of(Placed("T", 20, offset, 1000, {}, event)), {("T", 20): offset + 1}, print
+        )
+    versions = pinned(few)
+    assert partitions_of(few, versions) == 21
+    assert partitions_of(few.model_copy(update={"run_id": "nobody"}), versions) == 2
+    source = LakeMoments(few, versions, 21, Span(), Choice("r"))
+    replay = Replay("r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload)  # no cache: all payload is read again
+    outs = [out for moment in source.moments() for out in replay.take(moment)]
+    assert {o.partition for o in outs if o.topic == "trajectories"} == {20}
+    assert list(last(outs)) == ["a"]
 
 
 # -- copies
