@@ -21,7 +21,7 @@ from runtime.records import Decoder
 from runtime.window import Window, in_order, window_of
 from schemas.errors import SchemaError, SettingsError, Undecodable, UnknownSchema
 from schemas.events import Assessment, Reward, Tick
-from schemas.ids import parse_version
+from schemas.ids import check_run_id, parse_version
 from schemas.settings import Settings
 from schemas.topics import partition_of
 
@@ -139,11 +139,14 @@ def copy_topics(
     until_ms: int | None = None,
     choice: Choice | None = None,
 ) -> dict[str, Any]:
-    """Copy; returns records by topic, and what was left out. Raises PrefixTaken, WindowGone, CopyFailed.
+    """Copy; returns records by topic, and what was left out. Raises InvalidId, SettingsError, PrefixTaken, WindowGone, CopyFailed.
 
     partitions: of the copy; default: as many as there are. since_ms, until_ms: log time. Killed, it begins again; done, it only says so.
     """
     choice, topics = choice or Choice(), settings.kafka.topics
+    for run in (choice.run, choice.as_run):
+        if run is not None:
+            check_run_id(run)
     source = (topics.steps, topics.rewards)
     for topic in source:
         cluster.topic_id(topic)  # or an error that says what is missing

@@ -52,7 +52,7 @@ def topics_copy(
     settings = settings_of(config, words)
     from runtime.cli.replay import instant
     from runtime.topic_copy import Choice, copy_topics
-    from schemas.errors import SettingsError
+    from schemas.errors import InvalidId, SettingsError
 
     span = instant(since, "--since"), instant(until, "--until")
     if as_run is not None and run is None:
@@ -61,7 +61,7 @@ def topics_copy(
         with plain_errors():
             choice = Choice(run, as_run, rewards)
             done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, choice)
-    except SettingsError as e:
+    except (InvalidId, SettingsError) as e:
         fail(str(e), 2)
     for topic, count in done["records"].items():
         typer.echo(f"{topic:48} records {count}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from hypothesis import strategies as st
 from runtime.cli.replay import instant
 from runtime.kafka import Cluster, Record
 from runtime.records import Decoder
-from runtime.topic_copy import Choice, Copier, copied_settings, renamed
+from runtime.topic_copy import Choice, Copier, copied_settings, copy_topics, renamed
 from runtime.window import Window
 from schemas.codec import Codec
-from schemas.errors import SettingsError
+from schemas.errors import InvalidId, SettingsError
 from schemas.events import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
 from schemas.settings import KafkaSettings, Settings
 from schemas.topics import partition_of
@@ -273,6 +274,12 @@ def test_a_copy_of_one_run_under_another_name() -> None:
     assert (made.copied, made.left_out) == (1, 2)
     assert provenance(kept).reason is None
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
+
+
+@pytest.mark.parametrize("choice", [Choice("BAD RUN/../x"), Choice("r", "BAD RUN/../x")])
+def test_a_copy_under_a_name_that_no_run_can_have(choice: Choice, tmp_path: Path) -> None:
+    with pytest.raises(InvalidId, match=re.escape("run id 'BAD RUN/../x': must match")):
+        copy_topics(Cluster("127.0.0.1:1"), Settings(data_dir=tmp_path), "b", choice=choice)
 
 
 def test_prefixes_names_and_windows(tmp_path: Path) -> None:
