@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -26,7 +25,6 @@ LETTERS, OFFICE = "stream_jobs.dead_letters", "stream_jobs.dead_letter_office"
 HEX_BYTES = 256
 ASK_ABOVE = 1
 """More records than this are sent only with --yes."""
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 Topic = Annotated[str | None, typer.Option("--topic", help="Where the record was, with or without the prefix.")]
 Process = Annotated[str | None, typer.Option("--process", help="Who could not handle it.")]
@@ -63,17 +61,8 @@ def _plain() -> Iterator[tuple[ModuleType, ModuleType]]:
 
 def _since(text: str | None) -> int | None:
     """Microseconds since the epoch."""
-    if text is None:
-        return None
-    if found := re.fullmatch(r"(\d+)([smhd])", text):
-        at = datetime.now(UTC) - timedelta(**{_UNITS[found[2]]: int(found[1])})
-    else:
-        try:
-            at = datetime.fromisoformat(text)
-        except ValueError:
-            fail(f"--since {text}: must be 30m, 2h, 3d, or a time like 2026-01-31T12:00", 2)
-        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-    return int(at.timestamp() * 1e6)
+    at = instant(text, "--since")
+    return None if at is None else at * 1000
 
 
 def _time(micros: int) -> str:
@@ -244,7 +233,7 @@ def dlq_repair(
         cluster_of(settings)
         if out is not None:
             _, original, event, _ = _look(settings, letters, name)
-            out.write_text(json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n")
+            _written(out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n")
             typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
             return
         said = _edited(edit) if edit is not None else None
@@ -259,10 +248,17 @@ def dlq_repair(
     typer.echo(_told(sent, name))
 
 
+def _written(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as e:
+        fail(f"--out {path}: {e}", 2)
+
+
 def _edited(path: Path) -> dict[str, Any]:
     try:
         said = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         fail(f"--edit {path}: {e}", 2)
     if not (isinstance(said, dict) and isinstance(said.get("type"), str) and isinstance(said.get("record"), dict)):
         fail(f'--edit {path}: must be {{"type": "Step", "record": {{...}}}}, as --out writes it', 2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -18,22 +18,11 @@ if TYPE_CHECKING:
 app = group("Recorded data again: with other rewards, another policy, other code. Live topics are only read.")
 
 Name = Annotated[str, typer.Argument(help="What to call the replay: its topics begin with replay-NAME.")]
-Since = Annotated[str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC) or ms since the epoch.")]
+Since = Annotated[
+    str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d.")
+]
 Until = Annotated[str | None, typer.Option("--until", help="End before this time; default: all that there is now.")]
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
-
-
-def instant(text: str | None, name: str) -> int | None:
-    """Milliseconds since the epoch; a time without a zone is UTC. Ends the command when it is none."""
-    from datetime import UTC, datetime
-
-    if text is None or text.isdecimal():
-        return None if text is None else int(text)
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        fail(f"{name} {text!r}: write a time as 2026-11-22T08:00, or as milliseconds since the epoch", 2)
-    return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, plain_errors, settings_of
 
 app = group("Kafka topics.")
 
@@ -50,7 +50,6 @@ def topics_copy(
 ) -> None:
     """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
     settings = settings_of(config, words)
-    from runtime.cli.replay import instant
     from runtime.topic_copy import Choice, copy_topics
     from schemas.errors import InvalidId, SettingsError
 

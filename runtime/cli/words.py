@@ -45,6 +45,18 @@ def fail(message: str, code: int = 1) -> NoReturn:
     raise SystemExit(code)
 
 
+def instant(text: str | None, name: str) -> int | None:
+    """Milliseconds since the epoch of what an option says, None as None. Ends the command with code 2 when it is no moment."""
+    from datetime import UTC, datetime
+
+    from runtime.moments import millis, moment_of
+
+    try:
+        return None if text is None else millis(moment_of(text, datetime.now(UTC)))
+    except ValueError as e:
+        fail(f"{name} {e}", 2)
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Errors that a user can do something about, as one line without a traceback."""

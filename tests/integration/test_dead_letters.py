@@ -123,6 +123,7 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     said = dlq("repair", nan["id"], "--set", "value=much", code=1)
     assert said == "clawstream: value: a number was expected, not 'much'\n"
     assert "not finite" in dlq("repair", nan["id"], "--set", "reason=x", code=1)
+    assert "--out /no/such/" in dlq("repair", nan["id"], "--out", "/no/such/file", code=2)
     file = tmp_path / "reward.json"
     dlq("repair", nan["id"], "--out", str(file))
     edited = json.loads(file.read_text())
@@ -280,6 +281,7 @@ def test_wrong_words(jobs: Jobs) -> None:
     assert "no dead letter x: " in dlq("show", "x", code=1)
     assert "name dead letters by id" in dlq("replay", code=2)
     assert "name dead letters by id" in dlq("dismiss", "x", "--all", code=2)
-    assert "--since soon: must be" in dlq("list", "--since", "soon", code=2)
+    for wrong in ("soon", "99999999999999d", "99999999999999999999"):
+        assert f"--since {wrong!r} is no moment: write " in dlq("list", "--since", wrong, code=2)
     assert "no dead letter x" in dlq("repair", "x", "--set", "a=b", code=1)
     assert "must be {" in dlq("repair", "x", "--edit", "-", stdin="[]", code=2)

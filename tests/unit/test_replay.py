@@ -6,17 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.cli.replay import instant
+from runtime.cli.words import instant
 from runtime.kafka import Cluster, Record
+from runtime.moments import millis, moment_of
 from runtime.records import Decoder
 from runtime.topic_copy import Choice, Copier, copied_settings, copy_topics, renamed
 from runtime.window import Window
@@ -199,14 +200,16 @@ def test_a_row_is_the_record_again(event: Any) -> None:
     chunks = pa.concat_tables([arrow.slice(0, 1), arrow.slice(1)])
     assert list(events_of(type(event), chunks.slice(1, 1))) == [event]
     older = arrow.drop_columns([c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names])
-    assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
+    first: Any = next(events_of(type(event), older))
+    assert first.trajectory_key == filler.trajectory_key
 
 
 def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     few = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=2))
     lake = Lake(few.lake_uri, {}, 100)
     lake.claim()
-    for offset, event in enumerate([step("a", 0), session("a", "completed")]):
+    said: list[Any] = [step("a", 0), session("a", "completed")]
+    for offset, event in enumerate(said):
         table = next(n for n, record in READ[STEPS].items() if record is type(event))
         lake.append(
             table, catalog()[table].rows_of(Placed("T", 20, offset, 1000, {}, event)), {("T", 20): offset + 1}, print
@@ -306,8 +309,25 @@ def test_times_and_differences() -> None:
         == 1_700_000_000_000
     )
     assert instant(None, "--since") is None
-    with pytest.raises((SystemExit, typer.Exit)):
+    with pytest.raises(SystemExit):
         instant("yesterday", "--since")
+    now = datetime(2026, 11, 22, 8, tzinfo=UTC)
+    assert moment_of("2h", now) == moment_of("2026-11-22T06:00", now) == datetime(2026, 11, 22, 6, tzinfo=UTC)
+    assert moment_of("7d", now).day == 15 and millis(moment_of("1", now)) == 1
+    for wrong in (
+        "-1",
+        "9" * 20,
+        "9" * 5000,
+        "99999999999999d",
+        "9999-12-31T23:59-23:00",
+        "1969-12-31",
+        "0001-01-01T00:00+14:00",
+        "99999d",
+        "x" * 300,
+    ):
+        with pytest.raises(ValueError, match="write a time like") as raised:
+            moment_of(wrong, now)
+        assert len(str(raised.value)) < 250
     one, two = {"content_hash": "1"}, {"content_hash": "2"}
     assert first_difference([one], [one, two]) is None
     assert first_difference([one, two], [one]) == {"index": 1, "recorded": two, "replayed": None}
