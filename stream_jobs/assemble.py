@@ -137,11 +137,13 @@ class Fold:
         if came is None:
             return
         key: Key = (came[1], came[2])
-        for name in dict.fromkeys((key, (key[0], key_of_trajectory(key[1])))):
-            for source, offset in list(self.state.waiting_for.get(name, ())):
-                waiting = self.state.waiting[source][offset]
-                if source == REWARDS and self._judge.target(waiting.key, waiting.tail) == key:
-                    self._try(source, offset)
+        tails = [None, *(e[3][2] for e in entries if e[0] == op.STEP)]
+        names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
+        found = [self.state.waiting_for.get((REWARDS, name, tail), ()) for name in names for tail in tails]
+        for offset in sorted(offset for offsets in found for offset in offsets):
+            waiting = self.state.waiting[REWARDS][offset]
+            if self._judge.target(waiting.key, waiting.tail) == key:
+                self._try(REWARDS, offset)
 
     def _try(self, source: Source, offset: int) -> None:
         """A reward or mark whose trajectory is there: apply it, if what it is about is there too."""

@@ -20,6 +20,7 @@ from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
     STEPS,
     Assessed,
+    Awaited,
     Burial,
     Closed,
     ClosedStep,
@@ -46,8 +47,8 @@ class Assembly:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
 
     opened: by time of the last record; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
-    closing, packed. waiting: of each input, by offset. buckets (agents' sessions too), anonymous, agents and waiting_for follow from the
-    rest and are not stored.
+    closing, packed. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
+    buckets (agents' sessions too), anonymous, agents and waiting_for follow from the rest and are not stored.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
@@ -59,7 +60,7 @@ class Assembly:
         default_factory=lambda: (OrderedDict(), OrderedDict())
     )
     pending: Pending = field(default_factory=Pending)
-    waiting_for: dict[Key, list[tuple[Source, int]]] = field(default_factory=dict)
+    waiting_for: dict[Awaited, dict[int, None]] = field(default_factory=dict)
     buckets: dict[Key, Bucket] = field(default_factory=dict)
     anonymous: OrderedDict[Key, None] = field(default_factory=OrderedDict)
     agents: OrderedDict[Key, None] = field(default_factory=OrderedDict)
@@ -174,15 +175,15 @@ class Assembly:
                 folded.assessed = Assessed(*assessed)
 
     def _waits(self, source: Source, offset: int, at: int, run: str, key: str, tail: str | None, entry: Entry) -> None:
-        self.waiting[source][offset] = Waiting(source, offset, at, (run, key), tail, entry)
-        self.waiting_for.setdefault((run, key), []).append((source, offset))
+        self.waiting[source][offset] = waiting = Waiting(source, offset, at, (run, key), tail, entry)
+        self.waiting_for.setdefault(waiting.awaited, {})[offset] = None
 
     def _waits_no_more(self, source: Source, offset: int) -> None:
-        key = self.waiting[source].pop(offset).key
-        left = self.waiting_for[key]
-        left.remove((source, offset))
+        awaited = self.waiting[source].pop(offset).awaited
+        left = self.waiting_for[awaited]
+        del left[offset]
         if not left:
-            del self.waiting_for[key]
+            del self.waiting_for[awaited]
 
     def _marked(
         self, run: str, key: str, step_id: str, kind: StepMarkKind, why: str | None, offset: int, hashed: int

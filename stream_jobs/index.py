@@ -20,6 +20,8 @@ Key = tuple[str, str]
 Source = Literal[0, 1]
 STEPS: Source = 0
 REWARDS: Source = 1
+Awaited = tuple[Source, Key, str | int | None]
+"""What is waited for on an input: of a reward or mark the key and the tail of the step, of a completion the key and the hash of its event id."""
 
 
 class StepEntry(NamedTuple):
@@ -237,6 +239,11 @@ class Waiting:
     key: Key
     tail: str | None
     entry: Entry
+
+    @property
+    def awaited(self) -> Awaited:
+        """What it is found by. Of a completion that is what makes it one with another: it is never met, its time runs out."""
+        return self.source, self.key, self.tail if self.source == REWARDS else self.entry[2]
 
 
 class Mark(NamedTuple):

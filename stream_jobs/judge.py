@@ -239,8 +239,7 @@ class Judge:
         if found in self.state.closed:
             return []
         event_hash = hash_of(event.event_id.encode())
-        waiting = self.state.waiting_for.get(name, ())
-        if any(s == STEPS and self.state.waiting[s][o].entry[2] == event_hash for s, o in waiting):
+        if (STEPS, name, event_hash) in self.state.waiting_for:
             return []
         if found is None:
             return [

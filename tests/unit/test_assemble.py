@@ -92,6 +92,26 @@ def test_reward_waits_for_its_target_then_is_buried() -> None:
     assert not w.state.waiting_for
 
 
+def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others() -> None:
+    w = Worker()
+    w.feed(*((REWARDS, 0, reward("k", 0.1, n=1000 + i)) for i in range(50)))
+    w.feed(*((STEPS, 0, session("k", "completed", f"e{i}")) for i in range(50)))
+    late = [(n, name) for name in ("b", "a") for n in (0, None, 1)]
+    w.feed(*((REWARDS, 0, reward("k", 0.5, n=n, name=name)) for n, name in late))
+    w.crash()
+    tried: list[int] = []
+    judge = w.fold._judge
+    target = judge.target
+    judge.target = lambda key, tail: (tried.append(0), target(key, tail))[1]  # type: ignore[method-assign, func-returns-value]
+    w.feed((STEPS, 1, step("k", 0)), (STEPS, 1, step("k", 1)))
+    assert len(tried) < 50, "as many looks as rewards that wait for other steps"
+    folded = w.state.opened["r", "k"].folded
+    assert [(r.tail, r.name) for r in folded.rewards.values()] == [
+        ("C0.0", "b"), (None, "b"), ("C0.0", "a"), (None, "a"), ("C1.0", "b"), ("C1.0", "a"),
+    ]  # fmt: skip
+    assert len(w.state.waiting[REWARDS]) == 50 and len(w.state.waiting[STEPS]) == 50
+
+
 def test_early_completion_leaves_time_for_spooled_steps() -> None:
     w = Worker().feed((STEPS, 0, session("k", "completed")), (STEPS, 0, session("x", "completed")))
     w.feed((STEPS, 100, step("k", 0)), (STEPS, 101, session("k", "completed")), (STEPS, 102, step("k", 1, [1, 2], [3])))
