@@ -31,7 +31,8 @@ class StepEntry(NamedTuple):
     longest prefix of this prompt when it came: the cache keeps only what is after it. reason: why it can't be trained. at: event time of
     `claw.steps` when it came. reply: KiB of the reply. asked: hash of the prompt, without tokens of the request. idem: hash of the
     idempotency key. leads: in a bucket, what a request that goes on from here will show. after: the step it goes on from, when that is
-    not its base. retried: the step that took its place; then it is never trained. tags: their names.
+    not its base. retried: the step that took its place; then it is never trained. tags: their names. repeats: where a
+    prompt goes on from an earlier one otherwise than was sampled there, hash of the model's last turn in the request.
     """
 
     offset: int
@@ -52,6 +53,7 @@ class StepEntry(NamedTuple):
     after: int | None = None
     retried: int | None = None
     tags: list[str] | None = None
+    repeats: int | None = None
 
     @property
     def end(self) -> int:

@@ -24,10 +24,11 @@ from stream_jobs.assembly import Assembly
 from stream_jobs.bucket import Bucket, call_of, choose, in_session
 from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Folded, Key, Open, RewardEntry, Source, StepEntry
 from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
-from stream_jobs.prefix import hash_of, measure
+from stream_jobs.prefix import hash_of, leaves_a_path, measure
 from stream_jobs.provenance import REASON_CHARS, provenance
 from stream_jobs.retries import Retry, idempotency_hash, mended, request_hash, retry_of
 from stream_jobs.tree import WIDTH
+from stream_jobs.turns import said_in, turns_of
 
 NAME_CHARS = 200
 TAGS_MAX = 50
@@ -179,6 +180,7 @@ class Judge:
             leads=leads,
             after=after if after != measured.base else None,
             tags=[t.name for t in step.tags] or None,
+            repeats=_repeats(steps, step, measured.base),
         )  # fmt: skip
         entries.append([op.STEP, *key, list(entry)])
         entries += [[op.RETRIED, *key, *retry] for retry in _retries([*steps, entry], step)]
@@ -315,6 +317,15 @@ def _retries(steps: Sequence[StepEntry], step: Step) -> list[Retry]:
     found = [retry_of(steps, new, step)]
     found += [mended(steps[:new], at) for at in (entry.base, entry.after) if at is not None]
     return [retry for retry in found if retry is not None][:1]
+
+
+def _repeats(steps: Sequence[StepEntry], step: Step, base: int | None) -> int | None:
+    """As in `StepEntry`. The request is read only where the prompt has drifted."""
+    prompt = step.prompt_token_ids
+    if prompt is None or step.response_token_ids is None or not leaves_a_path(steps, prompt, base):
+        return None
+    turns = turns_of(step.request_json)
+    return said_in(turns[-1]) if turns else None
 
 
 def _step_meant(name: Key, event: Reward | Curation) -> str | None:

@@ -32,6 +32,18 @@ def measure(steps: Sequence[StepEntry], step: Step) -> Measure:
     return Measure(base, asked, number(hashed.digest()))
 
 
+def leaves_a_path(steps: Sequence[StepEntry], prompt: bytes, base: int | None) -> bool:
+    """Whether a prompt goes on from an earlier step's prompt otherwise than was sampled there. base: of its `Measure`.
+
+    Not looked at where it goes on from the last step, as a conversation does.
+    """
+    if base == len(steps) - 1:
+        return False
+    begin, end = steps[base].end if base is not None else 1, len(prompt) // WIDTH
+    asked = {(s.prompt, s.asked) for s in steps if begin <= s.prompt < end and s.response and s.end_hash is not None}
+    return bool(asked) and not asked.isdisjoint(hashes_at(prompt, sorted({length for length, _ in asked}))[0])
+
+
 def hash_of(*parts: bytes) -> int:
     """63 bits."""
     hashed = hashlib.sha256()

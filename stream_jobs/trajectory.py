@@ -17,6 +17,7 @@ from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
 from stream_jobs.index import Closed, Key, Mark, Marks, Open, StepEntry
 from stream_jobs.payload import Kept, Payload, start_of
 from stream_jobs.tree import WIDTH, Sampled, build
+from stream_jobs.turns import reply_of, said_in
 
 T = TypeVar("T")
 _UNMARKED = Marks()
@@ -69,7 +70,8 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
         [
             t if s.retried is None else None
             for s, t in zip(trajectory.steps, _sampled(trajectory.steps, kept), strict=True)
-        ]
+        ],
+        lambda step, earlier: _repeats(trajectory.steps[step], kept[earlier]),
     )
     steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
     for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
@@ -261,6 +263,14 @@ def _sampled(entries: Sequence[StepEntry], kept: Sequence[Payload | None]) -> li
             prompt = (base.prompt + base.response)[: what.start * WIDTH] + prompt
         out.append(Sampled(prompt, what.response, what.logprobs, what.versions))
     return out
+
+
+def _repeats(step: StepEntry, earlier: Payload | None) -> bool:
+    """Whether the model's last turn in a step's request is the reply of an earlier one."""
+    if step.repeats is None or earlier is None:
+        return False
+    reply = reply_of(earlier.response_json)
+    return reply is not None and said_in(reply) == step.repeats
 
 
 def _segment_size(s: Segment) -> int:

@@ -4,7 +4,8 @@ A step's prompt usually starts with the prompt and response of an earlier step. 
 the longest prefix of its prompt. The tree has one policy segment for each step that sampled something; what the environment wrote
 between a parent's response and the next sampling hangs below the parent's segment, shared by all steps that begin with it (a radix
 tree: a fork splits a segment). So a linear conversation is one chain environment, policy, environment, policy. Tokens that a client
-sent back *differently* from how they were sampled are the environment's in the new branch. All lengths are in tokens; ids are packed
+sent back *differently* from how they were sampled are the environment's in the new branch. Where they say the same in other tokens, that
+is where the step comes from all the same: realigned, and no fork. All lengths are in tokens; ids are packed
 little-endian int32, 4 bytes each.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +34,10 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where a step is: its position, its parent's position, the segment with its response, and how its prompt came about."""
+    """Where a step is: its position, its parent's position, the segment with its response, and how its prompt came about.
+
+    parent: of a realigned step the one whose reply came back in other tokens; its segment hangs below the longest sampled prefix.
+    """
 
     index: int
     parent: int | None
@@ -65,10 +69,14 @@ class _Branch:
     number: int = -1
 
 
-def build(steps: Sequence[Sampled | None]) -> Tree:
-    """The tree of steps in log order; None for a step whose tokens are not known."""
-    parents, drifts = _parents(steps)
-    order = _causal_order(parents)
+Repeats = Callable[[int, int], bool]
+"""Whether the request of the first step has the reply of the second one as the model's last turn."""
+
+
+def build(steps: Sequence[Sampled | None], repeats: Repeats = lambda step, earlier: False) -> Tree:
+    """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted."""
+    parents, sources, drifts = _parents(steps, repeats)
+    order = _causal_order(parents, sources)
     index = {step: i for i, step in enumerate(order)}
     root = _Branch(b"")
     leaves: dict[int, _Branch] = {}
@@ -85,7 +93,7 @@ def build(steps: Sequence[Sampled | None]) -> Tree:
     segments = _number(root, steps, index)
     nodes = tuple(
         Node(
-            index[i], index[p] if (p := parents[i]) is not None else None, leaves[i].number if i in leaves else None, d
+            index[i], index[p] if (p := sources[i]) is not None else None, leaves[i].number if i in leaves else None, d
         )
         for i, d in enumerate(drifts)
     )
@@ -107,61 +115,73 @@ def _whole(step: Sampled | None) -> bytes:
     return step.prompt + step.response
 
 
-def _parents(steps: Sequence[Sampled | None]) -> tuple[list[int | None], list[Drift]]:
-    """Parent and drift of each step. Nothing sampled, no parent: so no two steps can be each other's parent."""
+def _parents(
+    steps: Sequence[Sampled | None], repeats: Repeats
+) -> tuple[list[int | None], list[int | None], list[Drift]]:
+    """Of each step the longest sampled prefix, the step it comes from (another one when it is realigned), and its drift.
+
+    Both have shorter prompts than the step, so none is its own ancestor: what has sampled nothing is no prefix.
+    """
     whole = {i: s.prompt + s.response for i, s in enumerate(steps) if s is not None and s.response}
     ends = sorted((len(w), i) for i, w in whole.items())
     prompts: list[tuple[int, int]] = []  # (length, step) of the steps before this one on the log
     parents: list[int | None] = []
+    sources: list[int | None] = []
     drifts: list[Drift] = []
     for i, step in enumerate(steps):
-        parent = None
-        if step is None:
-            parents.append(None)
-            drifts.append("root")
-            continue
-        for at in range(bisect_right(ends, (len(step.prompt), len(steps))) - 1, -1, -1):
-            if step.prompt.startswith(whole[ends[at][1]]):
-                parent = ends[at][1]
-                break
-        begin = len(whole[parent]) if parent is not None else 0
+        parent = source = None
+        drift: Drift = "root"
+        if step is not None:
+            for at in range(bisect_right(ends, (len(step.prompt), len(steps))) - 1, -1, -1):
+                if step.prompt.startswith(whole[ends[at][1]]):
+                    parent = ends[at][1]
+                    break
+            begin = len(whole[parent]) if parent is not None else 0
+            left = _left(steps, step.prompt, begin, prompts)
+            source = next((other for other in left if repeats(i, other)), None)
+            drift = "realigned" if source is not None else "forked" if left else "clean" if begin else "root"
+            if step.response:
+                insort(prompts, (len(step.prompt), i))
         parents.append(parent)
-        drifts.append("forked" if _left_the_path(steps, step.prompt, begin, prompts) else "clean" if begin else "root")
-        if step.response:
-            insort(prompts, (len(step.prompt), i))
-    return parents, drifts
+        sources.append(parent if source is None else source)
+        drifts.append(drift)
+    return parents, sources, drifts
 
 
-def _left_the_path(
-    steps: Sequence[Sampled | None], prompt: bytes, begin: int, earlier: Sequence[tuple[int, int]]
-) -> bool:
-    """Whether the prompt goes on from an earlier step's prompt with something else than what was sampled there."""
+def _left(steps: Sequence[Sampled | None], prompt: bytes, begin: int, earlier: Sequence[tuple[int, int]]) -> list[int]:
+    """The steps with the longest prompt from which this one goes on with something else than what was sampled there; latest first."""
+    found: list[int] = []
+    longest = max(begin, 1)
     for at in range(bisect_right(earlier, (len(prompt), -1)) - 1, -1, -1):
         length, i = earlier[at]
-        if length < begin or length == 0:
-            return False
+        if length < longest:
+            break
         other = steps[i]
         if other is not None and prompt.startswith(other.prompt):
-            return True
-    return False
+            found.append(i)
+            longest = length
+    return found
 
 
-def _causal_order(parents: Sequence[int | None]) -> list[int]:
-    """Parents before children, else log order."""
+def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) -> list[int]:
+    """Parents and sources before children, else log order."""
     children: dict[int, list[int]] = {}
-    ready = []
-    for i, parent in enumerate(parents):
-        if parent is None:
+    ready, waits = [], [0] * len(parents)
+    for i, both in enumerate(zip(parents, sources, strict=True)):
+        above = {step for step in both if step is not None}
+        waits[i] = len(above)
+        if not above:
             ready.append(i)
-        else:
-            children.setdefault(parent, []).append(i)
-    heapq.heapify(ready)
+        for step in above:
+            children.setdefault(step, []).append(i)
     order = []
     while ready:
         i = heapq.heappop(ready)
         order.append(i)
         for child in children.get(i, ()):
-            heapq.heappush(ready, child)
+            waits[child] -= 1
+            if not waits[child]:
+                heapq.heappush(ready, child)
     return order
 
 

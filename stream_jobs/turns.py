@@ -57,6 +57,12 @@ def call_in(turn: Turn) -> bytes | None:
     return next((call for item in reversed(turn) if (call := _last_call(item)) is not None), None)
 
 
+def said_in(turn: Turn) -> int:
+    """Hash of the text and the last call of a turn: equal for a reply and for the same turn in a later request."""
+    said = (_text(turn).encode("utf-8", "surrogatepass"), call_in(turn) or b"")
+    return hash_of(b"turn", len(said[0]).to_bytes(8, "little"), *said)
+
+
 class Links(NamedTuple):
     """shown: by a request. leads: what a request will show that goes on from its reply. None: nothing was said, or it can't be read."""
 

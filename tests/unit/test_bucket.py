@@ -96,7 +96,8 @@ def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None
         spoken(2, [*TASK, said("5"), user("sure?")], said("no")),  # another conversation, whose beginning nobody saw
     )
     assert split(w) == [["C0", "C1"], ["C2"]]
-    assert [s.drift for s in w.trajectories[f"{BUCKET}~C0"].steps] == ["root", "forked"]
+    steps = w.trajectories[f"{BUCKET}~C0"].steps
+    assert [(s.drift, s.parent) for s in steps] == [("root", None), ("realigned", 0)]
 
 
 def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:

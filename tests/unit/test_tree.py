@@ -63,6 +63,37 @@ def test_history_that_differs_from_what_was_sampled_is_a_fork() -> None:
     ]
 
 
+def test_history_that_says_the_same_in_other_tokens_is_realigned() -> None:
+    """It comes from the step whose reply it repeats; that step's own tokens stay as they were sampled, and are stored as before."""
+    steps = [sampled([1], [2, 3]), sampled([1], [2, 8]), sampled([1, 2, 9, 4], [5]), sampled([1, 2, 9, 4, 5, 6], [7])]
+    tree = build(steps, lambda step, earlier: (step, earlier) == (2, 0))
+    assert [n.drift for n in tree.nodes] == ["root", "root", "realigned", "clean"]
+    assert [n.parent for n in tree.nodes] == [None, None, 0, 2], "of two answers to one prompt the one that is repeated"
+    assert tree.segments == build(steps).segments
+
+
+def test_only_the_step_that_a_prompt_left_is_asked_for_its_reply() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def repeats(step: int, earlier: int) -> bool:
+        asked.append((step, earlier))
+        return False
+
+    steps = [sampled([1], [2]), sampled([1, 2, 3], [4]), sampled([1, 2, 3, 5], [6]), sampled([1, 2, 3, 4, 7], [8])]
+    assert [n.drift for n in build(steps, repeats).nodes] == ["root", "clean", "forked", "clean"]
+    assert asked == [(2, 1)]
+
+
+def test_a_realigned_step_comes_behind_both_its_prefix_and_its_source() -> None:
+    steps = [sampled([1, 2, 3], [4]), sampled([1, 2, 3, 9], [5]), sampled([1], [2])]
+    tree = build(steps, lambda step, earlier: True)
+    assert [(n.index, n.parent, n.drift) for n in tree.nodes] == [
+        (1, 0, "clean"),
+        (2, 1, "realigned"),
+        (0, None, "root"),
+    ]
+
+
 def test_continuing_one_of_several_choices_is_clean() -> None:
     tree = build([sampled([1], [2]), sampled([1], [3]), sampled([1, 2, 4], [5])])
     assert [n.drift for n in tree.nodes] == ["root", "root", "clean"]
@@ -101,9 +132,9 @@ def conversations(draw: st.DrawFn) -> list[Sampled | None]:
     return draw(st.permutations(steps)) if draw(st.booleans()) else steps
 
 
-@given(conversations())
-def test_tree_gives_everything_back(steps: list[Sampled | None]) -> None:
-    tree = build(steps)
+@given(conversations(), st.sampled_from([0, 1, 2]))
+def test_tree_gives_everything_back(steps: list[Sampled | None], same: int) -> None:
+    tree = build(steps, lambda step, earlier: (step + earlier) % 3 < same)
     assert sorted(n.index for n in tree.nodes) == list(range(len(steps)))
     for number, segment in enumerate(tree.segments):
         assert segment.parent is None or segment.parent < number

@@ -1,0 +1,120 @@
+"""How a prompt came about: what came back as it was sampled, in other tokens, or as something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+import pytest
+
+from schemas.events import Step
+from schemas.tokens import pack_ids, pack_logprobs
+from stream_jobs.index import STEPS
+from stream_jobs.tree import prompt_of
+from stream_jobs.trial import Worker, session, spoken
+
+TASK = [{"role": "user", "content": "2+2?"}]
+SAMPLED: Mapping[str, Any] = {
+    "response_token_ids": pack_ids([9, 8, 2000]),
+    "response_logprobs": pack_logprobs([-0.5] * 3),
+}
+"""Other tokens than those in which `spoken` writes a reply that comes back."""
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def call(arguments: str, text: str | None = None) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return said(text or "", tool_calls=[{"id": "call_1", "type": "function", "function": function}])
+
+
+def drifted(reply: Mapping[str, Any], comes_back: Mapping[str, Any], **more: Any) -> list[tuple[str, int | None]]:
+    w = Worker().feed(
+        (STEPS, 0, spoken(0, TASK, reply, key="k", **SAMPLED)),
+        (STEPS, 1, spoken(1, [*TASK, comes_back, user("sure?")], said("yes"), key="k", **more)),
+        (STEPS, 2, spoken(2, [*TASK, comes_back, user("sure?"), said("yes"), user("really?")], said("yes"), key="k")),
+    )
+    w.feed((STEPS, 3, session("k", "completed")))
+    return [(s.drift, s.parent) for s in w.trajectories["k"].steps]
+
+
+@pytest.mark.parametrize(
+    ("reply", "comes_back"),
+    [
+        (said("4"), said("4")),
+        (said("4"), said(" 4\n")),
+        (said("4", reasoning_content="two and two"), said("4")),
+        (call('{"a": 2, "b": 2}'), call('{"b":2,"a":2}')),
+        (call("{}", "I add"), call("{}", "I add")),
+    ],
+)
+def test_the_same_reply_in_other_tokens_is_realigned(reply: Mapping[str, Any], comes_back: Mapping[str, Any]) -> None:
+    assert drifted(reply, comes_back) == [("root", None), ("realigned", 0), ("clean", 1)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "comes_back", "more"),
+    [
+        (said("4"), said("5"), {}),
+        (call('{"a": 2}'), call('{"a": 3}'), {}),
+        (call("{}", "I add"), call("{}"), {}),
+        (said("4"), said("4"), {"request_json": b'{"prompt":"2+2? 4 sure?"}'}),
+        (said("4"), said("4"), {"request_json": b"no JSON"}),
+    ],
+)
+def test_another_reply_or_a_request_that_does_not_show_it_is_a_fork(
+    reply: Mapping[str, Any], comes_back: Mapping[str, Any], more: Mapping[str, Any]
+) -> None:
+    assert drifted(reply, comes_back, **more) == [("root", None), ("forked", None), ("clean", 1)]
+
+
+def test_what_was_sampled_stays_as_it_was_sampled() -> None:
+    w = Worker().feed((STEPS, 0, spoken(0, TASK, said("4"), key="k", **SAMPLED)))
+    again = spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")
+    w.feed((STEPS, 1, again), (STEPS, 2, session("k", "completed")))
+    t = w.trajectories["k"]
+    assert [s.trainable for s in t.steps] == [True, True]
+    first, second = (s.segment for s in t.steps)
+    assert first is not None and second is not None
+    assert t.segments[first].token_ids == SAMPLED["response_token_ids"]
+    assert prompt_of(t.segments, second) == again.prompt_token_ids
+
+
+def conversation(turns: int) -> Sequence[Step]:
+    """Every reply comes back in other tokens than it was sampled in; every turn is asked twice, for two choices."""
+    history, steps = list(TASK), []
+    for n in range(turns):
+        steps += [spoken(2 * n + i, history, said(f"answer {n}"), key="k", **SAMPLED) for i in (0, 1)]
+        history += [said(f"answer {n}"), user(f"question {n}")]
+    return steps
+
+
+def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_crashes_there_were() -> None:
+    steps = conversation(6)
+    whole = Worker().feed(*[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 99, session("k", "completed")))
+    drifts = [(s.drift, s.parent) for s in whole.trajectories["k"].steps]
+    assert drifts[:2] == [("root", None)] * 2
+    assert drifts[2:] == [("realigned", i - 1 - i % 2) for i in range(2, 12)], "from the latest of equal answers"
+    crashing = Worker()
+    for i, s in enumerate(steps):
+        crashing.feed((STEPS, i, s))
+        crashing.snapshot() if i % 5 == 4 else crashing.crash()
+    crashing.feed((STEPS, 99, session("k", "completed")))
+    assert crashing.trajectories == whole.trajectories
+
+
+def test_the_request_is_read_only_where_a_prompt_has_drifted() -> None:
+    w = Worker()
+    straight = spoken(0, TASK, said("4"), key="k")
+    for n, s in enumerate([straight, spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")]):
+        w.feed((STEPS, n, s))
+    w.feed((STEPS, 2, spoken(2, [*TASK, said("5"), user("sure?")], said("no"), key="k")))
+    assert [s.repeats is not None for s in w.state.opened["r", "k"].steps] == [False, False, True]
+    assert orjson.loads(straight.request_json) == {"messages": TASK}
