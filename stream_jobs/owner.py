@@ -19,7 +19,7 @@ from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
 from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Open, Source
-from stream_jobs.input_log import InputLog
+from stream_jobs.input_log import InputLog, refuse_truncated
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, PayloadCache
 from stream_jobs.state_log import StateLog, counts, state_record
@@ -200,16 +200,19 @@ class Owner:
     async def _refuse_disorder(self, source: Source, record: Record) -> None:
         """Never fold past an offset that was skipped on its way to us though it is there. (Control records leave holes, too.)
 
-        One that comes again is of a topic that was made anew under us: it would fold to nothing.
+        One that comes again is of a topic that was made anew under us: it would fold to nothing. Raises SourceTruncated as well.
         """
         if record.offset <= self._came[source]:
             raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._came[source]}; restart"
             )
         expected = self._log.state.applied[source] + 1
-        if record.offset > expected and await asyncio.to_thread(
-            lambda: any(self._inputs[source].records(range(expected, record.offset)))
-        ):
+        if record.offset <= expected:
+            return
+        await asyncio.to_thread(
+            refuse_truncated, self._shared.cluster, record.topic, self.partition, expected, record.offset
+        )
+        if await asyncio.to_thread(lambda: any(self._inputs[source].records(range(expected, record.offset)))):
             raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
             )

@@ -19,6 +19,7 @@ from schemas.events import Assessment, Reward, StepMark, Trajectory
 from schemas.parts import joined
 from schemas.settings import Settings
 from stream_jobs.answers import Answers
+from stream_jobs.input_log import refuse_truncated
 
 PROCESS = "reward"
 GROUP = "reward"
@@ -70,6 +71,7 @@ class Rewarder:
         self._producer = cluster.producer()
         self._decoder = Decoder(cluster, self._topics.schemas)
         self._gathers: dict[int, Gather] = {}
+        self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
         self._topic_id = ""
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
@@ -80,7 +82,7 @@ class Rewarder:
         return {}
 
     def _check_positions(self, partitions: Sequence[int]) -> None:
-        topic = self._topics.trajectories
+        topic, self._due = self._topics.trajectories, {}
         self._topic_id = self._cluster.topic_id(topic)
         ends, committed = self._cluster.watermarks(topic, partitions), self._cluster.committed(self._group)
         for p, (low, high) in ends.items():
@@ -89,6 +91,17 @@ class Rewarder:
                 raise SourceTruncated(
                     f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position {position}; run clawstream doctor"
                 )
+            if position is not None:
+                self._due[p] = position
+
+    def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
+        """Never go on behind what retention has taken ahead of us (blocking when there is a hole). Raises SourceTruncated."""
+        due = self._due.get(partition)
+        for record in records:
+            if due is not None and record.offset > due:
+                refuse_truncated(self._cluster, record.topic, partition, due, record.offset)
+            due = record.offset + 1
+        self._due[partition] = records[-1].offset + 1
 
     async def revoked(self) -> None:
         """Nothing is kept."""
@@ -99,6 +112,7 @@ class Rewarder:
         gather = self._gathers.get(partition)
         if gather is None:
             return {}
+        await asyncio.to_thread(self._refuse_hole, partition, records)
         buried: list[tuple[Record, str, str]] = []
         decoded = decode_all(self._decoder, records, lambda *letter: buried.append(letter))
         for record, event in decoded:
