@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from runtime.moments import moment_of
 from schemas.settings import Settings
 from stream_jobs.lake_delta import LakeError, LakeMissing, open_table, version_at
 from stream_jobs.lake_log import filesystem
@@ -134,23 +135,30 @@ def _there(settings: Settings, name: str) -> bool:
 
 
 def versions_of(settings: Settings, word: str) -> Versions:
-    """What a person names: a kept pin, a file that `pin` printed, or a time (ISO 8601, UTC unless it says otherwise)."""
+    """What a person names: a kept pin, a file that `pin` printed, or a moment as `runtime.moments` has it."""
     kept = pins(settings)
     if word in kept:
         return dict(kept[word]["versions"])
-    if Path(word).is_file():
-        return dict(_parsed(Path(word).read_bytes(), word)["versions"])
     try:
-        moment = datetime.fromisoformat(word)
-    except ValueError as e:
-        raise PinError(f"{word!r} is no kept pin, no file and no time (like 2026-05-01T12:00:00)") from e
-    return at(settings, moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+        if Path(word).is_file():
+            return dict(_parsed(Path(word).read_bytes(), word)["versions"])
+        moment = moment_of(word, datetime.now(UTC))
+    except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
+        raise PinError(f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]) from e
+    return at(settings, moment)
 
 
 def _parsed(data: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
-        versions = {str(k): int(v) for k, v in found["versions"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        versions = {str(k): _version(v) for k, v in found["versions"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise PinError(f"{where} is no pin: {type(e).__name__}: {e}") from e
     return {**found, "versions": versions}
+
+
+def _version(said: Any) -> int:
+    """Raises ValueError."""
+    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 1 << 63:
+        raise ValueError(f"{said!r:.40} is no version of a table")
+    return said

@@ -192,8 +192,13 @@ def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> N
     (tmp_path / "x.json").write_text('{"versions": [1]}')
     with pytest.raises(PinError, match=r"x\.json is no pin"):
         versions_of(settings, str(tmp_path / "x.json"))
-    with pytest.raises(PinError, match="'nope' is no kept pin, no file and no time"):
-        versions_of(settings, "nope")
+    for version in (-1, 1 << 70, 1.5, "1", True):
+        (tmp_path / "x.json").write_text(json.dumps({"versions": {"rewards": version}}))
+        with pytest.raises(PinError, match=r"x\.json is no pin.*is no version of a table"):
+            versions_of(settings, str(tmp_path / "x.json"))
+    for word in ("nope", "x" * 300, "9" * 30, str(tmp_path), "99999999999999d"):
+        with pytest.raises(PinError, match="is no kept pin and no file that can be read, and no moment"):
+            versions_of(settings, word)
     with pytest.raises(PinError, match="no kept pin nope; there are none"):
         unpin(settings, "nope")
     with pytest.raises(PinError, match="is no name for a pin"):
