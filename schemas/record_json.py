@@ -69,6 +69,8 @@ def changed(said: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:
             value = text
+        except RecursionError as e:
+            raise NotARecord(f"{path}: the value is nested too deeply") from e
         *outer, last = path.split(".")
         node: Any = out
         try:
@@ -173,7 +175,10 @@ class _Schema(NamedTuple):
             number = _ABSENT_NUMBERS.get(said, said) if isinstance(said, str) else said
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise NotARecord(f"{path}: a number was expected, not {said!r:.60}")
-            return float(number)
+            try:
+                return float(number)
+            except OverflowError as e:
+                raise NotARecord(f"{path}: {e}") from e
         match kind:
             case {"type": "array", "items": items}:
                 return [self._read(items, v, f"{path}.{i}", {}) for i, v in enumerate(_a(list, said, path))]
@@ -224,8 +229,16 @@ def _bytes_read(said: Any, path: str, field: Mapping[str, Any]) -> bytes:
     if packing is not None:
         try:
             return struct.pack(f"<{len(said)}{packing}", *said)
-        except (struct.error, TypeError) as e:
+        except (struct.error, TypeError, OverflowError) as e:
             raise NotARecord(f"{path}: no list of {'whole ' if packing == 'i' else ''}numbers: {e}") from e
     if field.get("name", "").endswith("_json"):
-        return orjson.dumps(said)
+        return _json_read(said, path)
     raise NotARecord(f'{path}: bytes are {{"base64": "..."}}, not {said!r:.60}')
+
+
+def _json_read(said: Any, path: str) -> bytes:
+    """JSON of any size of numbers; what JSON has not, and characters that UTF-8 has not, are mistakes."""
+    try:
+        return json.dumps(said, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as e:
+        raise NotARecord(f"{path}: no JSON: {e}"[:300]) from e

@@ -57,6 +57,8 @@ def test_only_what_is_changed_changes() -> None:
         CODEC, "Step", to_json(STEP) | {"response_token_ids": [7, 8], "response_json": {"b": 2}, "model": "x"}, STEP
     )
     assert made == dataclasses.replace(STEP, response_token_ids=pack_ids([7, 8]), response_json=b'{"b":2}', model="x")
+    whole = from_json(CODEC, "Step", changed(to_json(STEP), ["request_json=" + "1" * 30]), STEP)
+    assert whole == dataclasses.replace(STEP, request_json=b"1" * 30)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,12 @@ def test_only_what_is_changed_changes() -> None:
         ({"prompt_token_ids": [1.5]}, "prompt_token_ids: no list of whole numbers"),
         ({"response_logprobs": ["x"]}, "response_logprobs: no list of numbers"),
         ({"prompt_token_ids": {"base64": "!"}}, "prompt_token_ids: no base64"),
+        ({"response_logprobs": [1e40]}, "response_logprobs: no list of numbers: "),
+        ({"request_json": math.nan}, "request_json: no JSON: "),
+        ({"request_json": {"a": [math.inf]}}, "request_json: no JSON: "),
+        ({"request_json": "\ud800"}, "request_json: no JSON: "),
+        ({"model": "\ud800"}, "no Step: "),
+        ({"received_at": 10**30}, "no Step: "),
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_field(change: dict[str, Any], why: str) -> None:
@@ -88,6 +96,10 @@ def test_no_record() -> None:
         from_json(CODEC, "../Step", {})
     with pytest.raises(NotARecord, match="value: a number was expected"):
         from_json(CODEC, "Reward", to_json(REWARD) | {"value": "much"})
+    with pytest.raises(NotARecord, match="value: int too large"):
+        from_json(CODEC, "Reward", changed(to_json(REWARD), ["value=" + "1" * 400]))
+    with pytest.raises(NotARecord, match="nested too deeply"):
+        changed(to_json(REWARD), ["detail_json=" + "[" * 100_000])
 
 
 def test_changes_by_path() -> None:

@@ -191,7 +191,7 @@ SPANS = (VersionSpan(version="r/1.0", start=0, end=1), VersionSpan(version="r/2.
 def test_a_row_is_the_record_again(event: Any) -> None:
     (name,) = (n for tables in READ.values() for n, record in tables.items() if record is type(event))
     table = catalog()[name]
-    filler = {
+    filler: Any = {
         Step: step("z", 9, [7] * 3, [8]), Reward: reward("z"),
     }.get(type(event), event)  # fmt: skip
     rows = [row for e in (filler, event, filler) for row in table.rows_of(Placed("T", 0, 0, 0, {}, e))]
@@ -200,8 +200,7 @@ def test_a_row_is_the_record_again(event: Any) -> None:
     chunks = pa.concat_tables([arrow.slice(0, 1), arrow.slice(1)])
     assert list(events_of(type(event), chunks.slice(1, 1))) == [event]
     older = arrow.drop_columns([c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names])
-    first: Any = next(events_of(type(event), older))
-    assert first.trajectory_key == filler.trajectory_key
+    assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
 
 
 def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
