@@ -177,18 +177,20 @@ class Lake:
         return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
 
     def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
-        """Append the rows that the table does not have and move its marks to `positions`. Returns how many rows were new.
+        """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
 
         positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
         """
         table, window = self.tables[name], self._windows[name]
         added: list[Row] = []
         digests: list[bytes] = []
+        moved: dict[Source, int] = {}
 
         def attempt() -> bool:
             snapshot = self._held(name)
             marks = self._marks_on(snapshot, name, positions)
-            moved = {s: offset for s, offset in positions.items() if offset > marks.get(s, 0)}
+            moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
+            moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
             added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, window))
             if not moved or not (added or mark):
                 added.clear()
@@ -200,7 +202,7 @@ class Lake:
             return True
 
         if self._until_committed(name, attempt):
-            self._marks[name] |= positions
+            self._marks[name] |= moved
             self._marked_at[name] = time.monotonic()
             window.add(digests)
         return len(added)

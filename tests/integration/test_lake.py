@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,33 @@ def a_reward(number: int, **changes: Any) -> events.Reward:
         "function_version": "1", "value": float(number), "reward_revision": 0, "created_at": number,
     }  # fmt: skip
     return events.Reward(**values | changes)
+
+
+def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
+    settings: Settings, cluster: Cluster, writers: Writers, eventually: Eventually
+) -> None:
+    """Far beyond the window of ids; what is new on one partition comes with what is read again of the others."""
+    create_topics(cluster, settings)
+    codec, producer = Codec(), cluster.producer()
+    for number in range(400):
+        put_step(producer, settings, codec, number)
+    opened = events.SessionEvent(event_id="e", run_id="r", trajectory_key="k1", kind="opened", created_at=1)
+    producer.put(settings.kafka.topics.steps, b"k1", codec.encode(opened))
+    producer.flush()
+    writer = writers.start(flush_interval_s=0.1, dedupe_window=1)
+    eventually(lambda: len(column(settings, "steps", "step_id")) == 400)
+    eventually(lambda: len(column(settings, "session_events", "event_id")) == 1)
+    assert writers.stop(writer) == 0
+    shutil.rmtree(f"{settings.lake_uri}/session_events")  # as if an older release had made the lake
+    for number in range(400, 450):
+        put_step(producer, settings, codec, number)
+    producer.flush()
+    writer = writers.start(flush_interval_s=0.01, flush_rows=20, dedupe_window=1)
+    eventually(lambda: len(set(column(settings, "steps", "step_id"))) == 450)
+    eventually(lambda: column(settings, "session_events", "event_id") == ["e"])
+    assert writers.stop(writer) == 0
+    assert sorted(column(settings, "steps", "step_id")) == sorted(a_step(n).step_id for n in range(450))
+    producer.close()
 
 
 def test_poison_new_topics_and_a_topic_made_anew(

@@ -59,6 +59,41 @@ def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> N
     assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
 
 
+def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
+    """Rows from a topic, of a table whose rows are told apart by id or by place alone."""
+
+    def event(number: int) -> Any:
+        if table == "rewards":
+            return events.Reward(
+                event_id=f"{topic}{number}", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
+                reward_revision=0, created_at=1,
+            )  # fmt: skip
+        return events.Late(
+            run_id="r", channel="train", trajectory_id=f"{topic}{number}", revision=1, missed_batch_seq=0, input_to=0
+        )
+
+    placed = [Placed(topic, 0, n, 5_000 + n, {}, event(n)) for n in range(first, first + count)]
+    return [row for p in placed for row in catalog()[table].rows_of(p)]
+
+
+@pytest.mark.parametrize("table", ["rewards", "late_revisions"])
+def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: str) -> None:
+    """For the sake of another table of the topic: what is read again must stay below the mark, also when another source moves on."""
+    lake = claimed(tmp_path, window=5)
+    assert lake.append(table, of_source(table, "A", 0, 100), {("A", 0): 100}, never) == 100
+    again = claimed(tmp_path, window=5)
+    sources = [("A", 0), ("B", 0)]
+    assert again.marks(table, sources) == {("A", 0): 100}
+    both = of_source(table, "A", 0, 50) + of_source(table, "B", 0, 3)
+    assert again.append(table, both, {("A", 0): 50, ("B", 0): 3}, never) == 3
+    assert not again.mark_due(table, {("A", 0): 50, ("B", 0): 3})
+    assert again.append(table, of_source(table, "A", 50, 49), {("A", 0): 99, ("B", 0): 3}, never) == 0
+    assert again.marks(table, sources) == {("A", 0): 100, ("B", 0): 3}
+    assert again.append(table, of_source(table, "A", 99, 3), {("A", 0): 102, ("B", 0): 3}, never) == 2
+    assert again.marks(table, sources) == {("A", 0): 102, ("B", 0): 3}
+    assert dataset(open_table(str(tmp_path), table, {}), {}).count_rows() == 105
+
+
 def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
     for i in range(10):
