@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -21,8 +22,8 @@ def format(trajectory: Trajectory) -> Iterator[Score]:
         if step.status != "ok" or not step.response_json:
             continue
         try:
-            reply = orjson.loads(step.response_json)
-        except orjson.JSONDecodeError as e:
+            reply = _loaded(step.response_json)
+        except ValueError as e:
             yield Score(0.0, f"the reply is no JSON: {e}", step.step_id)
         else:
             if not _plain_text(reply):
@@ -55,6 +56,22 @@ def _flaw(arguments: object) -> str | None:
     if not isinstance(arguments, str):
         return None
     try:
-        return None if isinstance(orjson.loads(arguments or "{}"), dict) else "arguments are no JSON object"
-    except orjson.JSONDecodeError as e:
+        return None if isinstance(_loaded(arguments or "{}"), dict) else "arguments are no JSON object"
+    except ValueError as e:
         return f"arguments are no JSON: {e}"
+
+
+def _loaded(packed: bytes | str) -> Any:
+    """Raises ValueError. The standard library is asked as well: it reads the escape of half a character, which is JSON."""
+    try:
+        return orjson.loads(packed)
+    except orjson.JSONDecodeError as first:
+        try:
+            return json.loads(packed, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            raise first from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    """NaN and Infinity are Python's."""
+    raise ValueError(constant)

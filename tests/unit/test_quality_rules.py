@@ -146,6 +146,19 @@ def test_format(value: float | None, reply: Any) -> None:
     assert scores("format", step(0, reply=reply)) == ([] if value is None else [(value, 0)])
 
 
+def test_format_of_half_a_character_is_not_that_of_what_is_no_json() -> None:
+    """Valid JSON, though it can't be written as UTF-8; in a call's arguments too, escaped once or twice."""
+    call = b'{"tool_calls":[{"function":{"name":"f","arguments":"%s"}}]}'
+    fine = [b'{"content":"\\ud83d"}', call % b'{\\"a\\":\\"\\ud83d\\"}', call % b'{\\"a\\":\\"\\\\ud83d\\"}']
+    assert scores("format", *(step(i, response_json=said) for i, said in enumerate(fine))) == []
+    bad = [b'{"content":NaN}', call % b'{\\"a\\":\\ud83d}', b"[" * 100_000]
+    assert scores("format", *(step(i, response_json=said) for i, said in enumerate(bad))) == [
+        (0.0, 0),
+        (0.0, 1),
+        (0.0, 2),
+    ]
+
+
 def test_format_of_what_is_no_json_and_of_what_was_cut() -> None:
     assert scores("format", step(0, response_json=b"{")) == [(0.0, 0)]
     assert scores("format", step(0, response_json=b"{", status="aborted"), step(1, response_json=b"")) == []
