@@ -56,7 +56,7 @@ from runtime.records import cluster_of, create_topics
 from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
 from stream_jobs.assembler import Assembler
-from stream_jobs.errors import NotCoPartitioned, StreamJobError
+from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
 from stream_jobs.rewarder import Rewarder
 
 FETCH_WAIT_MS = 100
@@ -130,6 +130,7 @@ class Shell:
         self._positions: Mapping[tuple[str, int], int] = {}
         self._fetched: asyncio.Queue[tuple[int, Fetched]] = asyncio.Queue(maxsize=GATHER_ROUNDS)
         self._done: dict[TP, int] = {}
+        self._revokes = 0
         self._busy = asyncio.Lock()
         self._stopping = False
         self._app = _make_app(settings, group)
@@ -197,6 +198,7 @@ class Shell:
 
     async def _revoked(self, *_: Any, **__: Any) -> None:
         try:
+            self._revokes += 1
             self._positions = {}
             await self._job.revoked()
             await self._commit()
@@ -206,7 +208,8 @@ class Shell:
     async def _assigned(self, *_: Any, **__: Any) -> None:
         """Awaited by Faust before it seeks and lets records flow."""
         try:
-            generation = self._app.consumer_generation_id
+            before = (self._app.consumer_generation_id, self._revokes)
+            await self._job.revoked()
             assignment = self._app.consumer.assignment()
             partitions = sorted({tp.partition for tp in assignment})
             absent = {(t, p) for t in self._job.inputs for p in partitions} - {
@@ -215,8 +218,15 @@ class Shell:
             if absent:
                 raise NotCoPartitioned(f"assigned {sorted(assignment)}, but not {sorted(absent)}")
             self._done = {}
-            positions = await self._job.assigned(partitions)
-            if generation != self._app.consumer_generation_id:
+            try:
+                positions = await self._job.assigned(partitions)
+            except Overtaken:
+                # Who overtakes us in a rebalance has the partition by right. In no rebalance it is another group's worker, or we were dead.
+                if before == (self._app.consumer_generation_id, self._revokes):
+                    raise
+                logger().info("take_over_given_up", partitions=partitions)
+                positions = {}
+            if before != (self._app.consumer_generation_id, self._revokes):
                 await self._job.revoked()  # already out of date: Faust comes again with the newer assignment
                 return
             self._positions = positions

@@ -10,6 +10,7 @@ from runtime.records import Decoder
 from runtime.telemetry import logger
 from schemas.events import Tick
 from schemas.settings import Settings
+from stream_jobs.errors import Overtaken
 from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.judge import Limits
 from stream_jobs.owner import Owner, Shared, Situation
@@ -50,10 +51,16 @@ class Assembler:
         self._ticking = False
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Take the partitions over; returns where to read on."""
+        """Take the partitions over; returns where to read on. Raises Overtaken only when nothing else was wrong."""
         situations = await asyncio.to_thread(self._situations, partitions)
         owners = {p: Owner(p, self._shared, s) for p, s in situations.items()}
-        await asyncio.gather(*(owner.take_over() for owner in owners.values()))
+        taken = await asyncio.gather(*(owner.take_over() for owner in owners.values()), return_exceptions=True)
+        for failed in taken:  # all have ended: none writes on while it is decided what that means
+            if isinstance(failed, BaseException) and not isinstance(failed, Overtaken):
+                raise failed
+        for failed in taken:
+            if isinstance(failed, Overtaken):
+                raise failed
         self._owners = owners
         return {place: offset for owner in owners.values() for place, offset in owner.positions.items()}
 
