@@ -175,7 +175,7 @@ class Codec:
             if header not in self._writers:
                 parsed = _parse(schema)
                 self._writers[header] = (parsed, parsed["name"].rpartition(".")[2])
-        except (ValueError, TypeError, KeyError, fastavro.schema.SchemaParseException) as e:
+        except (ValueError, TypeError, KeyError, RecursionError, fastavro.schema.SchemaParseException) as e:
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
             self._confluent[confluent_id] = header
@@ -229,7 +229,9 @@ class Codec:
             if end != len(value):
                 raise Undecodable(f"a {name} that ends at byte {end} of {len(value)}")
             return record
-        except (EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError) as e:
+        except (
+            EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError, RecursionError,
+        ) as e:  # fmt: skip
             raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
         except fastavro.read.SchemaResolutionError as e:
             raise Undecodable(f"a {name} whose schema can't be read as today's: {e}") from e

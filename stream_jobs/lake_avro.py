@@ -75,7 +75,10 @@ def reader_of(writer: Schema, wanted: Schema) -> Read:
     names: dict[str, Any] = source.constants | {
         "rest": _rest, "counted": _counted, "bad": _bad, "float_at": _float, "double_at": _double,
     }  # fmt: skip
-    exec("def read(b, i):\n" + "\n".join(source.lines), names)
+    try:
+        exec("def read(b, i):\n" + "\n".join(source.lines), names)
+    except (SyntaxError, RecursionError, MemoryError) as e:  # Python nests at most 20 loops, and two are an array
+        raise ValueError(f"types nested so deeply are not read here: {e}") from e
     return names["read"]  # type: ignore[no-any-return]
 
 

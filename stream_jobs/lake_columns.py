@@ -18,6 +18,8 @@ from stream_jobs.lake_avro import Schema, kind_of, not_null
 
 TIME = pa.timestamp("us", "UTC")
 Convert = Callable[[Sequence[Any]], pa.Array]
+MAX_DEPTH = 16
+"""Types inside one another in a new column. Readers of Delta's log and of Parquet have limits of their own, not far above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ def pruned(schema: Schema, omit: Iterable[str], path: str = "") -> Schema:
 def widened(ours: Schema, theirs: Schema) -> Schema:
     """Our `expanded` schema with the fields that another version of it has besides, at the end of each record; those can be null.
 
-    A field that both have stays as it is with us, but for the fields of records in it. One that no column can have is left out.
+    A field that both have stays as it is with us, but for the fields of records in it. One that no column can have, or that is nested
+    more than MAX_DEPTH deep, is left out.
     """
     if isinstance(ours, list):
         return [branch if branch == "null" else widened(branch, not_null(theirs)) for branch in ours]
@@ -207,7 +210,19 @@ def _fits(field: Mapping[str, Any]) -> bool:
         _of_field(field)
     except (ValueError, KeyError):
         return False
-    return True
+    return _depth(field["type"]) <= MAX_DEPTH
+
+
+def _depth(schema: Schema) -> int:
+    schema = not_null(schema)
+    match kind_of(schema):
+        case "array":
+            return 1 + _depth(schema["items"])
+        case "map":
+            return 1 + _depth(schema["values"])
+        case "record":
+            return 1 + max((_depth(f["type"]) for f in schema["fields"]), default=0)
+    return 0
 
 
 def _documented(name: str, kind: pa.DataType, doc: str) -> pa.Field:

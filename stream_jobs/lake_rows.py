@@ -87,22 +87,30 @@ class Rows:
         writer: Schema | None
         try:
             writer = expanded(self._schemas.schema_of(value))
-        except ValueError:  # a type that contains itself: only fastavro reads such
+        except (
+            ValueError,
+            RecursionError,
+        ):  # a type that contains itself, or is nested too deeply: only fastavro reads such
             writer = None
         for table in [t for t in self._tables.values() if name in t.records]:
-            wide = self._wide(table, writer) if writer is not None else table
-            try:
-                if writer is None or table.derived is not None:
-                    by_record.append(table.name)
-                else:
-                    plain.append((table.name, wide.reads(writer)))
-            except ValueError:  # types that resolve, but not here
+            read = None if writer is None or table.derived is not None else self._reader(table, writer)
+            if read is None:
                 by_record.append(table.name)
+            else:
+                plain.append((table.name, read))
         return _Route(name, tuple(plain), tuple(by_record))
 
-    def _wide(self, table: Table, writer: Schema) -> Table:
-        wider = table.widened(writer)
-        if wider is table or not self._widen(wider):
-            return table
+    def _reader(self, table: Table, writer: Schema) -> Read | None:
+        """What reads a table's columns, with those that it lacked, which are added. None: types that resolve, but not here."""
+        try:
+            wider = table.widened(writer)
+            read = wider.reads(writer)
+            if wider is table:
+                return read
+            narrow = table.reads(writer)
+        except (ValueError, RecursionError):
+            return None
+        if not self._widen(wider):
+            return narrow
         self._routes.clear()  # they make rows of the narrower table
-        return wider
+        return read

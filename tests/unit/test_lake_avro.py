@@ -17,10 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import TOP_LEVEL, Codec, archived, fingerprint_of, shipped, without_kafka
-from schemas.events import Trajectory, TrajectoryStep
+from runtime.kafka import Record
+from runtime.records import Decoder
+from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped, without_kafka
+from schemas.errors import Undecodable
+from schemas.events import Reward, Trajectory, TrajectoryStep
 from stream_jobs.lake_avro import MALFORMED, expanded, reader_of
 from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
+from stream_jobs.lake_rows import Rows, Schemas
 from stream_jobs.lake_tables import catalog
 
 CODEC = Codec()
@@ -169,6 +173,59 @@ def test_schemas_that_differ_in_kind_keep_ours() -> None:
         expanded(itself)
     with pytest.raises(ValueError, match="has no default"):
         reader_of({**ours, "fields": []}, ours)
+
+
+class _Alone:
+    """A decoder that looks nothing up."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.decode = codec.decode
+
+
+def deep(kind: str, depth: int) -> dict[str, Any]:
+    """The schema of a reward with a field of so many types inside one another."""
+    inner: Any = "string"
+    for n in range(depth):
+        inner = {
+            "array": {"type": "array", "items": inner},
+            "map": {"type": "map", "values": inner},
+            "record": {"type": "record", "name": f"D{n}", "fields": [{"name": "x", "type": inner, "doc": "In."}]},
+        }[kind]
+    schema = copy.deepcopy(dict(shipped("Reward")))
+    deep = {"name": "deep", "type": ["null", inner], "default": None, "doc": "Deep."}
+    return {**schema, "fields": [*schema["fields"], deep]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "column"),
+    [("array", 5, True), ("map", 9, True), ("array", 11, False), ("map", 60, False), ("record", 15, True),
+     ("record", 60, False), ("array", 100, False), ("array", 400, False), ("record", 300, False)],
+)  # fmt: skip
+def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
+    kind: str, depth: int, column: bool
+) -> None:
+    schemas, schema, asked = Schemas(), deep(kind, depth), []
+    try:
+        fingerprint = schemas.announce(json.dumps(schema))
+    except Undecodable:  # deeper than fastavro goes: there is no such schema then, and none of its records
+        assert depth >= 300
+        return
+    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), lambda wider: not asked.append(wider))
+    reward = Reward(
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
+    )  # fmt: skip
+    body = CODEC.encode(reward)[10:]
+    value = MAGIC + bytes.fromhex(fingerprint) + body + b"\0"
+    record = Record("rewards", 0, 7, 1_000, None, value, {})
+    name, [(table, [row])] = rows_of(record, "T", ["rewards", "curation"])
+    assert (name, table, row[catalog()["rewards"].index["event_id"]], row[-2]) == ("Reward", "rewards", "e", 7)
+    assert bool(asked) is column
+
+
+def test_a_schema_nested_beyond_all_reading_is_no_schema() -> None:
+    inner = '{"type": "array", "items": ' * 20_000 + '"string"' + "}" * 20_000
+    with pytest.raises(Undecodable, match="not an Avro record schema"):
+        Schemas().announce('{"type": "record", "name": "Reward", "fields": [{"name": "x", "type": ' + inner + "}]}")
 
 
 def test_types_merge_down_to_fields_of_structs_in_lists() -> None:
