@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from schemas.events import AdmissionPolicy
@@ -91,17 +93,35 @@ def is_of_settings(policy: AdmissionPolicy) -> bool:
 
 def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
     """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once more."""
-    name = f"policy {policy.policy_version}"
-    for field in ("group_size", "min_members", "batch_groups", "sync_every", "val_groups"):
-        if getattr(policy, field) < 1:
-            return f"{name}: {field} is {getattr(policy, field)}, must be at least 1"
-    for field in ("min_quality", "min_step_quality"):
-        if (least := getattr(policy, field)) is not None and not 0 <= least <= 1:
-            return f"{name}: {field} is {least}, must be in [0, 1]"
+    name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
+    if flaw is not None:
+        return f"{name}: {flaw}"
     if before is None or (policy.policy_version == before.policy_version and same_content(policy, before)):
         return None
     if policy.sync_every != before.sync_every:
         return f"{name}: sync_every is {before.sync_every} for the whole run, not {policy.sync_every}"
     if policy.policy_version <= before.policy_version:
         return f"{name}: policy {before.policy_version} is in force, versions must rise"
+    return None
+
+
+_LEAST: Mapping[str, int] = {
+    **dict.fromkeys(("group_size", "min_members", "batch_groups", "sync_every", "val_groups"), 1),
+    **dict.fromkeys(("batch_tokens", "max_trajectory_tokens"), 1),
+    **dict.fromkeys(("reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"), 0),
+    **dict.fromkeys(("max_staleness", "min_trainable_tokens"), 0),
+}
+"""What the settings demand; a deadline of less than half a millisecond is 0 here. Algorithms are the trainer's to know."""
+
+
+def _flaw_of_fields(policy: AdmissionPolicy) -> str | None:
+    for field, least in _LEAST.items():
+        if (value := getattr(policy, field)) is not None and value < least:
+            return f"{field} is {value}, must be at least {least}"
+    for field in ("min_quality", "min_step_quality"):
+        if (value := getattr(policy, field)) is not None and not 0 <= value <= 1:
+            return f"{field} is {value}, must be in [0, 1]"
+    for name, weight in policy.reward_weights.items():
+        if not math.isfinite(weight):
+            return f"reward_weights of {name!r:.250} is {weight}, must be finite"
     return None

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 
 from schemas.errors import SettingsError
 from schemas.settings import PolicySettings, Settings
-from stream_jobs.policy import Published, is_of_settings, next_policy, policy_of, same_content, settings_of
+from stream_jobs.policy import (
+    Published,
+    flaw_of_policy,
+    is_of_settings,
+    next_policy,
+    policy_of,
+    same_content,
+    settings_of,
+)
 from stream_jobs.policy_log import changed_policy
 
 SETTINGS = Settings(run_id="demo")
@@ -80,3 +90,24 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
     assert next_policy(Published(anns, None, True), policy_of(old, 3, 5)) == policy_of(old, 3, 5), (
         "settings never spoke yet"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"reward_weights": {"env/a": math.nan}}, "reward_weights of 'env/a' is nan, must be finite"),
+        ({"reward_weights": {"env/a": 1.0, "b": -math.inf}}, "reward_weights of 'b' is -inf, must be finite"),
+        ({"batch_tokens": 0}, "batch_tokens is 0, must be at least 1"), ({"batch_tokens": -5}, "batch_tokens is -5"),
+        ({"max_trajectory_tokens": 0}, "max_trajectory_tokens is 0, must be at least 1"),
+        ({"max_staleness": -1}, "max_staleness is -1, must be at least 0"), ({"min_trainable_tokens": -1}, "min_trainable_tokens is -1"),
+        ({"group_deadline_ms": -1}, "group_deadline_ms is -1"), ({"reward_deadline_ms": -(10**18)}, "reward_deadline_ms is -1000"),
+        ({"val_deadline_ms": -1}, "val_deadline_ms is -1"), ({"group_size": 0}, "group_size is 0, must be at least 1"),
+        ({"min_quality": math.nan}, "min_quality is nan, must be in"), ({"min_step_quality": 1.1}, "min_step_quality is 1.1"),
+    ],
+)  # fmt: skip
+def test_a_policy_that_no_settings_could_say_is_not_obeyed(changes: dict[str, Any], why: str) -> None:
+    """It may have been written by another program."""
+    policy = policy_of(SETTINGS, 7, 0)
+    assert flaw_of_policy(policy, None) is None
+    flaw = flaw_of_policy(dataclasses.replace(policy, **changes), None)
+    assert flaw is not None and flaw.startswith(f"policy 7: {why}")
