@@ -57,6 +57,7 @@ from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
 from stream_jobs.assembler import Assembler
 from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
+from stream_jobs.inbox import Fetched, Inbox
 from stream_jobs.rewarder import Rewarder
 
 FETCH_WAIT_MS = 100
@@ -64,9 +65,6 @@ FETCH_WAIT_MS = 100
 names all partitions: at 50 ms an idle worker took 3 % of a core."""
 METADATA_MS = 5000
 """A group that was assigned while a topic was not there is assigned anew once it is seen; by default nobody looks for five minutes."""
-GATHER_S = 0.005
-GATHER_ROUNDS = 6
-"""A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
 COMMIT_S = 1.0
 LOOK_S = 0.5
 """How often it is asked whether Faust has stopped by itself."""
@@ -75,8 +73,6 @@ REPEAT_LOG_S = 10.0
 
 
 NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
-Fetched = Mapping[Any, Sequence[Any]]
-"""aiokafka's records by its topic and partition."""
 
 
 class Job(Protocol):
@@ -126,9 +122,8 @@ class Shell:
 
     def __init__(self, settings: Settings, group: str, job: Job) -> None:
         self._job = job
-        self._batch_records = settings.jobs.batch_records
         self._positions: Mapping[tuple[str, int], int] = {}
-        self._fetched: asyncio.Queue[tuple[int, Fetched]] = asyncio.Queue(maxsize=GATHER_ROUNDS)
+        self._inbox = Inbox(settings.jobs.batch_records)
         self._done: dict[TP, int] = {}
         self._revokes = 0
         self._busy = asyncio.Lock()
@@ -239,20 +234,13 @@ class Shell:
 
     async def _take(self, fetched: Fetched) -> None:
         """What Faust has fetched while its flow was open. Waits while there is enough."""
-        await self._fetched.put((self._app.consumer_generation_id, fetched))
+        await self._inbox.put(self._app.consumer_generation_id, fetched)
 
     async def _read(self, _: Any) -> None:
         """The agent: Faust starts it, ends it and asks for its topics; its stream stays empty."""
         try:
             while not self._stopping:
-                batch = [await self._fetched.get()]
-                for gathered in range(GATHER_ROUNDS):
-                    before = len(batch)
-                    while _count(batch) < self._batch_records and not self._fetched.empty():
-                        batch.append(self._fetched.get_nowait())
-                    if _count(batch) >= self._batch_records or (gathered and len(batch) == before):
-                        break
-                    await asyncio.sleep(GATHER_S)
+                batch = await self._inbox.batch()
                 if not self._stopping:
                     async with self._busy:
                         await self._process(batch)
@@ -274,10 +262,6 @@ class Shell:
         done = await self._job.process(partition, records)
         if generation == self._app.consumer_generation_id:
             self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
-
-
-def _count(batch: Sequence[tuple[int, Fetched]]) -> int:
-    return sum(len(records) for _, fetched in batch for records in fetched.values())
 
 
 def _record(r: Any) -> Record:
