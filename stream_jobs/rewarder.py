@@ -3,14 +3,15 @@
 Its only state is its group's position.
 
 A trajectory in several parts is rewarded when its last part is there. Nothing from its first part on is done before: a restart begins
-there again. A writer that was killed between two parts begins anew with part 0.
+there again. A writer that was killed between two parts begins anew with part 0. What never becomes whole (a part can't be decoded) is
+given up after a while: its first part becomes a dead letter, and its answer is `no_reward`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
@@ -23,39 +24,62 @@ from stream_jobs.input_log import refuse_truncated
 
 PROCESS = "reward"
 GROUP = "reward"
+INCOMPLETE = "a part of it never came"
+
+
+GIVE_UP_RECORDS = 20_000
+GIVE_UP_MS = 6 * 3_600_000
+"""A trajectory whose next part has not come so many records of its partition, or so much time of its log, behind the last one is given up.
+
+Its parts are written one behind the other. A writer that died between two of them writes them all again before anything new; only
+what it had decided together with them may lie before.
+"""
 
 
 @dataclass(slots=True)
 class Begun:
-    """A trajectory of which some parts have come, the first at `offset`."""
+    """A trajectory of which some parts have come: the record of the first one, then the place and time of the last one."""
 
-    offset: int
-    parts: list[Trajectory] = field(default_factory=list)
+    first: Record
+    last: int
+    at: int
+    parts: dict[int, Trajectory]
 
 
 class Gather:
     """Puts the parts of trajectories together, one partition. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, give_up_records: int = GIVE_UP_RECORDS, give_up_ms: int = GIVE_UP_MS) -> None:
         self._begun: dict[tuple[str, str], Begun] = {}
+        self._give_up = (give_up_records, give_up_ms)
 
-    def take(self, offset: int, part: Trajectory) -> Trajectory | None:
-        """The whole trajectory when this was its last part. A part without those before it is dropped: its beginning is gone."""
+    def take(self, record: Record, part: Trajectory) -> Trajectory | None:
+        """The whole trajectory when this was its last part. A part without the first one is dropped: its beginning is gone.
+
+        The parts of two writers of which one was fenced may be mixed; they are the same, byte for byte.
+        """
         key = (part.run_id, part.trajectory_id)
         if part.part == 0:
-            self._begun[key] = Begun(offset)
+            self._begun[key] = Begun(record, record.offset, record.timestamp_ms, {0: part})
         begun = self._begun.get(key)
-        if begun is None or part.part != len(begun.parts):
-            self._begun.pop(key, None)
+        if begun is None or part.parts != begun.parts[0].parts or not 0 <= part.part < max(1, part.parts):
             return None
-        begun.parts.append(part)
+        begun.parts[part.part] = part
+        begun.last, begun.at = record.offset, record.timestamp_ms
         if len(begun.parts) < part.parts:
             return None
-        return joined(self._begun.pop(key).parts)
+        del self._begun[key]
+        return joined([begun.parts[i] for i in sorted(begun.parts)])
+
+    def given_up(self, now: Record) -> list[tuple[Record, Trajectory]]:
+        """Forget what will never be whole, seen from the record `now`: the first part of each, and its record."""
+        records, ms = self._give_up
+        late = [k for k, b in self._begun.items() if now.offset - b.last > records or now.timestamp_ms - b.at > ms]
+        return [(begun.first, begun.parts[0]) for begun in map(self._begun.pop, late)]
 
     def done(self, last: int) -> int:
         """Up to which offset nothing is needed any more, after records up to `last`."""
-        return min((b.offset - 1 for b in self._begun.values()), default=last)
+        return min((b.first.offset - 1 for b in self._begun.values()), default=last)
 
 
 class Rewarder:
@@ -118,7 +142,10 @@ class Rewarder:
         for record, event in decoded:
             if not isinstance(event, Trajectory | StepMark):
                 buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
-        whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r.offset, e)) is not None]
+        whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r, e)) is not None]
+        for record, first in gather.given_up(records[-1]):
+            buried.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
+            whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
         answers = await asyncio.to_thread(self._answers, whole)
         encode, send = self._decoder.codec.encode, self._producer.send_soon
         acks = [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
