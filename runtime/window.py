@@ -11,8 +11,10 @@ from runtime.errors import PlumbingError
 from runtime.kafka import READ_TIMEOUT_S, Cluster, Reader, Record, Unavailable
 
 POLL_RECORDS = 100
-QUEUE_KB = 4096
-"""Read ahead of each partition: there is a reader for each, so that one whose records are younger waits."""
+READ_AHEAD_KB = 64 << 10
+"""Read ahead of all partitions together: there is a reader for each, so that one whose records are younger waits."""
+MOST_KB, LEAST_KB = 4096, 64
+"""Read ahead of one partition. A record that is larger than that is read all the same."""
 
 
 class WindowGone(PlumbingError):
@@ -80,13 +82,13 @@ def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
     """
     for window in windows:
         window.check(cluster)
+    options = read_ahead(sum(first < end for window in windows for first, end in window.ranges.values()))
     readers: list[Reader] = []
     parts: list[Iterator[tuple[int, int, int, Timed]]] = []
     try:
         for index, window in enumerate(windows):
             for p, (first, end) in sorted(window.ranges.items()):
                 if first < end:
-                    options = {"queued_max_messages_kbytes": QUEUE_KB, "fetch_message_max_bytes": 1 << 20}
                     readers.append(cluster.reader("clawstream-window", {(window.topic, p): first}, **options))
                     parts.append(_partition(readers[-1], window.topic, p, end, index))
         for _, _, _, timed in heapq.merge(*parts, key=lambda part: part[:3]):
@@ -94,6 +96,13 @@ def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
     finally:
         for reader in readers:
             reader.close()
+
+
+def read_ahead(partitions: int) -> dict[str, int]:
+    """Options of the reader of each of so many partitions: what all of them have read ahead stays the same, however many there are."""
+    each = max(LEAST_KB, min(MOST_KB, READ_AHEAD_KB // max(1, partitions)))
+    # A fetch begins when the queue is not full, so that a reader holds up to both.
+    return {"queued_max_messages_kbytes": each // 2, "fetch_message_max_bytes": each * 512}
 
 
 def _partition(

@@ -20,7 +20,7 @@ from runtime.kafka import Cluster, Record
 from runtime.moments import millis, moment_of
 from runtime.records import Decoder
 from runtime.topic_copy import Choice, Copier, copied_settings, copy_topics, renamed
-from runtime.window import Window
+from runtime.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
 from schemas.codec import Codec
 from schemas.errors import InvalidId, SettingsError
 from schemas.events import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
@@ -298,6 +298,14 @@ def test_prefixes_names_and_windows(tmp_path: Path) -> None:
     assert Settings.model_validate_json(target.model_dump_json(exclude_defaults=True)) == target
     window = Window("t", "id", {0: (3, 5), 1: (0, 0)})
     assert Window.of_plain(json.loads(json.dumps(window.plain()))) == window and window.offsets == 2
+
+
+@given(st.integers(0, 5000))
+def test_what_is_read_ahead_does_not_grow_with_the_partitions(partitions: int) -> None:
+    options = read_ahead(partitions)
+    each = options["queued_max_messages_kbytes"] + options["fetch_message_max_bytes"] // 1024
+    assert LEAST_KB <= each <= MOST_KB
+    assert partitions * each <= READ_AHEAD_KB or each == LEAST_KB
 
 
 def test_times_and_differences() -> None:
