@@ -5,24 +5,23 @@ Reads only. What a live admission decided in many starts must be what one fold o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from runtime.kafka import Cluster, SourceTruncated
 from runtime.records import Decoder, cluster_of, now_micros
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AdmissionPolicy, Candidate, Channel, Late, PolicyApplied, ReadyBatch, Refused, RunEnded, Tick
+from schemas.events import AdmissionPolicy, Candidate, Channel, Late, PolicyApplied, ReadyBatch, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admission import place_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import StreamJobError
-from stream_jobs.journal import Decision, Entry, Journaled, Past, Source, past_of
+from stream_jobs.journal import Entry, Journaled, Past, Source, past_of
 from stream_jobs.policy import policy_of
-from stream_jobs.replay_run import described
+from stream_jobs.replay_outcome import Outcome, described, journal
 
 
 class NothingRecorded(StreamJobError):
@@ -37,40 +36,6 @@ class Recorded:
     past: Past
     journal: list[Journaled]
     candidates: Callable[[], Iterator[Entry]]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What one fold gave."""
-
-    candidates: int = 0
-    batches: list[dict[str, Any]] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    late: int = 0
-
-    def add(self, decisions: Iterable[Decision]) -> Outcome:
-        """Count them."""
-        for decision in decisions:
-            match decision:
-                case ReadyBatch():
-                    self.batches.append(described(decision))
-                case Refused():
-                    self.refused[decision.reason] += 1
-                case Late():
-                    self.late += 1
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """For a report."""
-        return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
-
-    def fold(self, admission: Admission, entries: Iterable[Entry]) -> Outcome:
-        """Let an admission decide about a log from its beginning."""
-        self.add(admission.opening())
-        for entry in entries:
-            self.candidates += isinstance(entry.event, Candidate)
-            self.add(admission.fold(entry))
-        return self
 
 
 def check(settings: Settings, channel: Channel) -> dict[str, Any]:
@@ -115,7 +80,7 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
     partition = partition_of(run.encode(), there[topic])
     source = Source(cluster.topic_id(topic), partition, there[topics.steps])
     low = cluster.watermarks(topic, [partition])[partition][0]
-    whole = list(_journal(cluster, decoder, journal_topic))
+    whole = list(journal(cluster, decoder, journal_topic))
     first = next(
         (i for i, r in enumerate(whole) if not isinstance(r, Late) and r.input_topic_id == source.topic_id), None
     )
@@ -140,13 +105,6 @@ def first_difference(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str,
         if again is None or again["content_hash"] != batch["content_hash"]:
             return {"index": index, "recorded": batch, "replayed": again}
     return None
-
-
-def _journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[Journaled]:
-    for record in cluster.read_all(topic):
-        event = decoder.decode(record.value)
-        if isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
-            yield event
 
 
 def _candidates(cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str) -> Iterator[Entry]:

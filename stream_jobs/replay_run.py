@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from runtime.topic_copy import Choice, Writer
 from runtime.window import Window, window_of
 from schemas.codec import Codec
 from schemas.errors import SettingsError
-from schemas.events import Late, ReadyBatch, Refused, RunEnded, Tick, Trajectory
+from schemas.events import RunEnded, Tick, Trajectory
 from schemas.ids import check_run_id
 from schemas.settings import Settings
 from stream_jobs.admission import Desk
@@ -37,6 +36,7 @@ from stream_jobs.assembler import limits_of
 from stream_jobs.index import STEPS
 from stream_jobs.policy import policy_of
 from stream_jobs.replay import Moments, Out, Replay
+from stream_jobs.replay_outcome import Outcome, journal
 from stream_jobs.replay_topics import TopicMoments
 
 NAME = re.compile(r"[a-z0-9-]{1,25}")
@@ -52,7 +52,7 @@ class Order:
     """
 
     name: str
-    pins: Mapping[str, int] | None = None
+    pins: Mapping[str, int | None] | None = None
     since_ms: int | None = None
     until_ms: int | None = None
     as_run: str | None = None
@@ -237,37 +237,17 @@ def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
             desk.step(0.5)
     for desk in desks:
         desk.close()
-    said = {c: journal_of(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
+    said = {c: _said(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
     return {"channels": said, "admit_s": round(time.monotonic() - began, 3)}
 
 
-def journal_of(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
-    """What a ready-batches topic holds: batches with their content hashes, in order; refusals by reason."""
-    batches, refused, late = list[dict[str, Any]](), Counter[str](), 0
-    for record in cluster.read_all(topic):
-        match decoder.decode(record.value):
-            case ReadyBatch() as batch:
-                batches.append(described(batch))
-            case Refused(reason=reason):
-                refused[reason] += 1
-            case Late():
-                late += 1
+def _said(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
+    """What a ready-batches topic holds."""
     return {
         "topic": topic,
         "topic_id": cluster.topic_id(topic),
-        "batches": batches,
-        "refused": dict(refused),
-        "late": late,
+        **Outcome().add(journal(cluster, decoder, topic)).plain(),
     }
-
-
-def described(batch: ReadyBatch) -> dict[str, Any]:
-    """A batch in a line."""
-    return {
-        "batch_seq": batch.batch_seq, "content_hash": batch.content_hash, "policy_version": batch.policy_version,
-        "groups": len(batch.groups), "trajectories": sum(len(g.members) for g in batch.groups),
-        "trainable_tokens": batch.trainable_tokens,
-    }  # fmt: skip
 
 
 # -- those that there are
