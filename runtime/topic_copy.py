@@ -19,7 +19,7 @@ from runtime.fresh_prefix import FreshPrefix
 from runtime.kafka import Cluster, Producer, Record
 from runtime.records import Decoder
 from runtime.window import Window, in_order, window_of
-from schemas.errors import SchemaError, SettingsError, Undecodable, UnknownSchema
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
 from schemas.events import Assessment, Reward, Tick
 from schemas.ids import check_run_id, parse_version
 from schemas.settings import Settings
@@ -220,7 +220,8 @@ class Copier:
     def places(self, time: int, record: Record) -> Iterator[tuple[int, bytes | None, bytes | None]]:
         """Partition, key and value of what becomes of a record, in the order of time."""
         self.time = time
-        if self._is_tick(record.value):
+        if self._decoder.is_tick(record.value):
+            self.ticks += self.same
             yield from [(record.partition, record.key, record.value)] if self.same else self._everywhere(time)
             return
         value = self._value(record)
@@ -241,14 +242,6 @@ class Copier:
         for partition in range(self._partitions):
             self.ticks += 1
             yield partition, None, self._decoder.codec.encode(Tick(partition=partition))
-
-    def _is_tick(self, value: bytes | None) -> bool:
-        try:
-            tick = value is not None and self._decoder.codec.type_name(value) == "Tick"
-        except SchemaError:
-            return False
-        self.ticks += tick and self.same
-        return tick
 
     def _value(self, record: Record) -> bytes | None:
         if self._choice.every:

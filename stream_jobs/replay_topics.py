@@ -9,7 +9,7 @@ from runtime.kafka import Cluster, Record
 from runtime.records import Decoder
 from runtime.topic_copy import Choice
 from runtime.window import Window, in_order
-from schemas.errors import SchemaError, Undecodable, UnknownSchema
+from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import Tick
 from stream_jobs.index import REWARDS, STEPS, Source
 from stream_jobs.input_log import InputLog
@@ -40,7 +40,7 @@ class TopicMoments:
 
     def _chosen(self, record: Record) -> Any | None:
         """What a record of the run says; None: it is none of those that are replayed."""
-        if self._is_tick(record):
+        if self._decoder.is_tick(record.value):
             return None
         try:
             event = self._decoder.decode(record.value)
@@ -52,9 +52,3 @@ class TopicMoments:
     def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
         """As `InputLog.payload`."""
         return InputLog(self._cluster, self._decoder, self._windows[STEPS].topic, partition).payload(starts)
-
-    def _is_tick(self, record: Record) -> bool:
-        try:
-            return record.value is not None and self._decoder.codec.type_name(record.value) == "Tick"
-        except SchemaError:
-            return False
