@@ -11,11 +11,10 @@ lake looks it up in all of a table and not only in its window of newest ids: wha
 from __future__ import annotations
 
 import asyncio
-import getpass
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from runtime.author import whoami
 from runtime.kafka import Ack
 from runtime.records import Decoder, cluster_of, now_micros
 from schemas.codec import Event
@@ -62,11 +61,6 @@ class _Post:
     action: str
     key: bytes | None
     value: bytes
-
-
-def whoami() -> str:
-    """Who does it, for the record: user@host."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 # -- what may be sent

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 from typing import Annotated, Literal
 
 import typer
 
+from runtime.author import whoami
 from runtime.cli.words import Config, Words, cluster_of, fail, load, plain_errors, settings_of
 
 EXAMPLES = 5
@@ -28,7 +28,7 @@ def curate(
         list[str] | None, typer.Option("--tag", help="A label; those of before go. Repeat it for several.")
     ] = None,
     note: Annotated[str | None, typer.Option("--note", help="Why.")] = None,
-    by: Annotated[str | None, typer.Option("--by", help="Who; default the name of your account.")] = None,
+    by: Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")] = None,
     send: Annotated[bool, typer.Option("--send", help="Do it; without it only counts.")] = False,
     form: Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")] = "table",
 ) -> None:
@@ -39,7 +39,7 @@ def curate(
     module, sql = load("stream_jobs.curate"), load("stream_jobs.sql")
     try:
         mark = module.Mark(
-            by or getpass.getuser(),
+            by or whoami(),
             quality,
             None if trainable is None else trainable == "true",
             tuple(tag) if tag else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.author import whoami
 from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
@@ -20,7 +20,7 @@ run_app = group("What a run is told: that it ends.")
 
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
 Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
-By = Annotated[str | None, typer.Option("--by", help="Who; default the name of your account.")]
+By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
 Changes = Annotated[
     list[str] | None, typer.Argument(metavar="[FIELD=VALUE]... [a.b=c]...", help="E.g. min_quality=0.5; settings.")
 ]
@@ -76,7 +76,7 @@ def set_fields(words: Changes = None, run: Run = None, by: By = None, config: Co
     if not changes:
         fail("nothing to set: say e.g. min_quality=0.5", 2)
     with _log_of(run, others, config) as log:
-        before, entry = log.newest, log.set(changes, by or getpass.getuser())
+        before, entry = log.newest, log.set(changes, by or whoami())
         was, now = _plain(before)["policy"], _plain(entry)["policy"]
         typer.echo(_title(entry))
         for name in now:
