@@ -28,7 +28,7 @@ from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.assembler import limits_of
 from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS, Closed, Entry
+from stream_jobs.index import REWARDS, STEPS, Entry
 from stream_jobs.payload import Kept
 from stream_jobs.trajectory import assembled, candidate, starts_of
 
@@ -107,7 +107,7 @@ class Loop:
     def _send_trajectories(self, partition: Partition) -> list[Places]:
         state, sent = partition.state, list[Places]()
         for key, trajectory in state.pending.closings.items():
-            done = assembled(key, trajectory, Closed.load(state.closed[key]), partition.payload)
+            done = assembled(key, trajectory, state.closed[key], partition.payload)
             places: Places = []
             for part in done.parts:
                 name = key_of_trajectory(key[1]).encode()
@@ -129,7 +129,7 @@ class Loop:
         if state.pending.marks or state.pending.burials:
             raise RuntimeError(f"nothing of the load is late or invalid, but: {state.pending}")
         for key in state.pending.revised:
-            closed = Closed.load(state.closed[key])
+            closed = state.closed[key]
             assert closed.place is not None
             names = ("topic_id", "partition", "first_offset", "last_offset")
             headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}

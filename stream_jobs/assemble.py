@@ -27,7 +27,7 @@ from schemas.events import Outcome, Tick
 from schemas.ids import key_of_trajectory
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Key, Source
+from stream_jobs.index import REWARDS, STEPS, Entry, Key, Source
 from stream_jobs.judge import Judge, Limits, Refusal
 from stream_jobs.payload import Kept
 
@@ -122,7 +122,7 @@ class Fold:
         while state.closed:
             key = next(iter(state.closed))
             if self._oldest_closed is None or self._oldest_closed[0] != key:
-                self._oldest_closed = (key, Closed.load(state.closed[key]).closed_at)
+                self._oldest_closed = (key, state.closed[key].closed_at)
             expired = state.event_time > self._oldest_closed[1] + self.limits.closed_horizon
             if not expired and len(state.closed) <= self.limits.closed_max:
                 return

@@ -16,6 +16,7 @@ import orjson
 
 from schemas.events import Channel, Outcome, StepMarkKind
 from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
+from stream_jobs.archive import Archive
 from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
     STEPS,
@@ -47,7 +48,7 @@ class Assembly:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
 
     opened: by time of the last record; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
-    closing, packed. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
+    closing. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
     buckets (agents' sessions too), anonymous, agents and waiting_for follow from the rest and are not stored.
     """
 
@@ -55,7 +56,7 @@ class Assembly:
     time: list[int] = field(default_factory=lambda: [-1, -1])
     topic_ids: list[str] = field(default_factory=lambda: ["", ""])
     opened: OrderedDict[Key, Open] = field(default_factory=OrderedDict)
-    closed: OrderedDict[Key, bytes] = field(default_factory=OrderedDict)
+    closed: Archive = field(default_factory=Archive)
     waiting: tuple[OrderedDict[int, Waiting], OrderedDict[int, Waiting]] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict())
     )
@@ -128,28 +129,28 @@ class Assembly:
         ]
         self.pending.closings[run, key] = was
         steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags) for s in was.steps]
-        self.closed[run, key] = Closed(
+        closed = Closed(
             was.opened_at, at, outcome, reason, was.channel, was.group_id, was.group_size, was.round, steps, was.folded
-        ).dump()
+        )
+        self.closed.add((run, key), closed)
 
     def _lost(self, run: str, key: str, reason: str) -> None:
-        with self.edit((run, key)) as closed:
-            closed.outcome, closed.reason = "lost", reason
+        closed = self.closed.change((run, key))
+        closed.outcome, closed.reason = "lost", reason
 
     def _facts(self, run: str, key: str, prompt_tokens: int, order: list[int], place: list[Any]) -> None:
-        with self.edit((run, key)) as closed:
-            if order:
-                closed.steps = [closed.steps[at] for at in order]
-            closed.prompt_tokens = prompt_tokens
-            closed.place = (place[0], place[1], place[2], place[3])
+        closed = self.closed.change((run, key))
+        if order:
+            closed.steps = [closed.steps[at] for at in order]
+        closed.prompt_tokens = prompt_tokens
+        closed.place = (place[0], place[1], place[2], place[3])
 
     def _revised(self, run: str, key: str) -> None:
-        with self.edit((run, key)) as closed:
-            closed.revision += 1
+        self.closed.change((run, key)).revision += 1
         self.pending.revised[run, key] = None
 
     def _forgotten(self, run: str, key: str) -> None:
-        closed = Closed.load(self.closed.pop((run, key)))
+        closed = self.closed.pop((run, key))
         if (bucket := self._bucket((run, key))) is not None:
             bucket.forget(s.tail for s in closed.steps)
             if not bucket:
@@ -157,22 +158,22 @@ class Assembly:
 
     def _reward(self, run: str, key: str, reward: list[Any]) -> None:
         entry = RewardEntry(*reward)
-        with self._folded((run, key)) as folded:
-            if folded.beats(entry):
-                folded.rewards[entry.slot] = entry
+        folded = self._folded((run, key))
+        if folded.beats(entry):
+            folded.rewards[entry.slot] = entry
 
     def _curated(
         self, run: str, key: str, event: int, target: str, fields: Mapping[str, Any], offset: int = -1
     ) -> None:
-        with self._folded((run, key)) as folded:
-            if event not in folded.seen:
-                folded.seen.append(event)
-                folded.marks.setdefault(target, Marks()).take(fields, offset)
+        folded = self._folded((run, key))
+        if event not in folded.seen:
+            folded.seen[event] = None
+            folded.marks.setdefault(target, Marks()).take(fields, offset)
 
     def _assessed(self, run: str, key: str, assessed: list[Any]) -> None:
-        with self._folded((run, key)) as folded:
-            if folded.supersedes(assessed):
-                folded.assessed = Assessed(*assessed)
+        folded = self._folded((run, key))
+        if folded.supersedes(assessed):
+            folded.assessed = Assessed(*assessed)
 
     def _waits(self, source: Source, offset: int, at: int, run: str, key: str, tail: str | None, entry: Entry) -> None:
         self.waiting[source][offset] = waiting = Waiting(source, offset, at, (run, key), tail, entry)
@@ -189,15 +190,16 @@ class Assembly:
         self, run: str, key: str, step_id: str, kind: StepMarkKind, why: str | None, offset: int, hashed: int
     ) -> None:
         self.pending.marks.append(Mark((run, key), step_id, kind, why, offset))
-        with self.edit((run, key)) as closed:
-            if len(closed.late) < LATE_MAX:
-                closed.late.append(hashed)
+        closed = self.closed.change((run, key))
+        if len(closed.late) < LATE_MAX:
+            closed.late.append(hashed)
 
     def _buried(self, source: Source, offset: int, reason: str, detail: str) -> None:
         self.pending.burials.append(Burial(source, offset, reason, detail))
 
     def _done(self) -> None:
         self.pending = Pending()
+        self.closed.pack()
 
     def _times(self, steps: int, rewards: int) -> None:
         self.time = [steps, rewards]
@@ -214,14 +216,13 @@ class Assembly:
                 self._forgotten(*key)
         else:
             for key in [*self.opened, *self.closed]:
-                with self._folded(key) as folded:
-                    folded.forget_offsets()
+                self._folded(key).forget_offsets()
 
     def _find_buckets(self) -> None:
         """What is derived from the trajectories."""
-        for (run, key), packed in self.closed.items():
+        for run, key in self.closed:
             if (bucket := self._bucket((run, key))) is not None:
-                bucket.calls.update((call_of(s.tail), key) for s in Closed.load(packed).steps)
+                bucket.calls.update((call_of(s.tail), key) for s in self.closed[run, key].steps)
         for (run, key), trajectory in self.opened.items():
             bucket, idle = self._bucket((run, key)), self._idle((run, key))
             if bucket is not None and idle is not None:
@@ -229,14 +230,10 @@ class Assembly:
                 for at, step in enumerate(trajectory.steps):
                     bucket.add(key, at, step)
 
-    # -- access to a packed trajectory
-
-    def edit(self, key: Key) -> _Edit:
-        """`with state.edit(key) as closed: ...` unpacks a closed trajectory and packs it again."""
-        return _Edit(self, key)
-
-    def _folded(self, key: Key) -> _FoldedOf:
-        return _FoldedOf(self, key)
+    def _folded(self, key: Key) -> Folded:
+        """Of an open or closed trajectory, to be changed at once."""
+        trajectory = self.opened.get(key)
+        return trajectory.folded if trajectory is not None else self.closed.change(key).folded
 
     # -- snapshots
 
@@ -245,7 +242,7 @@ class Assembly:
         return orjson.dumps({
             "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids,
             "opened": [[*k, v.dump()] for k, v in self.opened.items()],
-            "closed": [[*k, orjson.Fragment(v)] for k, v in self.closed.items()],
+            "closed": self.closed.dump(),
             "waiting": [[w.source, w.offset, w.at, *w.key, w.tail, w.entry] for side in self.waiting for w in side.values()],
         })  # fmt: skip
 
@@ -256,45 +253,11 @@ class Assembly:
         state = cls(plain["applied"], plain["time"], plain["topic_ids"])
         for run, key, trajectory in plain["opened"]:
             state.opened[run, key] = Open.load(trajectory)
-        for run, key, trajectory in plain["closed"]:
-            state.closed[run, key] = orjson.dumps(trajectory)
+        state.closed = Archive(((run, key), orjson.dumps(trajectory)) for run, key, trajectory in plain["closed"])
         state._find_buckets()
         for w in plain["waiting"]:
             state._waits(*w)
         return state
-
-
-@dataclass(slots=True)
-class _Edit:
-    state: Assembly
-    key: Key
-    closed: Closed | None = None
-
-    def __enter__(self) -> Closed:
-        self.closed = Closed.load(self.state.closed[self.key])
-        return self.closed
-
-    def __exit__(self, *error: object) -> None:
-        assert self.closed is not None
-        self.state.closed[self.key] = self.closed.dump()
-
-
-@dataclass(slots=True)
-class _FoldedOf:
-    state: Assembly
-    key: Key
-    edit: _Edit | None = None
-
-    def __enter__(self) -> Folded:
-        trajectory = self.state.opened.get(self.key)
-        if trajectory is not None:
-            return trajectory.folded
-        self.edit = self.state.edit(self.key)
-        return self.edit.__enter__().folded
-
-    def __exit__(self, *error: object) -> None:
-        if self.edit is not None:
-            self.edit.__exit__(*error)
 
 
 OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"

@@ -114,7 +114,7 @@ class Folded:
 
     rewards: dict[str, RewardEntry] = field(default_factory=dict)
     marks: dict[str, Marks] = field(default_factory=dict)
-    seen: list[int] = field(default_factory=list)
+    seen: dict[int, None] = field(default_factory=dict)
     assessed: Assessed | None = None
 
     def supersedes(self, assessed: list[Any]) -> bool:
@@ -139,15 +139,16 @@ class Folded:
         return [
             [list(r) for r in self.rewards.values()],
             [[t, m.quality, m.trainable, m.tags, m.offsets] for t, m in self.marks.items()],
-            self.seen,
+            list(self.seen),
             *([list(self.assessed)] if self.assessed is not None else []),
         ]
 
     @classmethod
     def load(cls, plain: Any) -> Folded:
         rewards = (RewardEntry(*r) for r in plain[0])
+        marks = {target: Marks(*said) for target, *said in plain[1]}
         assessed = Assessed(*plain[3]) if len(plain) > 3 else None
-        return cls({r.slot: r for r in rewards}, {t: Marks(*marks) for t, *marks in plain[1]}, plain[2], assessed)
+        return cls({r.slot: r for r in rewards}, marks, dict.fromkeys(plain[2]), assessed)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
 from stream_jobs.bucket import Bucket, call_of, choose, in_session
-from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Folded, Key, Open, RewardEntry, Source, StepEntry
+from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Key, Open, RewardEntry, Source, StepEntry
 from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
 from stream_jobs.prefix import hash_of, leaves_a_path, measure
 from stream_jobs.provenance import REASON_CHARS, provenance
@@ -117,7 +117,7 @@ class Judge:
             return None
         target: Open | Closed | None = self.state.opened.get(found)
         if target is None:
-            target = Closed.load(self.state.closed[found])
+            target = self.state.closed[found]
             if at > target.closed_at + self.limits.closed_horizon:
                 return None
         if tail is None:
@@ -128,7 +128,7 @@ class Judge:
         """Whether a reward or mark changes anything."""
         key: Key = (entry[1], entry[2])
         trajectory = self.state.opened.get(key)
-        folded: Folded = trajectory.folded if trajectory is not None else Closed.load(self.state.closed[key]).folded
+        folded = (trajectory if trajectory is not None else self.state.closed[key]).folded
         if entry[0] == op.REWARD:
             return folded.beats(RewardEntry(*entry[3]))
         if entry[0] == op.ASSESSED:
@@ -200,7 +200,7 @@ class Judge:
         return (run, trajectory), choice.after, choice.leads
 
     def _late(self, offset: int, key: Key, step: Step, tail: str) -> list[Entry]:
-        closed = Closed.load(self.state.closed[key])
+        closed = self.state.closed[key]
         hashed = hash_of(tail.encode())
         if hashed in closed.late or any(s.tail == tail for s in closed.steps):
             return []

@@ -18,7 +18,7 @@ from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
-from stream_jobs.index import REWARDS, STEPS, Burial, Closed, Entry, Key, Open, Source
+from stream_jobs.index import REWARDS, STEPS, Burial, Entry, Key, Open, Source
 from stream_jobs.input_log import InputLog, refuse_truncated
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, PayloadCache
@@ -292,7 +292,7 @@ class Owner:
         sent: list[list[asyncio.Future[Ack]]] = []
         facts: list[Entry] = []
         for key, trajectory in closings.items():
-            done = assembled(key, trajectory, Closed.load(state.closed[key]), payload)
+            done = assembled(key, trajectory, state.closed[key], payload)
             sent.append([send(topic, key_of_trajectory(key[1]).encode(), self._encode(part)) for part in done.parts])
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
         for entry, futures in zip(facts, sent, strict=True):
@@ -304,7 +304,7 @@ class Owner:
         return facts
 
     def _send_candidate(self, key: Key) -> asyncio.Future[Ack]:
-        closed = Closed.load(self._log.state.closed[key])
+        closed = self._log.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")
         headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
@@ -314,7 +314,7 @@ class Owner:
     async def _payload(self, closings: Mapping[Key, Open]) -> dict[int, Kept]:
         """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
         state = self._log.state
-        whole = {k: starts_of(t) for k, t in closings.items() if Closed.load(state.closed[k]).outcome != "lost"}
+        whole = {k: starts_of(t) for k, t in closings.items() if state.closed[k].outcome != "lost"}
         found = {o: kept for starts in whole.values() for o in starts if (kept := self._cache.get(o)) is not None}
         missing = {o: start for starts in whole.values() for o, start in starts.items() if o not in found}
         if missing:

@@ -186,9 +186,8 @@ class _Partition:
 
     def _closing(self, key: Key, trajectory: Open, time: int) -> Iterator[Out]:
         replay, state = self._replay, self.state
-        closed = Closed.load(state.closed[key])
-        payload = self._payload(key, trajectory, closed)
-        closed = Closed.load(state.closed[key])
+        payload = self._payload(key, trajectory, state.closed[key])
+        closed = state.closed[key]
         done = assembled(key, trajectory, closed, payload)
         name, first = key_of_trajectory(key[1]).encode(), replay.ends[self._partition]
         for part in done.parts:
@@ -222,7 +221,7 @@ class _Partition:
         return Out("trajectories", self._partition, key, event, None, time)
 
     def _candidate(self, key: Key, time: int) -> Out:
-        replay, closed = self._replay, Closed.load(self.state.closed[key])
+        replay, closed = self._replay, self.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")
         headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}

@@ -17,7 +17,7 @@ from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.assembly import Assembly
-from stream_jobs.index import Burial, Closed, Mark, Source
+from stream_jobs.index import Burial, Mark, Source
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept
 from stream_jobs.state_log import StateLog
@@ -150,13 +150,13 @@ class Worker:
         """Put out what is decided and not done."""
         facts = []
         for key, trajectory in self.state.pending.closings.items():
-            done = assembled(key, trajectory, Closed.load(self.state.closed[key]), self.payload)
+            done = assembled(key, trajectory, self.state.closed[key], self.payload)
             whole = joined(done.parts)
             assert self.trajectories.setdefault(key[1], whole) == whole, "sent again with other content"
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
             self.state.apply(facts[-1])
         for key in self.state.pending.revised:
-            made = candidate(key, Closed.load(self.state.closed[key]), CODEC)
+            made = candidate(key, self.state.closed[key], CODEC)
             assert self.candidates.setdefault((key[1], made.revision), made) == made, "sent again with other content"
         self.marks += self.state.pending.marks
         self.burials += self.state.pending.burials

@@ -17,7 +17,7 @@ from schemas.topics import partition_of
 from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assemble import Fold
-from stream_jobs.index import REWARDS, STEPS, Closed, Key, Source
+from stream_jobs.index import REWARDS, STEPS, Key, Source
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, payload_of
 from stream_jobs.provenance import provenance
@@ -101,12 +101,12 @@ class Rig:
                     self.payload[s.offset] = self._again(s.offset)
             if trajectory.meta is not None:
                 self.payload.setdefault(trajectory.meta, self.logs[STEPS][trajectory.meta][1].metadata_json or b"")
-            done = assembled(key, trajectory, Closed.load(self.state.closed[key]), self.payload)
+            done = assembled(key, trajectory, self.state.closed[key], self.payload)
             outputs.append((self.trajectories, key, joined(done.parts)))
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
             self.state.apply(facts[-1])
         for key in self.state.pending.revised:
-            made = candidate(key, Closed.load(self.state.closed[key]), CODEC)
+            made = candidate(key, self.state.closed[key], CODEC)
             outputs.append((self.revisions.setdefault(key, {}), made.revision, made))
         for at, (where, name, value) in enumerate(outputs):
             if most is not None and at >= most:

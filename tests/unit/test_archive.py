@@ -1,0 +1,66 @@
+"""The closed trajectories of a partition, packed and in hand."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from stream_jobs import archive
+from stream_jobs.archive import Archive
+from stream_jobs.assembly import Assembly
+from stream_jobs.index import REWARDS, STEPS, Closed, ClosedStep, Folded
+from stream_jobs.trial import Worker, curation, reward, session, step
+
+
+def closed(steps: int = 1) -> Closed:
+    entries = [ClosedStep(f"C{i}.0", 0, 5, None, "r/1.0", "r/1.0") for i in range(steps)]
+    return Closed(0, 1, "completed", None, "train", None, None, None, entries, Folded())
+
+
+def test_what_is_changed_in_hand_is_what_is_packed() -> None:
+    kept = Archive()
+    for name in ("b", "a"):
+        kept.add(("r", name), closed())
+    kept.change(("r", "b")).revision += 3
+    assert list(kept) == [("r", "b"), ("r", "a")] and kept["r", "b"].revision == 2
+    kept.pack()
+    kept.change(("r", "a")).outcome = "lost"
+    packed = [row[:2] for row in kept.dump()]
+    assert packed == [["r", "b"], ["r", "a"]]
+    assert (kept["r", "b"].revision, kept["r", "a"].outcome) == (2, "lost")
+    assert kept.pop(("r", "b")).revision == 2 and ("r", "b") not in kept and len(kept) == 1
+    with pytest.raises(KeyError):
+        kept.pop(("r", "b"))
+
+
+def test_what_is_in_hand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "IN_HAND_MAX", 100)
+    kept, most = Archive(), 0
+    for i in range(100):
+        kept.add(("r", str(i)), closed(10))
+    for i in range(100):
+        kept.change(("r", str(i))).revision += 1
+        most = max(most, len(kept._in_hand))
+    assert most <= 11
+    assert [kept["r", str(i)].revision for i in range(100)] == [0] * 100
+
+
+def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Worker().feed(*((STEPS, 0, step("k", n, (n + 5,))) for n in range(20)), (STEPS, 1, session("k", "completed")))
+    loads: list[bytes] = []
+    load = Closed.load
+    monkeypatch.setattr(Closed, "load", lambda packed: (loads.append(packed), load(packed))[1])  # type: ignore[func-returns-value]
+    w.feed(
+        *((REWARDS, 2, reward("k", 1.0, n)) for n in range(20)), *((REWARDS, 2, curation("k", f"e{n}", n, quality=0.5)) for n in range(20))
+    )  # fmt: skip
+    assert len(loads) == 1
+    assert len(w.last("k").rewards) == 20
+
+
+def test_a_crash_with_rewards_in_hand_comes_back_to_the_same_bytes() -> None:
+    w = Worker().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
+    w.decide([(REWARDS, 0, 2, reward("k", 0.5)), (REWARDS, 1, 2, curation("k", "e", tags=("x",)))])
+    was = orjson.dumps(w.state.closed.dump())
+    w.crash()
+    assert orjson.dumps(w.state.closed.dump()) == was
+    assert Assembly.load(w.state.dump()).closed == w.state.closed
