@@ -41,15 +41,17 @@ from schemas.ids import RUN_ID
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
-from stream_jobs.errors import TopicReplaced, UnreadableJournal
+from stream_jobs.errors import PolicyRefused, TopicReplaced, UnreadableJournal
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
+from stream_jobs.policy_log import said_of_run
 
 PROCESS = "admit"
 POLL_RECORDS = 1000
 IDLE_S = 0.05
 COMMIT_INTERVAL_S = 0.5
 CHECK_INTERVAL_S = 5.0
+PUBLISHED_MOST = 10
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
@@ -105,15 +107,10 @@ class Desk:
     def published(self) -> Published:
         """The policies once everything that is on the log now has been read."""
         newest, of_settings, here = self.past.newest, self.past.of_settings, not self.past.renewed
-        for record in self._cluster.read_all(*self._at, first=self.past.input_to):
-            if record.key == self._run.encode():
-                try:
-                    event = self._decoder.decode(record.value)
-                except (Undecodable, UnknownSchema):
-                    continue
-                if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
-                    newest, here = event, True
-                    of_settings = event if is_of_settings(event) else of_settings
+        for _, event in said_of_run(self._cluster, self._decoder, self._at, self._run, self.past.input_to):
+            if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
+                newest, here = event, True
+                of_settings = event if is_of_settings(event) else of_settings
         return Published(newest, of_settings, here)
 
     def open(self) -> None:
@@ -279,24 +276,27 @@ def place_of(headers: Mapping[str, bytes]) -> Place | None:
 
 def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk: Desk) -> None:
     """Put the settings' policy on the log if they have changed since they were published last: what a person has set meanwhile stays
-    until then. Raises SettingsError for another sync_every.
+    until then. Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and again.
     """
-    published = desk.published()
-    version = published.newest.policy_version + 1 if published.newest is not None else 1
-    policy = policy_of(settings, version, now_micros())
-    if published.newest is not None and published.newest.sync_every != policy.sync_every:
-        raise SettingsError(
-            f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole of run {settings.run_id}, got "
-            f"{policy.sync_every}; take another run_id"
-        )
-    due = next_policy(published, policy)
-    if due is None:
-        return
-    topic, producer = settings.kafka.topics.candidates, cluster.producer()
-    producer.put(topic, due.run_id.encode(), decoder.codec.encode(due))
-    producer.flush()
-    producer.close()
-    logger().info("policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by)
+    for _ in range(PUBLISHED_MOST):
+        published = desk.published()
+        version = published.newest.policy_version + 1 if published.newest is not None else 1
+        policy = policy_of(settings, version, now_micros())
+        if published.newest is not None and published.newest.sync_every != policy.sync_every:
+            raise SettingsError(
+                f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole of run {settings.run_id}, got "
+                f"{policy.sync_every}; take another run_id"
+            )
+        due = next_policy(published, policy)
+        if due is None:
+            return
+        topic, producer = settings.kafka.topics.candidates, cluster.producer()
+        producer.put(topic, due.run_id.encode(), decoder.codec.encode(due))
+        producer.flush()
+        producer.close()
+        logger().info("policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by)
+        # Whoever sets a policy at the same time may have taken the version: then it is said again, with the next one.
+    raise PolicyRefused(f"others set the policy of run {settings.run_id} at the same time, {PUBLISHED_MOST} times")
 
 
 def serve(settings: Settings, stop: threading.Event) -> None:

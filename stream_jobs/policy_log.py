@@ -30,6 +30,29 @@ class Entry(NamedTuple):
     flaw: str | None
 
 
+def said_of_run(
+    cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str, first: int
+) -> Iterator[tuple[Record, AdmissionPolicy | RunEnded]]:
+    """The policies and ends of a run from offset `first` of its candidates to the end of the log now. at: topic and partition."""
+    key, type_name = run_id.encode(), decoder.codec.type_name
+    for record in cluster.read_all(*at, first=first or None):
+        if record.key != key or record.value is None:
+            continue
+        try:
+            name = type_name(record.value)
+        except UnknownSchema:
+            name = "AdmissionPolicy"  # perhaps, of a newer release
+        except Undecodable:
+            continue  # admission buries it
+        if name in ("AdmissionPolicy", "RunEnded"):
+            try:
+                event = decoder.decode(record.value)
+            except (Undecodable, UnknownSchema):
+                continue
+            if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == run_id:
+                yield record, event
+
+
 class PolicyLog:
     """Policies of one run. Reads all of its candidates' headers: about a second for 100,000 of them."""
 
@@ -52,7 +75,10 @@ class PolicyLog:
     def read(self) -> None:
         """Read on to the end of the log."""
         before = self.newest
-        for record, event in self._events():
+        at, run = (self.topic, self.partition), self._settings.run_id
+        end = self._cluster.watermarks(self.topic, [self.partition])[self.partition][1]
+        for record, event in said_of_run(self._cluster, self._decoder, at, run, self._read_to):
+            self._read_to = record.offset + 1
             if isinstance(event, RunEnded):
                 self.ended = record.offset if self.ended is None else self.ended
                 continue
@@ -60,26 +86,7 @@ class PolicyLog:
             entry = Entry(record.offset, record.timestamp_ms, event, flaw)
             self.entries.append(entry)
             before = entry if flaw is None else before
-
-    def _events(self) -> Iterator[tuple[Record, AdmissionPolicy | RunEnded]]:
-        key, type_name = self._settings.run_id.encode(), self._decoder.codec.type_name
-        for record in self._cluster.read_all(self.topic, self.partition, first=self._read_to or None):
-            self._read_to = record.offset + 1
-            if record.key != key or record.value is None:
-                continue
-            try:
-                name = type_name(record.value)
-            except UnknownSchema:
-                name = "AdmissionPolicy"  # perhaps, of a newer release
-            except Undecodable:
-                continue  # admission buries it
-            if name in ("AdmissionPolicy", "RunEnded"):
-                try:
-                    event = self._decoder.decode(record.value)
-                except (Undecodable, UnknownSchema):
-                    continue
-                if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == self._settings.run_id:
-                    yield record, event
+        self._read_to = max(self._read_to, end)
 
     @property
     def newest(self) -> Entry | None:

@@ -22,8 +22,9 @@ from schemas.codec import Codec
 from schemas.events import AdmissionPolicy, PolicyApplied, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import Desk
+from stream_jobs.admission import Desk, publish_policy
 from stream_jobs.errors import UnreadableJournal
+from stream_jobs.policy import Published, policy_of
 
 ROOT = Path(__file__).parents[2]
 CODEC = Codec()
@@ -127,6 +128,41 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert [e.reason for e in read(cluster, topics.candidates, RunEnded)] == ["done"]
     assert "run demo has ended" in cli("run", "end", "demo", "--yes").stderr
     assert "run demo has ended" in cli("policy", "set", "batch_groups=1", "--run", "demo").stderr
+
+
+def test_settings_whose_version_someone_else_has_taken_are_published_with_the_next_one(
+    settings: Settings, cluster: Cluster
+) -> None:
+    create_topics(cluster, settings)
+    topics, first, then = settings.kafka.topics, with_policy(settings), with_policy(settings, batch_groups=5)
+    create_topics(cluster, settings, [topics.ready_batches_spec("demo", "train")])
+    decoder = Decoder(cluster, topics.schemas)
+
+    class Raced(Desk):
+        """Between reading and writing someone sets policy 2."""
+
+        rival: AdmissionPolicy | None = policy_of(with_policy(settings, batch_groups=9), 2, 0, "ann")
+
+        def published(self) -> Published:
+            seen = super().published()
+            if seen.newest is not None and self.rival is not None:
+                producer = cluster.producer()
+                producer.put(topics.candidates, b"demo", CODEC.encode(self.rival))
+                producer.flush()
+                self.rival = None
+            return seen
+
+    publish_policy(first, cluster, decoder, Desk(first, "train", cluster, decoder))
+    desk = Raced(then, "train", cluster, decoder)
+    publish_policy(then, cluster, decoder, desk)
+    said = [
+        (p.policy_version, p.batch_groups, p.published_by) for p in read(cluster, topics.candidates, AdmissionPolicy)
+    ]
+    assert said == [(1, 16, "settings"), (2, 9, "ann"), (2, 5, "settings"), (3, 5, "settings")]
+    newest = desk.published().newest
+    assert newest is not None and newest.policy_version == 3
+    publish_policy(then, cluster, decoder, desk)
+    assert len(read(cluster, topics.candidates, AdmissionPolicy)) == len(said), "nothing is due any more"
 
 
 @pytest.mark.parametrize(
