@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,34 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
     assert said["right", "count"][0] is None and "TypeError" in str(said["right", "count"][1])
     letters = [d for d in read(cluster, topics.dead_letters) if isinstance(d, DeadLetter)]
     assert {(d.reason, d.value, d.process) for d in letters} == {("undecodable", b"garbage", "reward")}
+
+
+def test_retention_that_overtakes_a_worker_is_an_error(settings: Settings, cluster: Cluster) -> None:
+    """The consumer goes on at the log's start and says nothing; what lay between would never have been rewarded."""
+    create_topics(cluster, settings)
+    topic, producer = settings.kafka.topics.trajectories, cluster.producer()
+
+    def put(answer: str) -> int:
+        """Returns the end of the partition."""
+        producer.put(topic, b"k", CODEC.encode(trajectory("k", answer)), partition=0)
+        producer.flush()
+        return cluster.watermarks(topic, [0])[0][1]
+
+    with worker(settings, {"*": ("exact_match@1",)}) as job:
+        for turn in range(3):
+            while not read(cluster, settings.kafka.topics.rewards) and job.poll() is None:
+                put("42")
+            job.send_signal(signal.SIGSTOP)
+            put("42")  # what a fetch that is under way brings
+            cluster.delete_records(topic, 0, put(f"unseen {turn}"))
+            put("42")
+            job.send_signal(signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(15)
+                break
+        assert job.poll() == 79
+    assert "source truncated" in (settings.data_dir / "reward.log").read_text()
+    producer.close()
 
 
 def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
