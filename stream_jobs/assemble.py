@@ -13,6 +13,7 @@ Rules (design sections 1, 2 and 3.13):
   then there is one.
 - A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket or an agent's session it begins the next one.
 - Of a call that the client made twice only one step counts (`retries`); the other is marked and never trained.
+- A trajectory keeps a bounded number of rewards and marks; what is too much is buried as `too_many_rewards`.
 - A record that cannot be folded is buried, with the reason, and has no other effect.
 """
 
@@ -153,8 +154,7 @@ class Fold:
         self._do([[op.WAITS_NO_MORE, source, offset]])
         found = self._judge.target(waiting.key, waiting.tail)
         entry = [waiting.entry[0], *(found or waiting.key), *waiting.entry[3:]]
-        if self._judge.matters(entry):
-            self._do([entry])
+        self._do(self._judge.applied(offset, entry))
 
     def _do(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

@@ -19,6 +19,12 @@ from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
 from stream_jobs.archive import Archive
 from stream_jobs.bucket import Bucket, call_of
 from stream_jobs.index import (
+    CURATED as CURATED,
+)
+from stream_jobs.index import (
+    REWARD as REWARD,
+)
+from stream_jobs.index import (
     STEPS,
     Assessed,
     Awaited,
@@ -262,7 +268,7 @@ class Assembly:
 
 OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
 RETRIED, ASSESSED = "y", "e"
-REWARD, CURATED, WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "r", "q", "w", "x", "m", "d", "D", "t", "n"
+WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "w", "x", "m", "d", "D", "t", "n"
 
 _APPLY: Mapping[str, Any] = {
     OPENED: Assembly._opened, ATTRIBUTES: Assembly._attributes, STEP: Assembly._step, CLOSED: Assembly._closed,

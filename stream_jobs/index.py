@@ -24,6 +24,13 @@ Awaited = tuple[Source, Key, str | int | None]
 """What is waited for on an input: of a reward or mark the key and the tail of the step, of a completion the key and the hash of its event id."""
 
 
+REWARDS_MAX = 10_000
+MARKS_MAX = 10_000
+"""Rewards and curation marks a trajectory keeps: without a bound a writer whose names or event ids change would grow the state for ever."""
+REWARD, CURATED = "r", "q"
+"""The entries of the state log that bring one."""
+
+
 class StepEntry(NamedTuple):
     """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
 
@@ -128,6 +135,12 @@ class Folded:
         """
         old = self.rewards.get(reward.slot)
         return old is None or (reward.revision, -reward.offset) > (old.revision, -old.offset)
+
+    def full(self, entry: Entry) -> str | None:
+        """What there is too much of for the reward or mark of an entry; None: there is room. What replaces another always has room."""
+        if len(self.rewards) >= REWARDS_MAX and entry[0] == REWARD and RewardEntry(*entry[3]).slot not in self.rewards:
+            return f"{REWARDS_MAX} rewards by source, name and step"
+        return f"{MARKS_MAX} curation marks" if len(self.seen) >= MARKS_MAX and entry[0] == CURATED else None
 
     def forget_offsets(self) -> None:
         """They are of a topic that is no more: what comes now comes later than all of it."""

@@ -124,16 +124,21 @@ class Judge:
             return target.opened_at
         return next((s.at for s in target.steps if s.tail == tail), None)
 
-    def matters(self, entry: Entry) -> bool:
-        """Whether a reward or mark changes anything."""
+    def applied(self, offset: int, entry: Entry) -> list[Entry]:
+        """What becomes of a reward, mark or assessment whose target is there. offset: on `claw.rewards`. Nothing, if it changes nothing;
+        it is buried where its trajectory has too many.
+        """
         key: Key = (entry[1], entry[2])
         trajectory = self.state.opened.get(key)
         folded = (trajectory if trajectory is not None else self.state.closed[key]).folded
-        if entry[0] == op.REWARD:
-            return folded.beats(RewardEntry(*entry[3]))
         if entry[0] == op.ASSESSED:
-            return folded.supersedes(entry[3])
-        return entry[3] not in folded.seen
+            return [entry] if folded.supersedes(entry[3]) else []
+        if not (folded.beats(RewardEntry(*entry[3])) if entry[0] == op.REWARD else entry[3] not in folded.seen):
+            return []
+        if (full := folded.full(entry)) is None:
+            return [entry]
+        detail = f"trajectory {_name(key, None)} has {full} already, and keeps no more"
+        return [[op.BURIED, REWARDS, offset, "too_many_rewards", detail]]
 
     def give_up(self, source: Source, offset: int, why: str) -> list[Entry]:
         """End a wait: a completion closes what is there by now; anything else is buried."""
@@ -304,7 +309,7 @@ class Judge:
         since = self.appeared(key, tail, at)
         if since is not None and since <= at + self.limits.orphan_after:
             entry: Entry = [kind, *(self.target(key, tail) or key), *what]
-            return [entry] if self.matters(entry) else []
+            return self.applied(offset, entry)
         if since is None and self.state.time[STEPS] <= at + self.limits.orphan_after:
             return [*self._make_room(REWARDS), [op.WAITS, REWARDS, offset, at, *key, tail, [kind, *key, *what]]]
         detail = f"no {'step' if tail else 'trajectory'} {_name(key, tail)} in time"

@@ -28,7 +28,9 @@ ASK_ABOVE = 1
 
 Topic = Annotated[str | None, typer.Option("--topic", help="Where the record was, with or without the prefix.")]
 Process = Annotated[str | None, typer.Option("--process", help="Who could not handle it.")]
-Reason = Annotated[str | None, typer.Option("--reason", help="undecodable, unknown_schema, unknown_target, invalid.")]
+Reason = Annotated[
+    str | None, typer.Option("--reason", help="undecodable, unknown_schema, unknown_target, too_many_rewards, invalid.")
+]
 Run = Annotated[str | None, typer.Option("--run", help="Run of the record, where it can be told.")]
 Since = Annotated[
     str | None, typer.Option("--since", help="Buried since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00.")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from schemas.events import Tick
 from stream_jobs import assembly as op
+from stream_jobs import index
 from stream_jobs.assemble import Fold
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import REWARDS, STEPS
@@ -110,6 +113,24 @@ def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks
         ("C0.0", "b"), (None, "b"), ("C0.0", "a"), (None, "a"), ("C1.0", "b"), ("C1.0", "a"),
     ]  # fmt: skip
     assert len(w.state.waiting[REWARDS]) == 50 and len(w.state.waiting[STEPS]) == 50
+
+
+def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "REWARDS_MAX", 3)
+    monkeypatch.setattr(index, "MARKS_MAX", 2)
+    w = Worker().feed((STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2)))
+    w.feed(*((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2)))  # they wait for their step
+    w.feed((STEPS, 0, step("k", 1)), (STEPS, 1, session("k", "completed")))
+    w.feed(*((REWARDS, 2, curation("k", f"e{i}", quality=i / 10)) for i in range(4)))
+    w.feed((REWARDS, 2, reward("k", 0.9, name="n9")), (REWARDS, 2, reward("k", 0.7, name="n0", revision=1)))
+    w.feed((REWARDS, 2, reward("k", 0.1, name="n1")), (REWARDS, 2, curation("k", "e0", quality=0.0)))
+    assert [(b.offset, b.reason) for b in w.burials] == [(o, "too_many_rewards") for o in (3, 6, 7, 8)]
+    assert "trajectory k of run r has 3 rewards" in w.burials[0].detail and "2 curation marks" in w.burials[1].detail
+    last = w.last("k")
+    assert [(r.name, r.value) for r in last.rewards] == [("n0", 0.7), ("n1", 0.1), ("w0", 0.2)]
+    assert last.quality == 0.1
+    w.crash()
+    assert not w.state.waiting_for and len(w.state.closed["r", "k"].folded.rewards) == 3
 
 
 def test_early_completion_leaves_time_for_spooled_steps() -> None:
