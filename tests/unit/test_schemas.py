@@ -161,6 +161,27 @@ def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
         CODEC.decode(value + b"\0")
 
 
+def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
+    """In one block or in many: a record of two bytes would become sixty."""
+    tags = tuple(events.Tag(name="QQ", evidence="ZZ") for _ in range(2))
+    value = CODEC.encode(dataclasses.replace(random_record(events.Step), tags=tags))
+    at = value.index(b"\x04" + b"\x04QQ\x04ZZ" * 2 + b"\0")
+    head, tail = value[:at], value[at + 14 :]
+
+    def decoded(block: int, blocks: int) -> events.Step:
+        zigzag, count = block << 1, b""
+        while zigzag > 127:
+            zigzag, count = zigzag >> 7, count + bytes([zigzag & 127 | 128])
+        found = CODEC.decode(head + (count + bytes([zigzag]) + b"\0\0" * block) * blocks + b"\0" + tail)
+        assert isinstance(found, events.Step)
+        return found
+
+    assert len(decoded(50_000, 2).tags) == 100_000
+    for block, blocks in ((100_001, 1), (50_001, 2)):
+        with pytest.raises(Undecodable, match="more than 100000 records in an array"):
+            decoded(block, blocks)
+
+
 def test_header_is_the_single_object_header_of_the_specification() -> None:
     # Avro specification: CRC-64-AVRO of "int" is 0x7275d51a3f395c8f; little-endian in the header.
     assert fingerprint_of("int") == (0x7275D51A3F395C8F).to_bytes(8, "little").hex()
