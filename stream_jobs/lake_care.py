@@ -36,7 +36,7 @@ from stream_jobs.lake_delta import (
     open_table,
 )
 from stream_jobs.lake_tables import catalog
-from stream_jobs.lake_versions import kept_versions
+from stream_jobs.lake_versions import PinError, kept_versions
 
 SMALL_FILES = 8
 """A table with fewer small files is left alone."""
@@ -53,7 +53,7 @@ class Cared(NamedTuple):
     made_files: int = 0
     deleted_files: int = 0
     put_off: str | None = None
-    """Why it was left to the next run: another commit came between, or there was no room."""
+    """Why it was left to the next run: another commit came between, there was no room, or a kept pin can't be read."""
 
 
 def care(settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None) -> Iterator[Cared]:
@@ -73,7 +73,7 @@ def care(settings: Settings, names: Iterable[str] | None = None, now: datetime |
             done = done._replace(put_off=str(e))
         try:
             done = done._replace(deleted_files=vacuum(settings, name))
-        except (CommitCollided, LakeFull) as e:
+        except (CommitCollided, LakeFull, PinError) as e:
             done = done._replace(put_off=done.put_off or str(e))
         yield done
 
@@ -99,7 +99,10 @@ def small_files(table: Delta) -> int:
 
 
 def vacuum(settings: Settings, name: str) -> int:
-    """Delete files that neither a version within `lake.history_days` nor a kept pin needs. Returns how many."""
+    """Delete files that neither a version within `lake.history_days` nor a kept pin needs. Returns how many.
+
+    Raises PinError while a kept pin can't be read.
+    """
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
     return clean(
         table, timedelta(days=settings.lake.history_days), kept_versions(settings, name), settings.lake.storage_options

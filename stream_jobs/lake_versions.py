@@ -16,14 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from runtime.durable_file import write_durably
 from runtime.moments import moment_of
 from schemas.settings import Settings
 from stream_jobs.lake_delta import LakeError, LakeMissing, open_table, version_at
 from stream_jobs.lake_log import filesystem
 from stream_jobs.lake_tables import catalog
 
-Versions = Mapping[str, int]
-"""Table to Delta version."""
+Versions = Mapping[str, int | None]
+"""Table to Delta version; None: it was not there, so it is empty."""
 _PINS = "_pins"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -76,40 +77,77 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
 
 
 def pin(settings: Settings, keep: str | None = None) -> dict[str, Any]:
-    """The versions of all tables now. keep: name under which files of these versions are protected until `unpin`."""
+    """The versions of all tables now. keep: name under which files of these versions are protected until `unpin`.
+
+    Raises PinError for a name that is taken: whoever kept that pin counts on its versions.
+    """
+    if keep is not None and _is_kept(settings, _named(keep)):
+        raise PinError(f"there is a kept pin {keep}: choose another name, or `clawstream tables unpin {keep}` first")
     now = datetime.now(UTC)
     found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
     if keep is not None:
-        if not _NAME.fullmatch(keep):
-            raise PinError(f"{keep!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64")
-        lake = filesystem(settings.lake_uri, settings.lake.storage_options)
+        lake, data = _lake(settings), json.dumps(found).encode()
         lake.create_dir(_PINS)
-        with lake.open_output_stream(f"{_PINS}/{keep}.json") as out:
-            out.write(json.dumps(found).encode())
+        if isinstance(lake.base_fs, pafs.LocalFileSystem):
+            write_durably(Path(lake.base_path) / _file(keep), data)
+        else:
+            with lake.open_output_stream(_file(keep)) as out:  # object stores have an object whole or not at all
+                out.write(data)
     return found
 
 
-def pins(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The kept pins by name."""
-    lake = filesystem(settings.lake_uri, settings.lake.storage_options)
-    found = {}
-    for file in lake.get_file_info(pafs.FileSelector(_PINS, allow_not_found=True)):
+def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:
+    """The kept pins by name; for one that can't be read, why."""
+    found: dict[str, dict[str, Any] | PinError] = {}
+    for file in _lake(settings).get_file_info(pafs.FileSelector(_PINS, allow_not_found=True)):
         if file.is_file and file.extension == "json":
-            with lake.open_input_stream(file.path) as stream:
-                found[file.base_name.removesuffix(".json")] = _parsed(stream.read(), file.path)
+            name = file.base_name.removesuffix(".json")
+            try:
+                found[name] = _read(settings, name)
+            except PinError as e:
+                found[name] = e
     return found
 
 
 def unpin(settings: Settings, name: str) -> None:
-    """Protect a kept pin's files no longer. Raises PinError when there is none."""
-    if name not in pins(settings):
+    """Protect a kept pin's files no longer, readable or not. Raises PinError when there is none."""
+    if not _is_kept(settings, _named(name)):
         raise PinError(f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}")
-    filesystem(settings.lake_uri, settings.lake.storage_options).delete_file(f"{_PINS}/{name}.json")
+    _lake(settings).delete_file(_file(name))
 
 
 def kept_versions(settings: Settings, table: str) -> list[int]:
-    """Versions of a table that kept pins name."""
-    return sorted({p["versions"][table] for p in pins(settings).values() if table in p["versions"]})
+    """Versions of a table that kept pins name. Raises PinError while one can't be read: nobody knows what it keeps."""
+    kept = set()
+    for name, found in pins(settings).items():
+        if isinstance(found, PinError):
+            raise PinError(f"nothing is deleted while {found}; if it is of no use: `clawstream tables unpin {name}`")
+        if table in found["versions"]:
+            kept.add(found["versions"][table])
+    return sorted(kept)
+
+
+def _lake(settings: Settings) -> Any:
+    return filesystem(settings.lake_uri, settings.lake.storage_options)
+
+
+def _named(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise PinError(f"{name!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64")
+    return name
+
+
+def _file(name: str) -> str:
+    return f"{_PINS}/{name}.json"
+
+
+def _is_kept(settings: Settings, name: str) -> bool:
+    return bool(_lake(settings).get_file_info(_file(name)).is_file)
+
+
+def _read(settings: Settings, name: str) -> dict[str, Any]:
+    with _lake(settings).open_input_stream(_file(name)) as stream:
+        return _parsed(stream.read(), f"kept pin {name}")
 
 
 def at(settings: Settings, moment: datetime) -> Versions:
@@ -135,17 +173,39 @@ def _there(settings: Settings, name: str) -> bool:
 
 
 def versions_of(settings: Settings, word: str) -> Versions:
-    """What a person names: a kept pin, a file that `pin` printed, or a moment as `runtime.moments` has it."""
-    kept = pins(settings)
-    if word in kept:
-        return dict(kept[word]["versions"])
+    """What a person names: a kept pin, a file that `pin` printed, or a moment as `runtime.moments` has it.
+
+    Of every table: None for one that was not there. Raises PinError, also for a file of another lake.
+    """
+    found = _versions_of(settings, word)
+    return {name: found.get(name) for name in catalog()}
+
+
+def _versions_of(settings: Settings, word: str) -> Versions:
+    if _NAME.fullmatch(word) and _is_kept(settings, word):
+        return dict(_read(settings, word)["versions"])
     try:
         if Path(word).is_file():
-            return dict(_parsed(Path(word).read_bytes(), word)["versions"])
+            return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
         moment = moment_of(word, datetime.now(UTC))
     except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
         raise PinError(f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]) from e
     return at(settings, moment)
+
+
+def _of_this_lake(settings: Settings, found: Mapping[str, Any], where: str) -> Versions:
+    """The same numbers mean something else in another lake."""
+    lake = str(found.get("lake", settings.lake_uri))
+    if _place(lake) != _place(settings.lake_uri):
+        raise PinError(
+            f"{where} is a pin of the lake at {lake}, this one is at {settings.lake_uri}; if that one was moved here, change `lake` "
+            "in the file"
+        )
+    return dict(found["versions"])
+
+
+def _place(uri: str) -> str:
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
 
 
 def _parsed(data: bytes, where: str) -> dict[str, Any]:

@@ -40,11 +40,15 @@ READ: Mapping[Source, Mapping[str, type]] = {
 """The tables that hold what was on an input, each with its records."""
 
 
-def pinned(settings: Settings, pins: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Versions of all tables that a replay reads: those given, the newest of the others. Raises LakeMissing."""
-    found = {}
+def pinned(settings: Settings, pins: Mapping[str, int | None] | None = None) -> dict[str, int]:
+    """Versions of all tables that a replay reads: those given, the newest of the others; given as None: not read. Raises LakeMissing."""
+    found, pins = {}, pins or {}
+    if "steps" in pins and pins["steps"] is None:
+        raise LakeMissing(f"lake {settings.lake_uri} had no table steps then")
     for name in (*READ[STEPS], *READ[REWARDS], CLOSINGS):
-        wanted = (pins or {}).get(name)
+        wanted = pins.get(name)
+        if name in pins and wanted is None:
+            continue
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options, wanted)
         except LakeMissing:

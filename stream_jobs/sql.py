@@ -40,16 +40,17 @@ class SqlError(LakeError):
     """The query is wrong, or asks for something that a query may not do. The message is DuckDB's."""
 
 
-def connect(settings: Settings, versions: Mapping[str, int] | None = None) -> Any:
+def connect(settings: Settings, versions: Mapping[str, int | None] | None = None) -> Any:
     """A DuckDB connection to the lake of `settings`. Use it itself: its cursors do not see the tables.
 
-    versions: table to Delta version, for tables to be read as they were then. Raises LakeMissing.
+    versions: table to Delta version, for tables to be read as they were then; None: empty. Raises LakeMissing.
     """
     versions = dict(versions or {})
     unknown = versions.keys() - catalog().keys()
     if unknown:
         raise LakeMissing(f"no table {', '.join(sorted(unknown))}; there are {', '.join(catalog())}")
-    tables = {name: _open(settings, name, versions.get(name)) for name in catalog()}
+    absent = {name for name, version in versions.items() if version is None}
+    tables = {name: None if name in absent else _open(settings, name, versions.get(name)) for name in catalog()}
     if all(t is None for t in tables.values()):
         raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
     connection = duckdb.connect(":memory:")

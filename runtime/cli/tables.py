@@ -104,7 +104,7 @@ def pins(words: Words = None, config: Config = None) -> None:
     settings = settings_of(config, words)
     with _errors():
         for name, found in sorted(load("stream_jobs.lake_versions").pins(settings).items()):
-            typer.echo(f"{name}  {found.get('at', '')}")
+            typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
 
 
 @app.command()
