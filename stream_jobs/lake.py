@@ -97,6 +97,10 @@ def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, sto
             caretaker.look()
         try:
             feed.poll()
+        except LakeFull as e:  # no room for new columns: what this feed has read since is read again
+            _tell_full(e)
+            stop.wait(MAX_WAIT_S)
+            return
         except SourceTruncated as e:
             if feed.gone(e):
                 return
@@ -111,12 +115,16 @@ def _with_room(write: Callable[[], None], stop: threading.Event) -> bool:
         try:
             write()
         except LakeFull as e:
-            logger().error("lake_full", error=str(e), action="make room: the lake goes on by itself, nothing is lost")
+            _tell_full(e)
             if stop.wait(wait_s):
                 return False
             wait_s = min(2 * wait_s, MAX_WAIT_S)
         else:
             return True
+
+
+def _tell_full(error: LakeFull) -> None:
+    logger().error("lake_full", error=str(error), action="make room: the lake goes on by itself, nothing is lost")
 
 
 def _topics_same(feed: Feed) -> bool | None:

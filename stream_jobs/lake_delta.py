@@ -19,7 +19,7 @@ from deltalake import (
     WriterProperties,
     write_deltalake,
 )
-from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 
 from stream_jobs.errors import StreamJobError
 from stream_jobs.lake_log import committed_at, filesystem, table_uri
@@ -49,6 +49,9 @@ class LakeFull(LakeError):
 
 _NO_ROOM = ("os error 28", "os error 122")
 """How the Delta library says ENOSPC and EDQUOT, in errors of several types."""
+
+_NO_SUCH_SCHEMA = "Schema error"
+"""How it says that a table can't have such columns (two names that differ in case only, a type of Arrow's), in a plain Exception."""
 
 
 @contextmanager
@@ -139,16 +142,19 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
 
 
 def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
-    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there."""
+    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there.
+
+    What else goes wrong is no fault of the columns and is raised as it is.
+    """
     there = pa.schema(table.schema())
     wrong = [f.name for f in rows.schema if f.name in there.names and not _agree(f.type, there.field(f.name).type)]
     if wrong:
         raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")
     try:
         commit(table, rows, versions)
-    except CommitFailedError:
-        raise
-    except (DeltaError, pa.ArrowException, ValueError, TypeError) as e:
+    except Exception as e:
+        if not (isinstance(e, SchemaMismatchError | pa.ArrowException | TypeError) or _NO_SUCH_SCHEMA in str(e)):
+            raise
         raise SchemaRefused(f"{type(e).__name__}: {e}") from e
 
 

@@ -25,7 +25,7 @@ from schemas.events import Reward, Trajectory, TrajectoryStep
 from stream_jobs.lake_avro import MALFORMED, expanded, reader_of
 from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
 from stream_jobs.lake_rows import Rows, Schemas
-from stream_jobs.lake_tables import catalog
+from stream_jobs.lake_tables import Table, catalog
 
 CODEC = Codec()
 PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1), bool: st.booleans(),
@@ -204,13 +204,19 @@ def deep(kind: str, depth: int) -> dict[str, Any]:
 def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     kind: str, depth: int, column: bool
 ) -> None:
-    schemas, schema, asked = Schemas(), deep(kind, depth), []
+    schemas, schema = Schemas(), deep(kind, depth)
+    asked: list[Table] = []
+
+    def widen(wider: Table) -> bool:
+        asked.append(wider)
+        return True
+
     try:
         fingerprint = schemas.announce(json.dumps(schema))
     except Undecodable:  # deeper than fastavro goes: there is no such schema then, and none of its records
         assert depth >= 300
         return
-    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), lambda wider: not asked.append(wider))
+    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), widen)
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
     )  # fmt: skip

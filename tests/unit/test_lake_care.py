@@ -18,10 +18,11 @@ from schemas.errors import SettingsError
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.lake_avro import expanded
 from stream_jobs.lake_care import Caretaker, care, vacuum
-from stream_jobs.lake_delta import LakeMissing, open_table
-from stream_jobs.lake_tables import Placed, Row
+from stream_jobs.lake_delta import LakeMissing, SchemaRefused, open_table
+from stream_jobs.lake_tables import Placed, Row, catalog
 from stream_jobs.lake_versions import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
 from stream_jobs.lake_writer import Lake
+from stream_jobs.replay_lake import pinned
 from stream_jobs.sql import connect, run_sql
 
 SOURCE = ("T", 0)
@@ -148,8 +149,29 @@ def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(settings: Sett
         schema = expanded(shipped("Reward"))
         schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", kind], "default": None, "doc": "Who."}]
         assert lake.widen(table.widened(schema)) is fits
+    schema["fields"] = [
+        *schema["fields"][:-1],
+        {"name": "Team", "type": ["null", "string"], "default": None, "doc": "Who."},
+    ]
+    assert not lake.widen(table.widened(schema))
     assert put(lake, 0, "a") == 1
     assert lake.tables["rewards"].schema.field("team").type == "string"
+
+
+def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake: Lake) -> None:
+    """The writer must end and be started again: rows without the new columns would be lost for them."""
+    schema = expanded(shipped("Reward"))
+    schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+    put(lake, 0, "a")
+    log = Path(settings.lake_uri) / "rewards" / "_delta_log"
+    log.rename(log.with_name("away"))
+    log.write_text("no directory")
+    with pytest.raises(Exception, match=r"(?i)not a directory|File exists|os error") as caught:
+        lake.widen(lake.tables["rewards"].widened(schema))
+    assert not isinstance(caught.value, SchemaRefused)
+    log.unlink()
+    log.with_name("away").rename(log)
+    assert lake.widen(lake.tables["rewards"].widened(schema))
 
 
 def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tmp_path: Path) -> None:
@@ -160,7 +182,7 @@ def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tm
         put(lake, i, f"b{i}")
     file = tmp_path / "pin.json"
     file.write_text(json.dumps(pin(settings)))
-    now = versions_of(settings, str(file))
+    now: dict[str, Any] = dict(versions_of(settings, str(file)))
     count = "select count(*) as n from rewards_raw"
     assert run_sql(settings, count, "csv", at="first") == "n\n1"
     assert run_sql(settings, count, "csv", at=then.isoformat()) == "n\n1"
@@ -207,6 +229,72 @@ def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> N
         at(Settings(data_dir=tmp_path / "other"), NOW)
 
 
+def test_a_broken_pin_stops_only_what_deletes(settings: Settings, lake: Lake) -> None:
+    for i in range(9):
+        put(lake, i, f"e{i}")
+    good = pin(settings, keep="good")
+    kept = Path(settings.lake_uri) / "_pins"
+    assert [f.name for f in kept.iterdir()] == ["good.json"]
+    (kept / "half.json").write_text('{"lake":')
+    gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
+    (done,) = care(gone, ["rewards"])
+    assert (done.merged_files, done.deleted_files) == (9, 0)
+    assert done.put_off is not None
+    assert "nothing is deleted while kept pin half is no pin" in done.put_off
+    with pytest.raises(PinError, match="clawstream tables unpin half"):
+        vacuum(gone, "rewards")
+    assert versions_of(settings, "good") == good["versions"]
+    with pytest.raises(PinError, match="kept pin half is no pin"):
+        versions_of(settings, "half")
+    assert {name: isinstance(found, PinError) for name, found in pins(settings).items()} == {
+        "good": False,
+        "half": True,
+    }
+    unpin(settings, "good")
+    unpin(settings, "half")
+    assert pins(settings) == {}
+    assert vacuum(gone, "rewards") == 9
+
+
+def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
+    first = pin(settings, keep="paper")
+    put(lake, 0, "a")
+    with pytest.raises(
+        PinError, match="there is a kept pin paper: choose another name, or `clawstream tables unpin paper`"
+    ):
+        pin(settings, keep="paper")
+    assert versions_of(settings, "paper") == first["versions"]
+    unpin(settings, "paper")
+    assert pin(settings, keep="paper")["versions"] != first["versions"]
+
+
+def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    """An older release made it, before the table came."""
+    put(lake, 0, "a")
+    old = pin(settings)
+    del old["versions"]["rewards"]
+    old["versions"]["of_a_newer_release"] = 3
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(old))
+    count = "select (select count(*) from rewards), (select count(*) from steps)"
+    assert run_sql(settings, count, "csv", at=str(file)).splitlines()[1] == "0,0"
+    assert versions_of(settings, str(file)).keys() == catalog().keys()
+    assert "rewards" not in pinned(settings, versions_of(settings, str(file)))
+    assert "rewards" in pinned(settings, {})
+    with pytest.raises(LakeMissing, match="had no table steps then"):
+        pinned(settings, {"steps": None})
+
+
+def test_a_pin_of_another_lake_is_refused(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    other = Settings(data_dir=tmp_path / "other")
+    Lake(other.lake_uri, {}, 100).claim()
+    file = tmp_path / "pin.json"
+    file.write_text(json.dumps(pin(other)))
+    assert versions_of(other, str(file))["steps"] is not None
+    with pytest.raises(PinError, match=r"pin\.json is a pin of the lake at .*/other/lake, this one is at "):
+        versions_of(settings, str(file))
+
+
 def test_retention_must_outlast_the_spool() -> None:
     with pytest.raises(ValueError, match=r"lake.retention_days.steps=1 must exceed gateway.spool_max_age_s=86400"):
         Settings.model_validate(
@@ -236,8 +324,33 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_lake_care import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
-from stream_jobs.lake import _with_room
+from stream_jobs.lake import _follow, _with_room
+from stream_jobs.lake_avro import expanded
+from stream_jobs.lake_care import Caretaker
+from schemas.codec import shipped
 from stream_jobs.lake_writer import Lake
+from stream_jobs.replay_lake import pinned
+
+
+class Poll:
+    # Of a feed what following takes, with one thing to read.
+
+    full, rows, polls, looks = False, {}, 0, 0
+
+    def __init__(self, poll):
+        self._poll = poll
+
+    def look(self):
+        self.looks += 1
+        return True
+
+    def poll(self):
+        self.polls += 1
+        self._poll()
+
+    def taken(self):
+        pass
+
 
 room = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(room)], check=True)
@@ -257,7 +370,16 @@ assert ids(settings) == sorted(f"e{n}.{i}" for n in range(40) for i in range(4))
 filler.write_bytes(os.urandom(4096 * 900)[: os.statvfs(room).f_bavail * 4096])
 stop.set()
 assert not _with_room(lambda: lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
+former, schema = lake.tables["rewards"], expanded(shipped("Reward"))
+schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+feed = Poll(lambda: lake.widen(former.widened(schema)))
+stop.clear()
+threading.Timer(1.5, stop.set).start()
+_follow(lake, feed, Caretaker(settings), 1e9, stop)  # waits, and returns without a flush of what was half read
+assert (feed.polls, feed.looks) == (1, 1)
 filler.unlink()
+assert lake.widen(former.widened(schema))
+lake.tables["rewards"] = former
 assert len(ids(settings)) == 160
 assert put(lake, 160, "z") == 1
 """
