@@ -68,8 +68,14 @@ class StateLog:
             )
         self.known = True
         self.seq = delta.seq
-        for entry in unpacked(delta.entries):
-            self.state.apply(entry)
+        try:
+            for entry in unpacked(delta.entries):
+                self.state.apply(entry)
+        except (LookupError, TypeError, ValueError) as e:
+            raise UnreadableStateLog(
+                f"state log, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
+                "if a newer release wrote it, upgrade all assemble workers"
+            ) from e
         self.state.applied = [delta.applied_steps, delta.applied_rewards]
 
     def _snapshot(self, piece: AssemblySnapshot) -> None:

@@ -42,3 +42,10 @@ def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_nam
     log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train"]]), 1)
     log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train"]]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
+
+
+@pytest.mark.parametrize("entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", "one more"]])
+def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
+    """Entries have no schema: a worker of an older release must not restart on them for ever."""
+    with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
+        StateLog().read(1, state_log.delta(0, 1, Assembly(), [entry]), 1)
