@@ -18,7 +18,10 @@ feeder's and this process's are not in it. The benchmark fails when a batch, a g
     dict_pool_steps_per_s           the same grouping in dictionaries, given decoded records; nothing outlives its process
     cpu_ratio_2_workers             assemble alone: CPU a step of two workers to that of one
     split_2_workers                 percent of the trajectories that the first of two workers had
-    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of 100; turn10: the first ten
+    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of 100; turn10: the first ten.
+                                    Deltas only
+    state_bytes_with_snapshots_per_step
+                                    deltas of all turns, and snapshots as often as a large state has them
     cpu_us_per_prompt_kb            fold alone, a KB of prompt ids of such a conversation; assemble_...: the whole worker
     rss_growth_500k_1m              percent by which a worker of assemble grows from step 500,000 to a million, 50,000 closed remembered
 """

@@ -1,7 +1,4 @@
-"""What `benchmarks.jobs` feeds: made-up trajectories, encoded once into files, and the process that puts a file on Kafka.
-
-python -m benchmarks.jobs_load FILE BOOTSTRAP_SERVERS TOPIC_PREFIX
-"""
+"""What `benchmarks.jobs` feeds: made-up trajectories, encoded once into files. `benchmarks.jobs_feeder` puts a file on Kafka."""
 
 from __future__ import annotations
 
@@ -40,11 +37,6 @@ class Shape:
     response: int
     together: int = 64
     text: bool = False
-
-    @property
-    def mean_prompt(self) -> float:
-        """Tokens."""
-        return self.first + (self.turns - 1) / 2 * (self.added + self.response)
 
 
 STANDARD = Shape(turns=8, first=928, added=64, response=256)

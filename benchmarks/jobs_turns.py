@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 from benchmarks.jobs_installation import Installation, Watch
 from benchmarks.jobs_load import GROUP_SIZE, LONG, Shape, events, write
 from benchmarks.jobs_sides import Bench, expect, feed_both
+from runtime.kafka import Record
+from schemas.codec import Codec
 from schemas.events import AssemblyDelta, SessionEvent, Step
 from schemas.settings import Settings
 from stream_jobs import assembly as op
@@ -18,10 +21,12 @@ from stream_jobs.assemble import Fold
 from stream_jobs.assembler import limits_of
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import STEPS
-from stream_jobs.state_log import unpacked
+from stream_jobs.state_log import StateLog, snapshot, unpacked
 
 BATCH = 20
 """Steps of one partition in a batch under load."""
+SNAPSHOT_BEHIND = 4
+"""As `stream_jobs.owner` has it."""
 Delta = list[tuple[int, float]]
 """(turn, bytes) of each step that a record of the state log notes."""
 
@@ -37,21 +42,34 @@ def part_turns(bench: Bench) -> dict[str, Any]:
         feed_both(here, load)
         used = worker.cpu_s() - before
         written = _written(here)
-    expect("steps in the state log", sum(map(len, written)), load.steps)
+    deltas = _steps(written)
+    expect("steps in the state log", sum(map(len, deltas)), load.steps)
     fold_us, kilobytes = fold_us_per_kb(LONG, min(conversations, GROUP_SIZE))
     return {
-        "state_bytes_per_step_turn100": _bytes_per_step(written, lambda turn: turn > 0.9 * LONG.turns),
-        "state_bytes_per_step_turn10": _bytes_per_step(written, lambda turn: turn <= 0.1 * LONG.turns),
-        "state_steps_per_delta": load.steps / len(written),
+        "state_bytes_per_step_turn100": _bytes_per_step(deltas, lambda turn: turn > 0.9 * LONG.turns),
+        "state_bytes_per_step_turn10": _bytes_per_step(deltas, lambda turn: turn <= 0.1 * LONG.turns),
+        "state_bytes_with_snapshots_per_step": _with_snapshots(written) / load.steps,
+        "state_steps_per_delta": load.steps / len(deltas),
         "cpu_us_per_prompt_kb": fold_us,
         "assemble_cpu_us_per_prompt_kb": 1e6 * used / load.trajectories / kilobytes,
     }
 
 
-def _written(here: Installation) -> list[Delta]:
+Written = list[tuple[Record, AssemblyDelta]]
+"""The deltas of a state log, by partition in order."""
+
+
+def _written(here: Installation) -> Written:
+    log = Watch(here, here.topics.assembly, AssemblyDelta)
+    found = sorted(log.new(), key=lambda one: (one[0].partition, one[0].offset))
+    log.close()
+    return found
+
+
+def _steps(written: Written) -> list[Delta]:
     """Each delta that notes steps, all of its bytes shared among them: also those that say how a trajectory began and ended."""
-    log, turns, deltas = Watch(here, here.topics.assembly, AssemblyDelta), Counter[tuple[str, str]](), list[Delta]()
-    for record, delta in sorted(log.new(), key=lambda found: (found[0].partition, found[0].offset)):
+    turns, deltas = Counter[tuple[str, str]](), list[Delta]()
+    for record, delta in written:
         noted = [(e[1], e[2]) for e in unpacked(delta.entries) if e[0] == op.STEP]
         numbers = []
         for key in noted:
@@ -59,8 +77,26 @@ def _written(here: Installation) -> list[Delta]:
             numbers.append(turns[key])
         if numbers:
             deltas.append([(turn, len(record.value or b"") / len(numbers)) for turn in numbers])
-    log.close()
     return deltas
+
+
+def _with_snapshots(written: Written) -> int:
+    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large: behind four times their own bytes.
+
+    The log of a benchmark is too short for one (`jobs.snapshot_min_bytes`), so they are made here, of the state at that place.
+    """
+    codec, total = Codec(), 0
+    for _, records in groupby(written, key=lambda one: one[0].partition):
+        log = StateLog()
+        for record, delta in records:
+            size = len(record.value or b"")
+            log.read(record.offset, delta, size)
+            total += size
+            if not log.state.pending and log.bytes_since_snapshot > SNAPSHOT_BEHIND * log.snapshot_bytes:
+                pieces = snapshot(delta.epoch, log.seq, log.state)
+                log.bytes_since_snapshot, log.snapshot_bytes = 0, sum(len(codec.encode(p)) for p in pieces)
+                total += log.snapshot_bytes
+    return total
 
 
 def _bytes_per_step(deltas: Sequence[Delta], counts: Callable[[int], bool]) -> float:
