@@ -244,6 +244,7 @@ def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
     producer.flush()
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> None:
     count, rng, dlq = 1500, random.Random(5), Dlq(jobs)
     rewards = [reward(f"k{i % 50}", float(i)) for i in range(count)]

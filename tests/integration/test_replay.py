@@ -269,6 +269,7 @@ def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest
     assert recorded.untouched()
 
 
+@pytest.mark.long
 def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) -> None:
     settings, cluster = recorded.settings, recorded.cluster
     prefix = f"replay-k{uuid4().hex[:6]}"
