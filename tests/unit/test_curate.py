@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests_admit import cand
 
+from runtime.author import whoami
 from schemas.events import BatchGroup, BatchMember, CandidateStep, Place, ReadyBatch, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from stream_jobs.curate import Mark, Target, WrongMark, targets
@@ -108,3 +110,12 @@ def test_the_mark_names_what_it_is_of() -> None:
 def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(WrongMark, match=why):
         Mark("ann", **wrong)
+
+
+def test_who_did_it_has_a_name_also_where_accounts_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ann")
+    assert whoami().startswith("ann@")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert whoami().startswith(f"{os.getuid()}@")
