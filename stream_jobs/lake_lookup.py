@@ -24,16 +24,16 @@ class LakeBehind(LakeError):
 def check_not_behind(settings: Settings, cluster: Cluster, topic: str) -> None:
     """Raises LakeBehind unless what the lake has yet to read of the topic fits into half of its window: only then does it notice
     a second copy of a record that it has not read yet.
+
+    Only the lake's own marks say how far it is: another lake on this Kafka may commit to the same group.
     """
     topic_id = cluster.topic_id(topic)
-    ends, group = cluster.watermarks(topic), cluster.committed(f"{settings.kafka.topic_prefix}-lake")
+    ends = cluster.watermarks(topic)
     behind = 0
     for table in tables_of(settings.kafka.topics, topic):
         stored = marks_in(settings.lake_uri, table, settings.lake.storage_options)
         marks = {p: mark for (t, p), mark in stored.items() if t == topic_id}
-        # The marks of a quiet table stay behind for a while. What was committed to Kafka since is as good, where it is this lake's.
-        at = {p: max(mark, group.get((topic, p), 0)) for p, mark in marks.items()}
-        behind = max(behind, sum(end - max(low, at.get(p, 0)) for p, (low, end) in ends.items()))
+        behind = max(behind, sum(end - max(low, marks.get(p, 0)) for p, (low, end) in ends.items()))
     if behind > settings.lake.dedupe_window // 2:
         raise LakeBehind(
             f"the lake at {settings.lake_uri} is {behind} records behind on {topic}, more than half of lake.dedupe_window="

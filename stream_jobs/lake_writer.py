@@ -173,7 +173,12 @@ class Lake:
         known = self._marks[name]
         if any(offset and source not in known for source, offset in positions.items()):
             return True  # the first mark comes early: without one a restart can't tell what retention has taken since
-        behind = max((offset - known.get(source, 0) for source, offset in positions.items()), default=0)
+        lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
+        behind = max(lags, default=0)
+        if (
+            sum(lags) > self._window_size // 4
+        ):  # `lake_lookup.check_not_behind` must not take a quiet table for a late one
+            return True
         return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
 
     def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:

@@ -23,9 +23,10 @@ from runtime.lifecycle import EXIT_FENCED, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas import events
 from schemas.codec import TOP_LEVEL, Codec
-from schemas.settings import Settings
+from schemas.settings import LakeSettings, Settings
 from schemas.tokens import pack_ids
-from stream_jobs.lake import dataset, open_table
+from stream_jobs.lake import Lake, dataset, open_table
+from stream_jobs.lake_lookup import LakeBehind, check_not_behind
 from stream_jobs.lake_tables import catalog
 
 CODE = """
@@ -165,6 +166,36 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     assert writers.stop(writer) == 0
     assert sorted(column(settings, "steps", "step_id")) == sorted(a_step(n).step_id for n in range(450))
     producer.close()
+
+
+def test_how_far_another_lake_is_says_nothing_of_this_one(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    """Two lakes on one Kafka commit to one group."""
+    create_topics(cluster, settings)
+    topic, group, producer = settings.kafka.topics.steps, f"{settings.kafka.topic_prefix}-lake", cluster.producer()
+    for number in range(30):
+        put_step(producer, settings, Codec(), number)
+    producer.flush()
+    producer.close()
+    ends = {(topic, p): high for p, (_, high) in cluster.watermarks(topic).items()}
+    lake = Lake(settings.lake_uri, {}, 40)
+    lake.claim()
+    small = settings.model_copy(update={"lake": LakeSettings(dedupe_window=40)})
+    for name in ("steps", "session_events"):
+        start = {(cluster.topic_id(topic), p): 1 for _, p in ends}
+        lake.append(name, [], start, lambda *_: None, mark=True)
+    other = cluster.reader(group, {})
+    other.commit(ends)
+    eventually(lambda: other.poll(1, 0.1) or cluster.committed(group) == ends)
+    other.close()
+    with pytest.raises(LakeBehind, match="records behind on"):
+        check_not_behind(small, cluster, topic)
+    for name in ("steps", "session_events"):
+        lake.append(
+            name, [], {(cluster.topic_id(topic), p): end for (_, p), end in ends.items()}, lambda *_: None, mark=True
+        )
+    check_not_behind(small, cluster, topic)
 
 
 def test_poison_new_topics_and_a_topic_made_anew(

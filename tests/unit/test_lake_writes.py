@@ -105,8 +105,16 @@ def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None
     assert oldest_of_newest(files, 1000) is None
 
 
+def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
+    """Over all sources together: half of it behind is too late for those who send again."""
+    lake = claimed(tmp_path, window=100)
+    lake.append("rewards", [], {SOURCE: 7, ("T", 1): 7}, never, mark=True)
+    assert not lake.mark_due("rewards", {SOURCE: 20, ("T", 1): 19})
+    assert lake.mark_due("rewards", {SOURCE: 20, ("T", 1): 20})
+
+
 def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) -> None:
-    lake = claimed(tmp_path)
+    lake = claimed(tmp_path, window=200_000)
     assert lake.append("rewards", [], {SOURCE: 7}, never) == 0
     assert lake.marks("rewards", [SOURCE]) == {}
     assert lake.mark_due("rewards", {SOURCE: 7})  # the first one comes at once
