@@ -120,10 +120,7 @@ _FOUND = "EXCLUDE (of_trajectory, of_step, may_be) REPLACE (of_trajectory AS tra
 
 _VIEWS = {
     "trajectories": f"""
-        WITH latest AS (
-            SELECT * FROM candidates_raw
-            QUALIFY row_number() OVER (PARTITION BY kafka_topic_id, run_id, trajectory_id
-                                       ORDER BY revision DESC, kafka_timestamp DESC) = 1
+        WITH latest AS ({quality_views.LATEST}
         ), payload AS (
             SELECT kafka_topic_id, run_id, trajectory_id, any_value(metadata_json) AS metadata_json,
                    any_value(reason) AS reason, flatten(list(steps ORDER BY part)) AS steps
