@@ -239,7 +239,9 @@ def scenarios(a: Assumptions) -> list[Scenario]:
 def run(a: Assumptions, seed: int = 0) -> dict[str, Any]:
     """The plan, and the lag of each scenario; of a day in ticks of ten seconds, else of half a second."""
     served = fleet(a)
-    lags: dict[str, Lag] = {s.name: simulate(served, s, seed, 10.0 if s.seconds >= DAY_S else 0.5) for s in scenarios(a)}
+    lags: dict[str, Lag] = {
+        s.name: simulate(served, s, seed, 10.0 if s.seconds >= DAY_S else 0.5) for s in scenarios(a)
+    }
     return {
         "benchmark": "capacity", "seed": seed, "plan": plan(a),
         "scenarios": {name: _rounded(lag) for name, lag in lags.items()},
