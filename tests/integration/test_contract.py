@@ -229,9 +229,7 @@ def test_a_prompt_is_counted_as_it_will_be_rendered(contract: Contract) -> None:
 
 
 def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -> None:
-    trajectory = f"t{uuid4().hex}"
-
-    async def leave() -> str:
+    async def leave(trajectory: str) -> str:
         async with openai_client(f"{contract.captured.url}/{trajectory}/g") as client:
             said: Any = [{"role": "user", "content": QUESTIONS[0]}]
             async with await client.chat.completions.create(
@@ -242,12 +240,16 @@ def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -
                         return str(got)
         raise AssertionError("it ended by itself")
 
-    got = contract.run(leave())
-    deadline = time.monotonic() + 60
-    while not (steps := contract.captured.steps(trajectory)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (step,) = steps
+    for _ in range(10):  # on a busy machine the engine may be done before this process gets its turn to leave
+        trajectory = f"t{uuid4().hex}"
+        got = contract.run(leave(trajectory))
+        deadline = time.monotonic() + 60
+        while not (steps := contract.captured.steps(trajectory)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (step,) = steps
+        if step.status == "aborted":
+            break
     assert step.status == "aborted" and step.finish_reason is None
     assert json.loads(step.response_json)["content"].startswith(got)
     assert text_of(contract, ids_of(step), False).startswith(got)
