@@ -137,8 +137,8 @@ class Fold:
         came = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.STEP)), None)
         if came is None:
             return
-        key: Key = (came[1], came[2])
-        tails = [None, *(e[3][2] for e in entries if e[0] == op.STEP)]
+        key: Key = self.state.numbered[came[1]] if came[0] == op.STEP else (came[1], came[2])
+        tails = [None, *(e[2][2] for e in entries if e[0] == op.STEP)]
         names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
         found = [self.state.waiting_for.get((REWARDS, name, tail), ()) for name in names for tail in tails]
         for offset in sorted(offset for offsets in found for offset in offsets):

@@ -53,15 +53,16 @@ LATE_MAX = 1000
 class Assembly:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
 
-    opened: by time of the last record; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
+    opened: by time of the last record; numbered: their keys by their numbers; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
     closing. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
-    buckets (agents' sessions too), anonymous, agents and waiting_for follow from the rest and are not stored.
+    numbered, buckets (agents' sessions too), anonymous, agents and waiting_for follow from the rest and are not stored.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
     time: list[int] = field(default_factory=lambda: [-1, -1])
     topic_ids: list[str] = field(default_factory=lambda: ["", ""])
     opened: OrderedDict[Key, Open] = field(default_factory=OrderedDict)
+    numbered: dict[int, Key] = field(default_factory=dict)
     closed: Archive = field(default_factory=Archive)
     waiting: tuple[OrderedDict[int, Waiting], OrderedDict[int, Waiting]] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict())
@@ -84,8 +85,9 @@ class Assembly:
 
     # -- one method for each kind of entry; the constant beside it is its op
 
-    def _opened(self, run: str, key: str, at: int, channel: Channel) -> None:
-        self.opened[run, key] = Open(at, channel, at)
+    def _opened(self, run: str, key: str, at: int, channel: Channel, number: int) -> None:
+        self.opened[run, key] = Open(number, at, channel, at)
+        self.numbered[number] = (run, key)
 
     def _attributes(self, run: str, key: str, at: int, given: Mapping[str, Any]) -> None:
         trajectory = self._touch((run, key), at)
@@ -93,12 +95,12 @@ class Assembly:
             if getattr(trajectory, name) is None:
                 setattr(trajectory, name, value)
 
-    def _step(self, run: str, key: str, step: list[Any]) -> None:
-        entry = StepEntry(*step)
-        steps = self._touch((run, key), entry.at).steps
+    def _step(self, number: int, step: list[Any]) -> None:
+        entry, key = StepEntry(*step), self.numbered[number]
+        steps = self._touch(key, entry.at).steps
         steps.append(entry)
-        if (bucket := self._bucket((run, key))) is not None:
-            bucket.add(key, len(steps) - 1, entry)
+        if (bucket := self._bucket(key)) is not None:
+            bucket.add(key[1], len(steps) - 1, entry)
 
     def _retried(self, run: str, key: str, gone: int, counts: int) -> None:
         steps = self.opened[run, key].steps
@@ -126,6 +128,7 @@ class Assembly:
 
     def _closed(self, run: str, key: str, outcome: Outcome, reason: str | None, at: int) -> None:
         was = self.opened.pop((run, key))
+        del self.numbered[was.number]
         if (idle := self._idle((run, key))) is not None:
             idle.pop((run, key), None)
         if (bucket := self._bucket((run, key))) is not None:
@@ -258,7 +261,8 @@ class Assembly:
         plain = orjson.loads(packed)
         state = cls(plain["applied"], plain["time"], plain["topic_ids"])
         for run, key, trajectory in plain["opened"]:
-            state.opened[run, key] = Open.load(trajectory)
+            state.opened[run, key] = opened = Open.load(trajectory)
+            state.numbered[opened.number] = (run, key)
         state.closed = Archive(((run, key), orjson.dumps(trajectory)) for run, key, trajectory in plain["closed"])
         state._find_buckets()
         for w in plain["waiting"]:

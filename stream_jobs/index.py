@@ -166,8 +166,11 @@ class Folded:
 
 @dataclass(slots=True)
 class Open:
-    """A trajectory that goes on. last: time of its last record. meta: offset of the opened event with metadata."""
+    """A trajectory that goes on. number: offset on `claw.steps` of the record that opened it; the state log calls it by that. last: time of
+    its last record. meta: offset of the opened event with metadata.
+    """
 
+    number: int
     opened_at: int
     channel: Channel
     last: int
@@ -180,14 +183,14 @@ class Open:
 
     def dump(self) -> Any:
         return [
-            self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
+            self.number, self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
             [list(s) for s in self.steps], self.folded.dump(),
         ]  # fmt: skip
 
     @classmethod
     def load(cls, plain: Any) -> Open:
-        plain[7] = [StepEntry(*s) for s in plain[7]]
-        plain[8] = Folded.load(plain[8])
+        plain[8] = [StepEntry(*s) for s in plain[8]]
+        plain[9] = Folded.load(plain[9])
         return cls(*plain)
 
 

@@ -173,7 +173,7 @@ class Judge:
         now = self.state.time[STEPS]
         origin = provenance(step)
         measured = measure(steps, step)
-        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train"]]
+        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train", offset]]
         if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
             entries.append([op.ATTRIBUTES, *key, now, {"group_id": check_group_id(step.group_id)}])
         entry = StepEntry(
@@ -187,7 +187,7 @@ class Judge:
             tags=[t.name for t in step.tags] or None,
             repeats=_repeats(steps, step, measured.base),
         )  # fmt: skip
-        entries.append([op.STEP, *key, list(entry)])
+        entries.append([op.STEP, trajectory.number if trajectory else offset, list(entry)])
         entries += [[op.RETRIED, *key, *retry] for retry in _retries([*steps, entry], step)]
         return entries, payload_of(step, origin, start_of(entry, steps))
 
@@ -234,7 +234,7 @@ class Judge:
             "meta": offset if event.metadata_json is not None else None,
         }
         new = {n: v for n, v in said.items() if v is not None and getattr(trajectory, n, None) is None}
-        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, event.channel or "train"]]
+        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, event.channel or "train", offset]]
         if new:
             entries.append([op.ATTRIBUTES, *key, now, new])
         return entries, metadata_of(event) if "meta" in new else None

@@ -20,7 +20,7 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     log = StateLog()
 
     def delta(epoch: int, seq: int, key: str) -> Any:
-        return state_log.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train"]])
+        return state_log.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train", 0]])
 
     log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
     log.read(7, delta(5, 1, "again"), 1)
@@ -37,14 +37,14 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
 def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
     """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
     log, state = StateLog(), Assembly()
-    log.read(0, state_log.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train"]]), 1)
+    log.read(0, state_log.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train", 0]]), 1)
     log.read(1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
-    log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train"]]), 1)
-    log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train"]]), 1)
+    log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train", 0]]), 1)
+    log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train", 0]]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
-@pytest.mark.parametrize("entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", "one more"]])
+@pytest.mark.parametrize("entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", 0, "one more"]])
 def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
     """Entries have no schema: a worker of an older release must not restart on them for ever."""
     with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
