@@ -316,6 +316,7 @@ class AssemblyDelta:
     applied_steps: int
     applied_rewards: int
     entries: bytes
+    format: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +329,7 @@ class AssemblySnapshot:
     index: int
     count: int
     data: bytes
+    format: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

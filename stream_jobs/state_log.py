@@ -24,6 +24,8 @@ from stream_jobs.index import Entry
 
 PIECE_BYTES = 900_000
 LEVEL = 1
+FORMAT = 1
+"""Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
 
 
 class StateLog:
@@ -46,6 +48,11 @@ class StateLog:
         """Take the next record. size: its bytes. Raises UnreadableStateLog when a delta is missing."""
         if not counts(offset, record, self._epoch):
             return
+        if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format != FORMAT:
+            raise UnreadableStateLog(
+                f"state log, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
+                f"run all assemble workers on {'the newer' if record.format > FORMAT else 'that older'} release"
+            )
         match record:
             case AssemblyMarker():
                 self._epoch = offset
@@ -121,7 +128,9 @@ def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> As
     """The delta that leads to `state`. How far its clocks are goes with how far it has read: what it read is not read again."""
     steps, rewards = state.applied
     changes = packed([[op.TIMES, *state.time], *entries])
-    return AssemblyDelta(epoch=epoch, seq=seq, applied_steps=steps, applied_rewards=rewards, entries=changes)
+    return AssemblyDelta(
+        epoch=epoch, seq=seq, applied_steps=steps, applied_rewards=rewards, entries=changes, format=FORMAT
+    )
 
 
 def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
@@ -131,7 +140,7 @@ def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
     pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
     return [
         AssemblySnapshot(
-            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(pieces), data=piece
+            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(pieces), data=piece, format=FORMAT
         )
         for i, piece in enumerate(pieces)
     ]  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from schemas.events import AssemblyMarker
+from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assembly import Assembly
@@ -49,3 +50,15 @@ def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> Non
     """Entries have no schema: a worker of an older release must not restart on them for ever."""
     with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
         StateLog().read(1, state_log.delta(0, 1, Assembly(), [entry]), 1)
+
+
+@pytest.mark.parametrize(("format", "release"), [(state_log.FORMAT + 1, "newer"), (state_log.FORMAT - 1, "older")])
+def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(format: int, release: str) -> None:
+    state = Assembly()
+    pieces: list[AssemblyDelta | AssemblySnapshot] = [
+        state_log.delta(0, 1, state, []),
+        *state_log.snapshot(0, 1, state),
+    ]
+    for piece in pieces:
+        with pytest.raises(UnreadableStateLog, match=f"{release} release"):
+            StateLog().read(1, replace(piece, format=format), 1)
