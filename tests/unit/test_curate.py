@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from tests_admit import cand
+from tests_small_lake import SmallLake
 
 from runtime.author import whoami
 from schemas.events import BatchGroup, BatchMember, CandidateStep, Place, ReadyBatch, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from stream_jobs.curate import Mark, Target, WrongMark, targets
-from stream_jobs.lake import Lake
-from stream_jobs.lake_tables import Placed, catalog
 from stream_jobs.sql import SqlError, connect
 
 BUCKET = "bucket-" + "0" * 32
@@ -26,14 +25,7 @@ AT = Place(topic_id="T", partition=0, first_offset=0, last_offset=0)
 def sql(tmp_path: Path) -> Any:
     """Trajectories a (good), b (bad, admitted) and one of a bucket, each of two steps."""
     settings = Settings(data_dir=tmp_path)
-    lake = Lake(settings.lake_uri, {}, 1000)
-    lake.claim()
-
-    def put(name: str, *records: Any) -> None:
-        placed = [Placed(name, 0, i, 1000 + i, {}, r) for i, r in enumerate(records)]
-        rows = [row for p in placed for row in catalog()[name].rows_of(p)]
-        lake.append(name, rows, {(name, 0): len(records)}, bury=lambda *_: None)
-
+    lake = SmallLake(settings)
     ids = {"a": "a", "b": "b", INSIDE: BUCKET}
     candidates, steps, trajectories = [], [], []
     for tid, key in ids.items():
@@ -55,9 +47,9 @@ def sql(tmp_path: Path) -> Any:
                 step_id=s, index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=5, response_json=b"{}", trainable=True, offset=i,
             ) for i, s in enumerate(two)),
         ))  # fmt: skip
-    put("candidates", *candidates)
-    put("steps", *steps)
-    put("trajectories", *trajectories)
+    lake.put("candidates", "CC", *candidates)
+    lake.put("steps", "SS", *steps)
+    lake.put("trajectories", "TT", *trajectories)
     member = BatchMember(
         trajectory_id="b",
         trajectory_key="b",
@@ -67,7 +59,7 @@ def sql(tmp_path: Path) -> Any:
         untrainable_steps=(),
         trainable_tokens=5,
     )
-    put("groups", ReadyBatch(
+    lake.put("groups", "BB", ReadyBatch(
         run_id="r", channel="train", batch_seq=0, groups=(BatchGroup(group_id="g", round=0, n=1, members=(member,)),), policy_version=1,
         sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0, input_from=0, input_to=1,
         content_hash="", trainable_tokens=5, created_at_event_time=0,

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
+from tests_small_lake import SmallLake
 
 from schemas import events
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.lake import Lake, LakeMissing, LakeTaken
-from stream_jobs.lake_tables import Placed, catalog
+from stream_jobs.lake import LakeMissing, LakeTaken
+from stream_jobs.lake_tables import catalog
 from stream_jobs.sql import SqlError, connect, run_sql
-
-HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
-
-
-class SmallLake:
-    """Appends records as the lake writer does."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.lake = Lake(settings.lake_uri, {}, 1000)
-        self.lake.claim()
-        self._next: dict[str, int] = {}
-
-    def put(self, name: str, topic_id: str, *records: Any, headers: Mapping[str, bytes] = HEADERS) -> int:
-        first = self._next.get(topic_id, 0)
-        self._next[topic_id] = first + len(records)
-        placed = [Placed(topic_id, 0, first + i, 1000 + first + i, headers, r) for i, r in enumerate(records)]
-        rows = [row for p in placed for row in catalog()[name].rows_of(p)]
-        return self.lake.append(name, rows, {(topic_id, 0): self._next[topic_id]}, bury=lambda *_: None)
 
 
 @pytest.fixture
