@@ -39,6 +39,13 @@ def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> As
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, **more)
 
 
+async def counted(w: Trial, name: str, count: float) -> None:
+    """Wait until a metric has come to so much."""
+    async with asyncio.timeout(60):
+        while await w.metric(name) < count:  # noqa: ASYNC110 - it is asked over HTTP
+            await asyncio.sleep(0.01)
+
+
 def events(body: bytes) -> list[bytes]:
     return [e for e in body.split(b"\n\n") if e]
 
@@ -214,13 +221,12 @@ def test_client_that_leaves_a_plain_call_leaves_an_aborted_step(play: Play) -> N
 def test_client_that_leaves_while_no_engine_was_asked_leaves_nothing(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         call = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=ASK))
-        await asyncio.sleep(0.1)
+        await counted(w, "clawstream_gateway_waiting", 1)
         call.cancel()
-        while await w.metric('clawstream_gateway_calls_total{status="refused"}') < 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await counted(w, 'clawstream_gateway_calls_total{status="refused"}', 1)
         assert w.bus.messages == []
 
-    play(scenario, Script([HI]), upstreams=[])
+    play(scenario, Script([HI]), upstreams=[], worker_wait_s=300)
 
 
 @pytest.mark.parametrize("how", ["die", "fail"])
@@ -255,13 +261,13 @@ def test_refused_connections_are_tried_again_until_an_engine_is_there(play: Play
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
             call = asyncio.create_task(client.chat.completions.create(**ASK))
-            await asyncio.sleep(0.3)
+            await counted(w, "clawstream_gateway_waiting", 1)
             late = ScriptedEngine(lambda _: Script([YO]))
             async with late.serve(port):
                 assert (await call).choices[0].message.content == "Yo"
         assert len(w.steps()) == 1
 
-    play(scenario, Script([HI]), upstreams=[f"http://127.0.0.1:{port}/v1"], worker_wait_s=10)
+    play(scenario, Script([HI]), upstreams=[f"http://127.0.0.1:{port}/v1"], worker_wait_s=60)
 
 
 def test_no_engine_is_503_with_retry_after(play: Play) -> None:

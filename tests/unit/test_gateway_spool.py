@@ -365,7 +365,7 @@ def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> 
                 await caller
             if n == 1:
                 bus.gate.set()
-                await asyncio.sleep(0.01)
+                await wait_for(lambda: bus.messages)
                 bus.gate.clear()
         bus.acknowledges = False
         bus.gate.set()
