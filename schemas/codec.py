@@ -201,10 +201,6 @@ class Codec:
             raise TypeError(f"a {type(event).__name__} with a field of a wrong type: {e}") from e
         return b"".join(parts)
 
-    def header_of(self, cls: type) -> bytes:
-        """The 10 bytes with which every value of this class begins when written by the current schema."""
-        return self._current[cls][0]
-
     def type_name(self, value: bytes) -> str:
         """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
         return self._writer_of(value)[1]
@@ -251,8 +247,8 @@ class Codec:
         raise Undecodable(f"{len(value)} bytes that begin with {value[:10].hex()}: no Avro single-object header")
 
 
-def without_kafka(event: Event) -> Mapping[str, Any]:
-    """The record as plain dicts and lists, for JSON and tests."""
+def plain_of(event: Event) -> Mapping[str, Any]:
+    """The record as plain dicts and lists, its bytes as they are."""
     return _flattener(event.__class__)(event)
 
 

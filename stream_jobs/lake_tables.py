@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 
 from schemas import events
-from schemas.codec import shipped, without_kafka
+from schemas.codec import plain_of, shipped
 from schemas.reward_value import training_reward
 from schemas.topics import Topics
 from stream_jobs.lake_avro import Read, Schema, expanded, not_null, reader_of
@@ -105,7 +105,7 @@ class Table:
         """The rows of a record, with its place."""
         place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
         if self.derived is None:
-            return [self.row(tupled(self._record, without_kafka(placed.event)), placed.headers, place)]
+            return [self.row(tupled(self._record, plain_of(placed.event)), placed.headers, place)]
         return [self._tupled(made) + place for made in self.derived[type(placed.event)](placed.event)]
 
     def _tupled(self, made: Mapping[str, Any]) -> Row:
@@ -192,11 +192,11 @@ def _batch_row(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
         "trajectories": sum(len(g.members) for g in batch.groups),
         "reward_mean": fmean(rewards) if rewards else None,
     }
-    return (dict(without_kafka(batch)) | more,)
+    return (dict(plain_of(batch)) | more,)
 
 
 def _admitted_rows(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
-    for index, (group, plain) in enumerate(zip(batch.groups, without_kafka(batch)["groups"], strict=True)):
+    for index, (group, plain) in enumerate(zip(batch.groups, plain_of(batch)["groups"], strict=True)):
         rewards = [training_reward(batch.reward_weights, m.rewards) for m in group.members]
         known = [r for r in rewards if r is not None]
         syncs = [m.oldest_sync_index for m in group.members if m.oldest_sync_index is not None]
@@ -234,7 +234,7 @@ def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _json(event: Any) -> bytes:
-    return orjson.dumps(without_kafka(event))
+    return orjson.dumps(plain_of(event))
 
 
 # -- the tables

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from runtime.kafka import Record
 from runtime.records import Decoder
-from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped, without_kafka
+from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
 from schemas.errors import Undecodable
 from schemas.events import Reward, Trajectory, TrajectoryStep
 from stream_jobs.lake_avro import MALFORMED, expanded, reader_of
@@ -64,8 +64,8 @@ def test_what_is_read_is_what_was_written(cls: type) -> None:
     @given(records_of(cls), st.data())
     def holds(record: Any, data: st.DataObject) -> None:
         value = CODEC.encode(record)
-        assert read(value, 10) == tupled(schema, without_kafka(record))
-        assert named(schema, read(value, 10)) == named(schema, tupled(schema, without_kafka(CODEC.decode(value))))
+        assert read(value, 10) == tupled(schema, plain_of(record))
+        assert named(schema, read(value, 10)) == named(schema, tupled(schema, plain_of(CODEC.decode(value))))
         cut = data.draw(st.integers(10, len(value)))
         for broken in (value[:cut], value + b"\x00") if cut < len(value) else (value + b"\x00",):
             with pytest.raises(MALFORMED):
@@ -91,7 +91,7 @@ def test_fields_that_are_left_out_are_stepped_over() -> None:
     @given(records_of(next(c for c in TOP_LEVEL if c.__name__ == "Trajectory")))
     def holds(record: Any) -> None:
         assert table.record is not None
-        assert read(CODEC.encode(record), 10) == tupled(table.record, without_kafka(record))
+        assert read(CODEC.encode(record), 10) == tupled(table.record, plain_of(record))
 
     holds()
 
@@ -132,7 +132,7 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
         step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2, response_json=b"{}", trainable=True, offset=9
     )  # fmt: skip
     assert former.record is not None
-    old = (*tupled(former.record, {"run_id": "r", "steps": [without_kafka(step)]}), "T", 0, 1, 2)
+    old = (*tupled(former.record, {"run_id": "r", "steps": [plain_of(step)]}), "T", 0, 1, 2)
     (row,) = wider.arrow([wider.adopted(old, former)]).to_pylist()
     assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == ("r", None, None, 1)
     assert {n: row[n] for n in former.schema.names if n != "steps"} == {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime.kafka import SourceTruncated
 from schemas import events
-from schemas.codec import AVRO_DIR, without_kafka
+from schemas.codec import AVRO_DIR, plain_of
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
 from stream_jobs.lake_feed import first_offset
@@ -63,7 +63,7 @@ def test_steps_come_back_as_they_were(written: list[events.Step]) -> None:
     rows = round_trip("steps", *written)
     assert [r["kafka_offset"] for r in rows] == list(range(len(written)))
     for step, row in zip(written, rows, strict=True):
-        plain = dict(without_kafka(step))
+        plain = dict(plain_of(step))
         for name in ("prompt_token_ids", "response_token_ids"):
             plain[name] = None if plain[name] is None else unpack_ids(plain[name])
         if step.response_logprobs is not None:
