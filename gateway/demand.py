@@ -23,7 +23,9 @@ RUN_ENDED = "run_ended"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A group that was refused whole. offset: on the journal. n: trajectories asked for. total: `replacements_total` with this one."""
+    """A group that was refused whole, as the reply shows it. offset: on the journal. n: trajectories asked for instead. total:
+    `replacements_total` up to and with it.
+    """
 
     offset: int
     group_id: str

@@ -9,27 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
 from gateway.calls import header_map
-from gateway.demand import DemandSource, Seen
+from gateway.demand import DemandSource, Refusal, Seen
 from gateway.door import Door
 from gateway.errors import Forbidden, NotFound, Unprocessable
 from schemas.events import Channel
 from schemas.ids import RUN_ID
 
 After = Annotated[int | None, Query(ge=0, description="offset of the last refusal that was handled")]
-
-
-class RefusalReply(BaseModel):
-    """A group that was refused. n: trajectories asked for instead. total: replacements_total up to and with it."""
-
-    model_config = ConfigDict(from_attributes=True, frozen=True)
-
-    offset: int
-    group_id: str
-    round: int | None
-    n: int
-    reason: str
-    detail: str | None
-    total: int
 
 
 class DemandReply(BaseModel):
@@ -45,7 +31,7 @@ class DemandReply(BaseModel):
     ended: bool
     replacements_total: int
     replacements_by_reason: Mapping[str, int]
-    refusals: tuple[RefusalReply, ...]
+    refusals: tuple[Refusal, ...]
     refusals_missing: bool
     groups_admitted: int
     groups_refused: int
@@ -72,7 +58,7 @@ def reply_of(run_id: str, channel: Channel, seen: Seen, after: int | None, loade
         ended=standing.ended,
         replacements_total=standing.replacements_total,
         replacements_by_reason=standing.replacements,
-        refusals=tuple(RefusalReply.model_validate(r) for r in refusals),
+        refusals=refusals,
         refusals_missing=missing,
         groups_admitted=standing.groups_admitted,
         groups_refused=standing.groups_refused,
