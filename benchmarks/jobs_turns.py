@@ -21,12 +21,11 @@ from stream_jobs.assemble import Fold
 from stream_jobs.assembler import limits_of
 from stream_jobs.assembly import Assembly
 from stream_jobs.index import STEPS
+from stream_jobs.owner import SNAPSHOT_BEHIND
 from stream_jobs.state_log import StateLog, snapshot, unpacked
 
 BATCH = 20
 """Steps of one partition in a batch under load."""
-SNAPSHOT_BEHIND = 4
-"""As `stream_jobs.owner` has it."""
 Delta = list[tuple[int, float]]
 """(turn, bytes) of each step that a record of the state log notes."""
 
@@ -81,7 +80,7 @@ def _steps(written: Written) -> list[Delta]:
 
 
 def _with_snapshots(written: Written) -> int:
-    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large: behind four times their own bytes.
+    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large: `SNAPSHOT_BEHIND`.
 
     The log of a benchmark is too short for one (`jobs.snapshot_min_bytes`), so they are made here, of the state at that place.
     """

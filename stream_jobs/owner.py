@@ -30,6 +30,9 @@ COLD_AFTER_MS = 600_000
 """An older step is not put into the cache of a new owner, but read when its trajectory closes."""
 DELTA_AT_LEAST_EVERY_MS = 60_000
 """Ticks alone change nothing that must be kept; this bounds how many are read again."""
+SNAPSHOT_BEHIND = 4
+"""The next snapshot comes behind so many times the last one's bytes: then snapshots add a quarter to what is written, and a new owner
+reads at most five times the state."""
 CANDIDATE_TICK_S = 1.0
 SLICE_BYTES = 32 << 20
 """Of payload in memory at once, when many trajectories close together. One trajectory is never cut."""
@@ -194,7 +197,9 @@ class Owner:
         await self._emit()
         self._batch.clear()
         await self._tick_candidates()
-        if self._log.bytes_since_snapshot > max(self._shared.snapshot_min_bytes, 4 * self._log.snapshot_bytes):
+        if self._log.bytes_since_snapshot > max(
+            self._shared.snapshot_min_bytes, SNAPSHOT_BEHIND * self._log.snapshot_bytes
+        ):
             await self._append_snapshot()
 
     async def _refuse_disorder(self, source: Source, record: Record) -> None:
