@@ -37,7 +37,7 @@ class OpenAICompletions:
 
     def request(self, body: bytes) -> Request:
         said = object_of(body)
-        prompts, each = prompts_of(said), n_of(said)
+        prompts, each = prompt_count(said), n_of(said)
         if prompts * each > MAX_CHOICES:
             raise BadRequest(f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices", "prompt")
         return Request(model_of(said), stream_of(said), prompts * each, body, said, prompts)
@@ -65,7 +65,7 @@ class OpenAICompletions:
         return OpenAICompletionsFold(request, kind)
 
 
-def prompts_of(said: Mapping[str, Any]) -> int:
+def prompt_count(said: Mapping[str, Any]) -> int:
     """How many prompts a request has: a text, a list of texts, token ids, or lists of them. Raises BadRequest.
 
     Only the first entry of a list is looked at: a prompt may be 100,000 ids, and an engine refuses a mixed list.

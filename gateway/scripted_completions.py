@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import orjson
 
-from gateway.openai_completions import prompts_of
+from gateway.openai_completions import prompt_count
 from gateway.scripted import Event, Json, Say, Script
 
 _HEAD: Json = {"object": "text_completion", "created": 1}
@@ -19,7 +19,7 @@ class CompletionsVoice:
     path = "/v1/completions"
 
     def prompts(self, request: Json) -> int:
-        return prompts_of(request)
+        return prompt_count(request)
 
     def plain(self, request: Json, script: Script) -> Json:
         ids = _asks_ids(request, script)
@@ -99,5 +99,5 @@ def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) ->
 
 
 def _usage(request: Json, script: Script) -> Json:
-    asked, sampled = len(script.prompt_ids) * prompts_of(request), sum(len(s.ids) for s in script.says)
+    asked, sampled = len(script.prompt_ids) * prompt_count(request), sum(len(s.ids) for s in script.says)
     return {"prompt_tokens": asked, "total_tokens": asked + sampled, "completion_tokens": sampled}
