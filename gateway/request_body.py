@@ -1,7 +1,8 @@
-"""Reading what all protocols have in their requests. Pure; every error names the field."""
+"""What all protocols have in their requests: read, and changed in the bytes. Pure; every error names the field."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -80,6 +81,19 @@ def with_fields(request: Request, added: dict[str, Any]) -> bytes:
     if added.keys() & request.said.keys() or not request.said:
         return dumps({**request.said, **added})
     return request.body.rstrip(b" \t\r\n")[:-1] + b"," + orjson.dumps(added)[1:]
+
+
+def renamed(body: bytes, model: str) -> bytes:
+    """The body with another model. Not by `dumps`: numbers of any length stay what they are. Raises BadRequest."""
+    try:
+        said = json.loads(body)
+        if not isinstance(said, dict):
+            return body
+        return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()
+    except ValueError:
+        return body  # the engine says what is wrong with it
+    except RecursionError as error:
+        raise BadRequest("body: nested too deeply", "body") from error
 
 
 def error_text(error: object) -> str:

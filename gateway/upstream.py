@@ -14,17 +14,17 @@ Whatever breaks later is an error of the call.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 
 from gateway.clock import Clock
 from gateway.connections import Connection
-from gateway.errors import BadRequest, NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
+from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.health import By
 from gateway.lane import Lane
 from gateway.lanes import Lanes
 from gateway.metrics import Metrics
+from gateway.request_body import renamed
 from gateway.workers import Worker, WorkerTable
 from schemas.settings import GatewaySettings
 
@@ -270,16 +270,3 @@ class Ask:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.release()
-
-
-def renamed(body: bytes, model: str) -> bytes:
-    """The request with another model name. Numbers of any length stay what they are. Raises BadRequest."""
-    try:
-        said = json.loads(body)
-        if not isinstance(said, dict):
-            return body
-        return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()
-    except ValueError:
-        return body  # the engine says what is wrong with it
-    except RecursionError as error:
-        raise BadRequest("body: nested too deeply", "body") from error

@@ -20,9 +20,9 @@ from schemathesis import GenerationMode
 
 from gateway.errors import BadRequest
 from gateway.protocol import Kind
+from gateway.request_body import renamed
 from gateway.scripted import Say, Script
 from gateway.trial import Trial, play
-from gateway.upstream import renamed
 from schemas.codec import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

@@ -32,7 +32,7 @@ from gateway.health import (
     kind_of,
 )
 from gateway.lane import Lane
-from gateway.upstream import renamed
+from gateway.request_body import renamed
 from gateway.workers import Ranking, Worker, WorkerTable, choose, ranked, slot_of, suited
 from runtime.config import load, words_of
 from schemas.errors import SettingsError
