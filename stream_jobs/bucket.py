@@ -215,7 +215,11 @@ def _evidence(step: StepEntry) -> list[int]:
 
 
 def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
-    """The trajectory of the step whose retry this is."""
+    """The trajectory of the step whose retry this is, by looking numbers up: a bucket may have thousands of steps.
+
+    Not `retries.retry_of`, which then decides in that trajectory which step it is: here one that was retried before counts too, for a
+    third try belongs there as well, and what the client says of its tries doesn't, for that names no conversation.
+    """
     by_key = idempotency_hash(step)
     length = len(step.prompt_token_ids or b"") // WIDTH
     same = [
