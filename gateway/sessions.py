@@ -11,7 +11,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import os
 import secrets
 from collections import OrderedDict
 from contextlib import suppress
@@ -23,7 +22,7 @@ import orjson
 
 from gateway import api_keys
 from gateway.errors import BadRequest, WrongKey
-from runtime.durable_file import fsync_path, fsynced_draft
+from runtime.durable_file import create_durably
 from schemas.errors import InvalidId, SettingsError
 from schemas.events import Channel
 from schemas.ids import check_group_id, check_run_id, check_trajectory_key
@@ -134,9 +133,8 @@ def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
 def _make_secret(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     secret = secrets.token_urlsafe(32).encode()
-    with fsynced_draft(path, secret, 0o600) as draft, suppress(FileExistsError):
-        os.link(draft, path)  # whole or not at all, and only the first one counts
-    fsync_path(path.parent)
+    with suppress(FileExistsError):  # only the first one counts
+        create_durably(path, secret, 0o600)
 
 
 def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None:

@@ -38,3 +38,12 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
     with fsynced_draft(path, data, mode) as draft:
         draft.replace(path)
     fsync_path(path.parent)
+
+
+def create_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """As `write_durably`, where no file may be there yet: of several that try at once one makes it. Raises FileExistsError, OSError."""
+    with fsynced_draft(path, data, mode) as draft:
+        try:
+            os.link(draft, path)
+        finally:
+            fsync_path(path.parent)  # another one who has just made it may not have come so far

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from runtime.durable_file import write_durably
+from runtime.durable_file import create_durably, fsync_path
 from runtime.moments import moment_of
 from schemas.settings import Settings
 from stream_jobs.lake_delta import LakeError, LakeMissing, open_table, version_at
@@ -82,18 +82,32 @@ def pin(settings: Settings, keep: str | None = None) -> dict[str, Any]:
     Raises PinError for a name that is taken: whoever kept that pin counts on its versions.
     """
     if keep is not None and _is_kept(settings, _named(keep)):
-        raise PinError(f"there is a kept pin {keep}: choose another name, or `clawstream tables unpin {keep}` first")
+        raise _taken(keep)
     now = datetime.now(UTC)
     found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
     if keep is not None:
-        lake, data = _lake(settings), json.dumps(found).encode()
-        lake.create_dir(_PINS)
-        if isinstance(lake.base_fs, pafs.LocalFileSystem):
-            write_durably(Path(lake.base_path) / _file(keep), data)
-        else:
-            with lake.open_output_stream(_file(keep)) as out:  # object stores have an object whole or not at all
-                out.write(data)
+        _keep(settings, keep, json.dumps(found).encode())
     return found
+
+
+def _keep(settings: Settings, name: str, data: bytes) -> None:
+    """Whole or not at all. Raises PinError when another has just taken the name; an object store can't tell: there the later one stays."""
+    lake = _lake(settings)
+    lake.create_dir(_PINS)
+    if not isinstance(lake.base_fs, pafs.LocalFileSystem):
+        with lake.open_output_stream(_file(name)) as out:
+            out.write(data)
+        return
+    root = Path(lake.base_path)
+    try:
+        create_durably(root / _file(name), data)
+    except FileExistsError as e:
+        raise _taken(name) from e
+    fsync_path(root)  # the directory of the first pin
+
+
+def _taken(name: str) -> PinError:
+    return PinError(f"there is a kept pin {name}: choose another name, or `clawstream tables unpin {name}` first")
 
 
 def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.durable_file import write_durably
+from runtime.durable_file import create_durably, write_durably
 
 
 def test_bytes_are_on_disk_before_their_name_and_the_name_before_it_returns(
@@ -40,3 +40,11 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         with pytest.raises(OSError, match="No space left"):
             write_durably(tmp_path / "f", b"new")
     assert (tmp_path / "f").read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+
+
+def test_a_file_is_created_once(tmp_path: Path) -> None:
+    create_durably(tmp_path / "f", b"first", 0o600)
+    with pytest.raises(FileExistsError):
+        create_durably(tmp_path / "f", b"second")
+    assert (tmp_path / "f").read_bytes() == b"first" and os.listdir(tmp_path) == ["f"]
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o600

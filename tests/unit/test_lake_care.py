@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,25 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     assert versions_of(settings, "paper") == first["versions"]
     unpin(settings, "paper")
     assert pin(settings, keep="paper")["versions"] != first["versions"]
+
+
+def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake: Lake) -> None:
+    """All of them find the name free. What a killed one has left, a draft, is no pin."""
+    together = threading.Barrier(4)
+
+    def kept(_: int) -> dict[str, Any] | PinError:
+        together.wait()
+        try:
+            return pin(settings, keep="paper")
+        except PinError as e:
+            return e
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(kept, range(4)))
+    (winner,) = [f for f in found if isinstance(f, dict)]
+    assert all("there is a kept pin paper: choose another name" in str(f) for f in found if isinstance(f, PinError))
+    (Path(settings.lake_uri) / "_pins" / ".paper.json.1.ab").write_text('{"la')
+    assert pins(settings) == {"paper": winner}
 
 
 def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
