@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import signal
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 from tests_jobs import Eventually, Jobs, reward, running, session, step
 
 from runtime.kafka import Cluster
+from runtime.lifecycle import EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.events import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
 from schemas.settings import Settings
@@ -262,8 +265,45 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     jobs.producer.flush()
     p = partition_of(b"open2", 4)
     jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
-    assert jobs.start().wait(60) == 79
+    assert jobs.start().wait(60) == EXIT_SOURCE
     assert "source truncated" in (jobs.logs / "assemble-0.log").read_text()
+
+
+def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, eventually: Eventually) -> None:
+    """The consumer goes on at the log's start and says nothing; what lay between must not be passed over by the fold."""
+    topic, partition = jobs.topics.steps, 0
+    keys = (k for n in itertools.count() if partition_of((k := f"t{n}").encode(), 4) == partition)
+    worker = jobs.start(session_timeout_s=60)  # it stays the owner while it is stopped
+
+    def put(*events: Any) -> int:
+        """Returns the end of the partition."""
+        jobs.put(*events)
+        jobs.producer.flush()
+        return jobs.cluster.watermarks(topic, [partition])[partition][1]
+
+    def overtaken() -> bool:
+        """Whether the worker has died of it. It has not where a fetch that was under way brought what is gone."""
+        before, gone, behind = itertools.islice(keys, 3)
+        put(*jobs.conversation(before))
+        eventually(lambda: before in jobs.candidates())
+        worker.send_signal(signal.SIGSTOP)
+        put(step(before, [1], [2]))  # for such a fetch
+        jobs.cluster.delete_records(topic, partition, put(*jobs.conversation(gone)))
+        put(*jobs.conversation(behind))
+        worker.send_signal(signal.SIGCONT)
+        eventually(lambda: worker.poll() is not None or behind in jobs.candidates())
+        known = jobs.candidates()
+        assert gone in known or behind not in known, "it went on behind the hole"
+        return worker.poll() is not None
+
+    assert any(overtaken() for _ in range(3))
+    assert worker.wait() == EXIT_SOURCE
+    low = jobs.cluster.watermarks(topic, [partition])[partition][0]
+    log = jobs.logs / "assemble-0.log"
+    assert f"source truncated: {topic}-{partition} begins at offset {low}; " in log.read_text()
+    assert jobs.start().wait(60) == EXIT_SOURCE  # nor is anything behind the hole in its state
+    told = re.findall(rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)", log.read_text())
+    assert told and int(told[0]) < low
 
 
 def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Eventually) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runtime.config import words_of
-from runtime.kafka import Cluster
+from runtime.kafka import Cluster, Record
+from runtime.lifecycle import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import DeadLetter, Reward, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
+from stream_jobs.rewarder import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
 from stream_jobs.trajectory import in_parts
 
 ROOT = Path(__file__).parents[2]
@@ -120,35 +125,94 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
     assert {(d.reason, d.value, d.process) for d in letters} == {("undecodable", b"garbage", "reward")}
 
 
-def test_retention_that_overtakes_a_worker_is_an_error(settings: Settings, cluster: Cluster) -> None:
+def test_retention_that_overtakes_a_worker_is_an_error(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
     """The consumer goes on at the log's start and says nothing; what lay between would never have been rewarded."""
     create_topics(cluster, settings)
-    topic, producer = settings.kafka.topics.trajectories, cluster.producer()
+    topics, producer = settings.kafka.topics, cluster.producer()
+    patient = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"session_timeout_s": 60.0})})
 
-    def put(answer: str) -> int:
+    def put(key: str) -> int:
         """Returns the end of the partition."""
-        producer.put(topic, b"k", CODEC.encode(trajectory("k", answer)), partition=0)
+        producer.put(topics.trajectories, b"k", CODEC.encode(trajectory(key, "42")), partition=0)
         producer.flush()
-        return cluster.watermarks(topic, [0])[0][1]
+        return cluster.watermarks(topics.trajectories, [0])[0][1]
 
-    with worker(settings, {"*": ("exact_match@1",)}) as job:
-        for turn in range(3):
-            while not read(cluster, settings.kafka.topics.rewards) and job.poll() is None:
-                put("42")
-            job.send_signal(signal.SIGSTOP)
-            put("42")  # what a fetch that is under way brings
-            cluster.delete_records(topic, 0, put(f"unseen {turn}"))
-            put("42")
-            job.send_signal(signal.SIGCONT)
-            with suppress(subprocess.TimeoutExpired):
-                job.wait(15)
-                break
-        assert job.poll() == 79
-    assert "source truncated" in (settings.data_dir / "reward.log").read_text()
+    def answered(key: str) -> bool:
+        return any(r.trajectory_id == key for r in read(cluster, topics.rewards))
+
+    def overtaken(job: subprocess.Popen[bytes], turn: int) -> bool:
+        """Whether the worker has died of it. It has not where a fetch that was under way brought what is gone."""
+        put(f"before{turn}")
+        eventually(lambda: answered(f"before{turn}"))
+        job.send_signal(signal.SIGSTOP)
+        put(f"under-way{turn}")  # for such a fetch
+        cluster.delete_records(topics.trajectories, 0, put(f"gone{turn}"))
+        put(f"behind{turn}")
+        job.send_signal(signal.SIGCONT)
+        eventually(lambda: job.poll() is not None or answered(f"behind{turn}"))
+        assert answered(f"gone{turn}") or not answered(f"behind{turn}"), "it went on behind the hole"
+        return job.poll() is not None
+
+    with worker(patient, {"*": ("exact_match@1",)}) as job:
+        assert any(overtaken(job, turn) for turn in range(3))
+        assert job.wait() == EXIT_SOURCE
+    low = cluster.watermarks(topics.trajectories, [0])[0][0]
+    told = f"source truncated: {topics.trajectories}-0 begins at offset {low}; "
+    assert told in (settings.data_dir / "reward.log").read_text()
     producer.close()
+
+
+@pytest.mark.parametrize(
+    ("just_in_time", "too_late"),
+    [((1 + GIVE_UP_RECORDS, 0), (2 + GIVE_UP_RECORDS, 0)), ((3, GIVE_UP_MS), (4, GIVE_UP_MS + 1))],
+    ids=["records", "time"],
+)
+def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
+    settings: Settings, cluster: Cluster, just_in_time: tuple[int, int], too_late: tuple[int, int]
+) -> None:
+    """The job in this process, for the log's time can't be made. Places: offset, milliseconds; the last part came at (1, 0)."""
+    create_topics(cluster, settings)
+    topics, functions = settings.kafka.topics, {"*": ("exact_match@1",)}
+    whole = trajectory("broken", "42")
+    parts = list(in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000))
+
+    def record(offset: int, at_ms: int, event: Trajectory) -> Record:
+        return Record(topics.trajectories, 0, offset, at_ms, event.trajectory_key.encode(), CODEC.encode(event), {})
+
+    batches = [
+        [record(0, 0, parts[0]), record(1, 0, parts[1]), record(2, 0, trajectory("beside", "42"))],
+        [record(*just_in_time, trajectory("in-time", "42"))],
+        [record(*too_late, trajectory("behind", "42"))],
+        [record(too_late[0] + 1, too_late[1], parts[2])],
+    ]
+
+    async def work() -> list[int]:
+        jobs = settings.jobs.model_copy(update={"reward_functions": functions})
+        job = Rewarder(settings.model_copy(update={"jobs": jobs}), cluster)
+        await job.assigned([0])
+        done = [(await job.process(0, batch))[topics.trajectories] for batch in batches]
+        job.close()
+        return done
+
+    assert asyncio.run(work()) == [-1, -1, too_late[0], too_late[0] + 1]
+    answers = [r for r in read(cluster, topics.rewards) if isinstance(r, Reward)]
+    assert sorted((r.trajectory_id, r.value, r.reason) for r in answers) == [
+        ("behind", 1.0, None), ("beside", 1.0, None), ("broken", None, f"trajectory lost: {INCOMPLETE}"), ("in-time", 1.0, None),
+    ]  # fmt: skip
+    (letter,) = read(cluster, topics.dead_letters)
+    first = batches[0][0]
+    assert (letter.topic, letter.topic_id) == (topics.trajectories, cluster.topic_id(topics.trajectories))
+    assert (letter.partition, letter.offset, letter.key, letter.value) == (0, 0, first.key, first.value)
+    assert (letter.process, letter.reason, letter.detail) == (
+        "reward",
+        "invalid",
+        f"{INCOMPLETE}: {len(parts)} were due",
+    )
 
 
 def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
     with worker(settings, {"*": ("no_such@1",)}) as job:
-        assert job.wait(30) == 2
+        assert job.wait(60) == EXIT_SETTINGS
     assert "jobs.reward_functions.*: 'no_such@1': no built-in reward" in (settings.data_dir / "reward.log").read_text()
