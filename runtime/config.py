@@ -35,7 +35,8 @@ def _got(value: object, path: str) -> str:
     return ", got (not shown)" if _SECRET.search(path) else f", got {value!r:.80}"
 
 
-def _scalar(text: str, path: str) -> Any:
+def value_of(text: str, path: str) -> Any:
+    """What is written for a setting, as YAML. Raises SettingsError that names its path."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -58,12 +59,24 @@ def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[s
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(PREFIX):
             path = name[len(PREFIX) :].lower().replace("__", ".")
-            _set(tree, path, _scalar(text, path))
+            _set(tree, path, value_of(text, path))
     for word in words:
         path, sep, text = word.partition("=")
         if not sep or not path:
             raise SettingsError(f"word {word!r}: settings are written a.b=c")
-        _set(tree, path, _scalar(text, path))
+        _set(tree, path, value_of(text, path))
+    return _judged(tree)
+
+
+def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with other values, by path, all of them judged anew. Raises SettingsError as `load` does."""
+    tree = settings.model_dump()
+    for path, value in values.items():
+        _set(tree, path, value)
+    return _judged(tree)
+
+
+def _judged(tree: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as e:

@@ -6,9 +6,9 @@ Nothing here talks to admission: it reads the same log, and a policy holds from 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from runtime.config import load, words_of
+from runtime.config import changed, value_of
 from runtime.kafka import Cluster, Record
 from runtime.records import Decoder, now_micros, publish_schemas
 from schemas.errors import Undecodable, UnknownSchema
@@ -157,13 +157,10 @@ class PolicyLog:
 
 def changed_policy(settings: Settings, policy: AdmissionPolicy, changes: Mapping[str, str], by: str) -> AdmissionPolicy:
     """The next version of a policy, judged as settings are. Raises SettingsError that names the setting."""
-    same = settings.model_copy(
-        update={
-            "admit": settings.admit.model_copy(update={"policy": settings_of(policy)}),
-            "trainer": settings.trainer.model_copy(update={"sync_every": policy.sync_every}),
-        }
-    )
-    words = [f"admit.policy.{name}={text}" for name, text in changes.items()]
-    if "sync_every" in changes:  # else it would be refused for the trainer's sake
-        words.append(f"trainer.sync_every={changes['sync_every']}")
-    return policy_of(load(None, [*words_of(same), *words], {}), policy.policy_version + 1, now_micros(), by)
+    values: dict[str, Any] = {"admit.policy": dict(settings_of(policy)), "trainer.sync_every": policy.sync_every}
+    for name, text in changes.items():
+        path = f"admit.policy.{name}"
+        values[path] = value_of(text, path)
+        if name == "sync_every":  # else it would be refused for the trainer's sake
+            values["trainer.sync_every"] = values[path]
+    return policy_of(changed(settings, values), policy.policy_version + 1, now_micros(), by)

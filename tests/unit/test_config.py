@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import load
+from runtime.config import changed, load
 from schemas.errors import SettingsError
 
 
@@ -98,3 +98,17 @@ def test_settings_are_frozen() -> None:
 )
 def test_topics_are_replicated_as_the_cluster_allows(words: list[str], replication: tuple[int, int]) -> None:
     assert load(None, words, {}).replication == replication
+
+
+def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
+    before = load(
+        None, ["trainer.lr=3e-4", "gateway.upstreams=['http://127.0.0.1:1']", "admit.policy.group_size=4"], {}
+    )
+    after = changed(before, {"admit.policy.sync_every": 2, "trainer.sync_every": 2})
+    assert after.model_dump(exclude={"admit", "trainer"}) == before.model_dump(exclude={"admit", "trainer"})
+    assert (after.admit.policy.sync_every, after.admit.policy.group_size, after.trainer.lr) == (2, 4, 3e-4)
+    assert changed(before, {}) == before
+    with pytest.raises(SettingsError, match=r"trainer.sync_every=1 differs from admit.policy.sync_every=2"):
+        changed(before, {"admit.policy.sync_every": 2})
+    with pytest.raises(SettingsError, match=r"setting trainer.lr: Input should be greater than 0, got -1"):
+        changed(before, {"trainer.lr": -1})
