@@ -110,7 +110,7 @@ async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
             memory.take(len(part))
             size += len(part)
             parts.append(part)
-    except BaseException:
+    except BaseException:  # refused, cancelled, gone: what was read is memory no more
         memory.give_back(size)
         raise
     return parts[0] if len(parts) == 1 else b"".join(parts)

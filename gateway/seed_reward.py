@@ -60,7 +60,7 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
     """The number. Raises Unprocessable with the reason when the function gives none."""
     try:
         said = rule.function(trajectory)
-    except Exception as error:
+    except Exception as error:  # a user's function: what it raises is the reply
         raise Unprocessable(f"{rule.name}@{rule.version}: {type(error).__name__}: {error}", "dataset_fields") from error
     if isinstance(said, Mapping):
         said = said.get(STEP_ID)

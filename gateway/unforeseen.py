@@ -36,7 +36,7 @@ class Unforeseen:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception as error:
+        except Exception as error:  # the outermost: behind it is the server, which would log the message
             if scope["type"] != "http":
                 raise
             places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]

@@ -215,7 +215,7 @@ class Ask:
             self._broke = True
             self._again("broken", failure)
             return None
-        except BaseException:
+        except BaseException:  # cancelled, or a bug: the engine's place is free again
             lane.left(self._by)
             self._let_go()
             raise

@@ -150,7 +150,7 @@ class EmbeddedBroker:
                     self._launch(plan, java, jars_dir)
                 for plan in down:
                     self._await_ready(plan, everyone=frozenset(self.plans))
-            except BaseException:
+            except BaseException:  # interrupted too: no node is left behind without its others
                 self.stop()
                 raise
 

@@ -366,9 +366,11 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]
         """What was fetched while partitions were taken away, or before the new ones were sought, must come again."""
         try:
             await self.perform_seek()
-        except Exception:
+        except Exception as e:
             if self.flow_active:
-                raise  # while it is not, the rebalance that goes on seeks before anything flows
+                raise
+            # Partitions that are being taken away: many kinds of errors. The rebalance that goes on seeks before anything flows.
+            logger().debug("seek_overtaken", error=repr(e))
 
     def verify_event_path(self, now: float, tp: TP) -> None:
         """Faust looks whether its streams hang; it has none. What remains is whether aiokafka fetches."""

@@ -173,7 +173,7 @@ class Producer:
             self._producer.begin_transaction()
             try:
                 yield
-            except BaseException:
+            except BaseException:  # whatever it was: else the transaction would stay open
                 self._producer.abort_transaction(FLUSH_TIMEOUT_S)
                 raise
             self._producer.commit_transaction(FLUSH_TIMEOUT_S)
