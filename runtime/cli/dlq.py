@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -282,11 +282,8 @@ def dlq_replay(
     force: Force = False,
 ) -> None:
     """Send records again as they were, after what made them fail is mended: some by id, by filter, or all."""
-    names, words = _split(given)
-    settings, after = settings_of(config, words), _since(since)
-    with _plain() as (letters, office):
-        chosen = letters.Filter(topic, process, reason, run, after)
-        _act(settings, letters, office, names, chosen, every, yes, lambda desk, some: desk.replay(some, force, note))
+    asked = _Asked(given, config, (topic, process, reason, run), since, every, yes)
+    _act(asked, lambda desk, some: desk.replay(some, force, note))
 
 
 @app.command("dismiss")
@@ -303,32 +300,41 @@ def dlq_dismiss(
     yes: Yes = False,
 ) -> None:
     """Say that nothing is to be done: they are listed no more as open. Their bytes stay."""
-    names, words = _split(given)
-    settings, after = settings_of(config, words), _since(since)
-    with _plain() as (letters, office):
-        chosen = letters.Filter(topic, process, reason, run, after)
-        _act(settings, letters, office, names, chosen, every, yes, lambda desk, some: desk.dismiss(some, note))
+    asked = _Asked(given, config, (topic, process, reason, run), since, every, yes)
+    _act(asked, lambda desk, some: desk.dismiss(some, note))
 
 
-def _act(
-    settings: Settings, letters: ModuleType, office: ModuleType, names: list[str], chosen: Any, every: bool, yes: bool, do: Any
-) -> None:  # fmt: skip
+class _Asked(NamedTuple):
+    """What a command that acts was told. marks: topic, process, reason, run."""
+
+    given: Sequence[str] | None
+    config: Path | None
+    marks: tuple[str | None, ...]
+    since: str | None
+    every: bool
+    yes: bool
+
+
+def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
     """Do it to the letters of these names, or of this filter, and tell of each; exit code 1 when one could not be sent."""
-    by_filter = any((chosen.topic, chosen.process, chosen.reason, chosen.run, chosen.since, every))
-    if bool(names) == by_filter:
+    names, words = _split(asked.given)
+    settings, after = settings_of(asked.config, words), _since(asked.since)
+    if bool(names) == any((*asked.marks, asked.since, asked.every)):
         fail("name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all", 2)
-    cluster_of(settings)
-    if not yes:  # a look takes nothing from another who is at it
-        some = _some(settings, letters, _read(settings, letters), names, chosen)
-        if len(some) > ASK_ABOVE:
-            typer.echo(_summary(some))
-            fail(f"these are {len(some)}: --yes does it")
-    with office.Office(settings) as desk:
-        some = _some(settings, letters, desk.letters, names, chosen)
-        left = 0
-        for sent in do(desk, some):
-            left += sent.why_not is not None
-            typer.echo(_told(sent, sent.letter.spot.short))
+    with _plain() as (letters, office):
+        cluster_of(settings)
+        chosen = letters.Filter(*asked.marks, after)
+        if not asked.yes:  # a look takes nothing from another who is at it
+            some = _some(settings, letters, _read(settings, letters), names, chosen)
+            if len(some) > ASK_ABOVE:
+                typer.echo(_summary(some))
+                fail(f"these are {len(some)}: --yes does it")
+        with office.Office(settings) as desk:
+            some = _some(settings, letters, desk.letters, names, chosen)
+            left = 0
+            for sent in do(desk, some):
+                left += sent.why_not is not None
+                typer.echo(_told(sent, sent.letter.spot.short))
     if not names:
         typer.echo(f"{len(some) - left} done, {left} left")
     if left:
@@ -337,7 +343,7 @@ def _act(
 
 def _some(settings: Settings, letters: ModuleType, found: Any, names: list[str], chosen: Any) -> list[Any]:
     if names:
-        return list({letters.letter_of(found, name).spot: letters.letter_of(found, name) for name in names}.values())
+        return list({x.spot: x for x in (letters.letter_of(found, name) for name in names)}.values())
     return [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
 
 

@@ -22,6 +22,7 @@ Since = Annotated[
     str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d.")
 ]
 Until = Annotated[str | None, typer.Option("--until", help="End before this time; default: all that there is now.")]
+Channel = Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")]
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
 
@@ -73,16 +74,16 @@ def replay_run(
     configure("replay", settings.log_level)
     with _plain():
         cluster_of(settings)
-        pins = (
-            None
-            if source == "topics"
-            else {}
-            if at is None
-            else load("stream_jobs.lake_versions").versions_of(settings, at)
-        )
-        order = module.Order(name, pins, *span, as_run, keep_rules, with_steps, stay_open)
+        order = module.Order(name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open)
         report = module.run_replay(settings, order)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
+
+
+def _pins(settings: Settings, source: str, at: str | None) -> Any:
+    """Versions of the lake's tables, none named: as they are now. None: the topics are the source."""
+    if source == "topics":
+        return None
+    return {} if at is None else load("stream_jobs.lake_versions").versions_of(settings, at)
 
 
 def _report(settings: Settings, report: dict[str, Any]) -> str:
@@ -115,7 +116,7 @@ def _channel(channel: str, said: dict[str, Any]) -> list[str]:
 def replay_check(
     words: Words = None,
     config: Config = None,
-    channel: Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")] = "train",
+    channel: Channel = "train",
     output: Format = "text",
 ) -> None:
     """Fold the recorded candidates again under the recorded policies; exit code 1 when other batches come."""
@@ -126,7 +127,7 @@ def replay_check(
 def replay_what_if(
     words: Words = None,
     config: Config = None,
-    channel: Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")] = "train",
+    channel: Channel = "train",
     output: Format = "text",
 ) -> None:
     """Fold the recorded candidates under the policy of the settings: which batches would have come?"""
