@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from runtime.author import whoami
-from runtime.cli.words import Config, Words, cluster_of, fail, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, load, plain_errors, settings_of
 
 EXAMPLES = 5
 
@@ -30,7 +30,7 @@ def curate(
     note: Annotated[str | None, typer.Option("--note", help="Why.")] = None,
     by: Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")] = None,
     send: Annotated[bool, typer.Option("--send", help="Do it; without it only counts.")] = False,
-    form: Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")] = "table",
+    form: Form = "table",
 ) -> None:
     """Mark what a query over the lake finds. Counts, and marks nothing, until --send."""
     if not where:

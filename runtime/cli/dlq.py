@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -45,7 +45,6 @@ Ids = Annotated[
     list[str] | None, typer.Argument(metavar="[ID]... [a.b=c]...", help="Dead letters, as `list` names them; settings.")
 ]
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `list` names it.")]
-Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
 
 @contextmanager

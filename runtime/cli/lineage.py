@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.cli.words import Config, Words, fail, group, load, settings_of
+from runtime.cli.words import Config, Form, Words, fail, group, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
 
 app = group("What a weight version was made of, and what became of a step. Asks the lake.")
-Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 Run = Annotated[str | None, typer.Option("--run", help="Of this run only.")]
 
 

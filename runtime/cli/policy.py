@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from runtime.author import whoami
-from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, settings_of
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
 run_app = group("What a run is told: that it ends.")
 
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
-Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
 Changes = Annotated[
     list[str] | None, typer.Argument(metavar="[FIELD=VALUE]... [a.b=c]...", help="E.g. min_quality=0.5; settings.")

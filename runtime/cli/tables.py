@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from runtime.cli.words import Config, Words, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, fail, group, load, plain_errors, settings_of
 
 app = group("The tables of the lake.")
-Output = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
 
@@ -36,7 +35,7 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
 
 
 @app.command("list")
-def tables_list(words: Words = None, config: Config = None, output: Output = "table") -> None:
+def tables_list(words: Words = None, config: Config = None, output: Form = "table") -> None:
     """Rows, files, bytes, version and newest row of each table."""
     settings = settings_of(config, words)
     with _errors():
@@ -49,7 +48,7 @@ def history(
     words: Words = None,
     config: Config = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
-    output: Output = "table",
+    output: Form = "table",
 ) -> None:
     """The newest commits of a table."""
     settings = settings_of(config, words)

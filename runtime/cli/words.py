@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -21,6 +21,7 @@ PATIENCE_S = 5.0
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
 
 def group(help_text: str) -> typer.Typer:
