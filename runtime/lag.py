@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 from runtime.kafka import Cluster, Record
 from schemas.codec import Codec
-from schemas.errors import SchemaError
 from schemas.settings import Settings
 from schemas.topics import Topics, partition_of
 
@@ -195,12 +194,7 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
 
 def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
     """Whether a record is work for a group: no tombstone, no Tick, of the group's key if it has one. Poison is work."""
-    if record.value is None or (key is not None and record.key != key):
-        return False
-    try:
-        return codec.type_name(record.value) != "Tick"
-    except SchemaError:
-        return True
+    return record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
 
 
 def format_lag(rows: Iterable[GroupLag]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from runtime.kafka import Cluster, Record
 from runtime.telemetry import logger
 from schemas.codec import Codec, Event
-from schemas.errors import SchemaError, Undecodable, UnknownSchema
+from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import DeadLetter, SchemaPublished
 from schemas.settings import Settings
 from schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
@@ -86,13 +86,6 @@ class Decoder:
             if not self._look_up():
                 raise
             return self.codec.decode(value)
-
-    def is_tick(self, value: bytes | None) -> bool:
-        """Whether the record is one; nothing but its schema's name is looked at."""
-        try:
-            return value is not None and self.codec.type_name(value) == "Tick"
-        except SchemaError:
-            return False
 
     def _look_up(self) -> bool:
         """Learn the schemas that were announced; False when there was nothing new to read."""

@@ -220,7 +220,7 @@ class Copier:
     def places(self, time: int, record: Record) -> Iterator[tuple[int, bytes | None, bytes | None]]:
         """Partition, key and value of what becomes of a record, in the order of time."""
         self.time = time
-        if self._decoder.is_tick(record.value):
+        if self._decoder.codec.is_tick(record.value):
             self.ticks += self.same
             yield from [(record.partition, record.key, record.value)] if self.same else self._everywhere(time)
             return

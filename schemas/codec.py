@@ -205,6 +205,13 @@ class Codec:
         """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
         return self._writer_of(value)[1]
 
+    def is_tick(self, value: bytes | None) -> bool:
+        """Whether the record is one, without decoding it. What can't be read is none."""
+        try:
+            return value is not None and self.type_name(value) == "Tick"
+        except (Undecodable, UnknownSchema):
+            return False
+
     def decode(self, value: bytes | None) -> Event:
         """The record in `value`, in today's shape. Raises Undecodable or UnknownSchema."""
         if value is None:

@@ -40,7 +40,7 @@ class TopicMoments:
 
     def _chosen(self, record: Record) -> Any | None:
         """What a record of the run says; None: it is none of those that are replayed."""
-        if self._decoder.is_tick(record.value):
+        if self._decoder.codec.is_tick(record.value):
             return None
         try:
             event = self._decoder.decode(record.value)
