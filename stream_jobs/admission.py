@@ -29,9 +29,7 @@ from schemas.events import (
     Candidate,
     Channel,
     DeadLetter,
-    Late,
     Place,
-    PolicyApplied,
     ReadyBatch,
     Refused,
     RunEnded,
@@ -41,8 +39,8 @@ from schemas.ids import RUN_ID
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
-from stream_jobs.errors import PolicyRefused, TopicReplaced, UnreadableJournal
-from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, past_of
+from stream_jobs.errors import PolicyRefused, TopicReplaced
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, journaled_by, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 from stream_jobs.policy_log import said_of_run
 
@@ -80,7 +78,7 @@ class Desk:
         def records() -> Iterable[Journaled]:
             nonlocal count
             for record in self._cluster.read_all(self._journal_topic):
-                yield self._journaled_by(record)
+                yield journaled_by(self._decoder, record)
                 count += 1
 
         past = past_of(records(), self._source.topic_id, low)
@@ -91,18 +89,6 @@ class Desk:
             for position in (past.resume_from, past.input_to):
                 self._cluster.check_position(topic, self._source.topic_id, partition, position)
         return count, past
-
-    def _journaled_by(self, record: Record) -> Journaled:
-        where = f"{record.topic}-{record.partition} offset {record.offset}"
-        try:
-            event = self._decoder.decode(record.value)
-        except UnknownSchema as e:
-            raise UnreadableJournal(f"{where}: {e}. A newer release has written it: run that one") from e
-        except Undecodable as e:
-            raise UnreadableJournal(f"{where}: {e}. What it decided can't be known; an operator must look") from e
-        if not isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
-            raise UnreadableJournal(f"{where}: a {type(event).__name__} is no decision; an operator must look")
-        return event
 
     def published(self) -> Published:
         """The policies once everything that is on the log now has been read."""

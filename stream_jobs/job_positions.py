@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from runtime.doctor import StoredPosition
 from runtime.kafka import Cluster
 from runtime.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import PolicyApplied, ReadyBatch, Refused
+from schemas.events import Late, PolicyApplied
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.errors import UnreadableStateLog
+from stream_jobs.errors import UnreadableJournal, UnreadableStateLog
+from stream_jobs.journal import journaled_by
 from stream_jobs.state_log import StateLog, state_record
 
 
@@ -61,10 +61,13 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
         seen = 0
         for record in cluster.read_all(journal):
             try:
-                event = decoder.decode(record.value)
-            except (Undecodable, UnknownSchema):
-                continue  # admission passes it over as well
-            if not isinstance(event, ReadyBatch | Refused | PolicyApplied):
+                event = journaled_by(decoder, record)
+            except UnreadableJournal as e:
+                yield StoredPosition(
+                    "admit", "unreadable journal", journal, None, record.partition, record.offset, str(e)
+                )
+                break
+            if isinstance(event, Late):
                 continue
             if event.input_topic_id != topic_id:
                 topic_id, undecided, seen = event.input_topic_id, None, 0

@@ -14,7 +14,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from runtime.kafka import Record
+from runtime.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AdmissionPolicy, Candidate, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded, Tick
+from stream_jobs.errors import UnreadableJournal
 from stream_jobs.group import GroupKey
 from stream_jobs.policy import is_of_settings
 from stream_jobs.rounds import Rounds
@@ -151,6 +155,20 @@ def _close(past: Past, key: GroupKey, n: int, members: int, at: int) -> None:
     rounds = past.rounds.setdefault(key[0], Rounds())
     rounds.seal(key[1], at, n - arrived - past.turned.pop(key, 0))
     rounds.close(key[1], at)
+
+
+def journaled_by(decoder: Decoder, record: Record) -> Journaled:
+    """What a record of the journal says. Raises UnreadableJournal."""
+    where = f"{record.topic}-{record.partition} offset {record.offset}"
+    try:
+        event = decoder.decode(record.value)
+    except UnknownSchema as e:
+        raise UnreadableJournal(f"{where}: {e}. A newer release has written it: run that one") from e
+    except Undecodable as e:
+        raise UnreadableJournal(f"{where}: {e}. What it decided can't be known; an operator must look") from e
+    if not isinstance(event, Journaled):
+        raise UnreadableJournal(f"{where}: a {type(event).__name__} is no decision; an operator must look")
+    return event
 
 
 def content_hash(batch: ReadyBatch) -> str:

@@ -1,14 +1,14 @@
 """SQL over the lake, embedded: every table, and the views that analysts want. The only file that imports duckdb.
 
 `<table>_raw` is a table as it was written (append-only, every revision, times with zone). The plain names are views with times in
-UTC; four of them say more than their table:
+UTC; these say more than their table:
 
     trajectories  one row a closed trajectory: its newest candidate revision with its reward, joined with the payload's metadata
     steps         with the trajectory they ended in, their index there, and their marks (late, duplicate, retried)
     rewards       the one that counts for each target, source and name: the highest revision, among equals the first on the log
     curation      with the trajectory id, also when only the key or a step was given; null until the trajectory of a step is known
 
-Of lineage (`stream_jobs.lineage`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
+Of quality: `assessments` (the newest of each trajectory), and what `stream_jobs.quality_views` makes of them. Of lineage (`stream_jobs.lineage`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
 
 A connection can read nothing else: no files, no network, no settings.
 """

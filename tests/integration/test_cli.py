@@ -195,7 +195,8 @@ def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tup
 
 
 def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: Cluster) -> None:
-    create_topics(cluster, settings, [settings.kafka.topics.ready_batches_spec("r", "train")])
+    journals = [settings.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")]
+    create_topics(cluster, settings, journals)
     topics, lake = settings.kafka.topics, settings.lake_uri
     producer, partition = cluster.producer(), partition_of(b"r", 4)
     # admission: has read to 2 of its partition, of which 3 records are left after 6
@@ -208,6 +209,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         input_topic_id=cluster.topic_id(topics.candidates), input_from=2, input_to=7,
     )  # fmt: skip
     producer.put(topics.ready_batches("r", "train"), b"r", CODEC.encode(refused))
+    producer.put(topics.ready_batches("r", "val"), b"r", b"no decision")
     # assemble: partition 1 has applied nothing yet, partition 2 was written to by somebody else
     inputs = [cluster.topic_id(topics.steps), cluster.topic_id(topics.rewards)]
     entries = [[op.NEW, source, topic_id, -1] for source, topic_id in enumerate(inputs)]
@@ -246,6 +248,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         ("lake", "table weights"): (topics.weights, "0", "5", "0..0", "beyond the end"),
         ("admit", "r.train undecided from"): (topics.candidates, str(partition), "2", "6..9", "before the start"),
         ("admit", "r.train decided to"): (topics.candidates, str(partition), "7", "6..9", "ok"),
+        ("admit", "unreadable journal"): (topics.ready_batches("r", "val"), "0", "0", "0..1", "unreadable"),
         ("assemble", "state log"): (topics.steps, "1", "0", "0..0", "ok"),
         ("assemble", "unreadable state log"): (topics.assembly, "2", "1", "0..2", "unreadable"),
         ("trainer", "checkpoint r/1.0"): (topics.ready_batches("r", "train"), "0", "1", "0..1", "ok"),
