@@ -281,6 +281,17 @@ class LakeSettings(_Section):
     retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
         {}, description="table to the age at which its rows are deleted; one that is not named keeps them for ever"
     )
+    writers: Annotated[int, Field(ge=1, le=999)] = Field(
+        1,
+        description="more rows a second than one process writes; each takes the partitions p with p % writers == writer",
+    )
+    writer: Annotated[int, Field(ge=0)] = Field(0, description="several writers: each its own number, from 0")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LakeSettings:
+        if self.writer >= self.writers:
+            raise ValueError(f"writer {self.writer} is not one of writers {self.writers}, which count from 0")
+        return self
 
 
 class TrainerSettings(_Section):
@@ -350,7 +361,7 @@ class UpSettings(_Section):
         ("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"),
         description="leave some out, or run them elsewhere",
     )
-    restart_delay_s: Positive = Field(1.0, description="wait before a restart; doubles up to 30 s while it fails")
+    restart_delay_s: Positive = Field(1.0, description="wait before a restart; doubles up to 30 s while it crashes")
     drain_timeout_s: Positive = Field(60.0, description="longest wait for lag 0 when stopping")
     stop_timeout_s: Positive = Field(45.0, description="longest wait for one process to end before SIGKILL")
 

@@ -3,14 +3,16 @@
 The protocol:
 
 1. A writer claims the lake: it raises the version of app id `writer` in every table, `steps` first. Each later commit repeats its
-   number, so that of two writers the newer goes on and the older ends as fenced (exit code 78) at its next commit.
+   number, so that of two writers the newer goes on and the older ends as fenced (exit code 78) at its next commit. Of several
+   (`lake.writers`) each claims its share, the partitions p of every topic with p % writers == writer, under an app id of its own, so
+   their commits never collide; another number of writers than before fences all of before (`lake_claims`).
 2. A table knows how far each partition is in it by Delta `txn` actions: app id `<table>:<topic id>:<partition>`, version = one past
    the last offset handled. A topic made anew has another id, so it starts a new position.
-3. Reading starts at the lowest mark of the tables that a topic feeds; none: at the log's start.
+3. Reading starts at the lowest mark of the tables that a topic feeds; none: at the log's start. Whose share it was says nothing.
 4. A flush appends to each table that has rows. On the very snapshot that the commit builds on, rows below the mark of
    their partition are removed (after a crash the boundaries of batches differ), and rows whose id is in the window of the newest
-   `lake.dedupe_window` (a re-sent output has a new offset). Rows and marks land in one commit. A conflict: open
-   again, check again, write again.
+   `lake.dedupe_window` (a re-sent output has a new offset, on the same partition: a window holds its writer's share). Rows and marks
+   land in one commit. A conflict: open again, check again, write again.
 5. Then the positions are committed to Kafka, as advice for those who watch the lag. Nothing resumes from them.
 
 A table without new rows is not committed at every flush. Its mark follows by an empty commit when there is none yet, when it is
@@ -30,11 +32,12 @@ from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.settings import Settings
 from stream_jobs.lake_care import Caretaker
+from stream_jobs.lake_claims import LakeTaken, Share
 from stream_jobs.lake_delta import LakeError, LakeFull, LakeMissing, dataset, open_table
 from stream_jobs.lake_feed import Feed
 from stream_jobs.lake_positions import made_anew, positions
 from stream_jobs.lake_rows import Schemas
-from stream_jobs.lake_writer import Lake, LakeTaken
+from stream_jobs.lake_writer import Lake
 
 MAX_WAIT_S = 30.0
 """Between two looks whether there is room again."""
@@ -53,7 +56,8 @@ def write(settings: Settings, stop: threading.Event) -> None:
     create_topics(cluster, settings)
     _tell_of_new_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
-    lake = Lake(settings.lake_uri, settings.lake.storage_options, settings.lake.dedupe_window, history)
+    share = Share(settings.lake.writer, settings.lake.writers)
+    lake = Lake(settings.lake_uri, settings.lake.storage_options, settings.lake.dedupe_window, history, share)
     if not _with_room(lake.claim, stop):
         return
     schemas = Schemas()

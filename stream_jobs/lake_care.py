@@ -12,6 +12,7 @@ Killed at any point, a table is as it was, and files that belong to no version a
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -110,12 +111,12 @@ def vacuum(settings: Settings, name: str) -> int:
 
 
 class Caretaker:
-    """Starts the process now and then, one at a time. Its failure is logged and is no failure of the writer."""
+    """Starts the process now and then, one at a time; of several writers the first does. Its failure is no failure of the writer."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._next = time.monotonic() + settings.lake.care_interval_s
+        self._next = time.monotonic() + settings.lake.care_interval_s if settings.lake.writer == 0 else math.inf
 
     def look(self) -> None:
         """Start it when it is time; note how the last one ended."""

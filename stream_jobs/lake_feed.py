@@ -31,7 +31,7 @@ class _Followed(NamedTuple):
 
 
 class Feed:
-    """Reads every topic that the lake keeps, from what its tables have committed, and buffers rows until `taken`.
+    """Reads its share of every topic that the lake keeps, from what its tables have committed, and buffers rows until `taken`.
 
     A topic is followed under the id it had when it was found; `look` tells when that changed, and then this feed must be
     dropped with all it has buffered: offsets of one topic say nothing of another. Unreadable values are counted and logged
@@ -39,7 +39,7 @@ class Feed:
     """
 
     def __init__(self, cluster: Cluster, settings: Settings, schemas: Schemas, decoder: Decoder, lake: Lake) -> None:
-        self._cluster, self._codec, self._lake = cluster, schemas, lake
+        self._cluster, self._codec, self._lake, self._share = cluster, schemas, lake, lake.share
         self._parse = Rows(schemas, decoder, lake.tables, self._widen)
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
@@ -62,12 +62,13 @@ class Feed:
         if any(ids.get(topic) != f.topic_id for topic, f in self._followed.items()):
             return False
         there = self._cluster.topics()
-        self._follow({t: n for t, n in there.items() if t not in self._followed and tables_of(self._topics, t)})
+        kept = {t: self._share.partitions(n) for t, n in there.items() if tables_of(self._topics, t)}
+        self._follow({t: own for t, own in kept.items() if own and t not in self._followed})
         return True
 
-    def _follow(self, new: Mapping[str, int]) -> None:
+    def _follow(self, new: Mapping[str, range]) -> None:
         ids = self._cluster.topic_ids(list(new))
-        ends = {topic: self._cluster.watermarks(topic, range(new[topic])) for topic in ids}
+        ends = {topic: self._cluster.watermarks(topic, new[topic]) for topic in ids}
         if self._cluster.topic_ids(list(ids)) != ids:
             return  # made anew meanwhile: these may be the ends of another topic; the next look finds it
         found: dict[str, _Followed] = {}
@@ -76,7 +77,7 @@ class Feed:
             followed = found[topic] = _Followed(
                 topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
             )
-            sources = [(topic_id, p) for p in range(new[topic])]
+            sources = [(topic_id, p) for p in new[topic]]
             marks = [self._lake.marks(table, sources) for table in followed.tables]
             for p, (low, high) in ends[topic].items():
                 start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)

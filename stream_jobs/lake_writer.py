@@ -1,7 +1,9 @@
-"""One writer's hold on all tables of the lake: claims, marks, windows, and appending what is not there yet. Protocol: `stream_jobs.lake`."""
+"""A writer's hold on its share of the lake's tables: claims, marks, windows, appending what is not there yet. Protocol: `stream_jobs.lake`."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -10,8 +12,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from runtime.kafka import Fenced
 from runtime.telemetry import logger
+from stream_jobs.lake_claims import ALONE, Hold, LakeTaken, Share, claim
 from stream_jobs.lake_delta import (
     CommitCollided,
     Delta,
@@ -24,11 +26,10 @@ from stream_jobs.lake_delta import (
     widen,
 )
 from stream_jobs.lake_keys import present
-from stream_jobs.lake_log import app_id
+from stream_jobs.lake_log import app_id, marks_in
 from stream_jobs.lake_tables import Row, Table, catalog
 from stream_jobs.lake_window import Positions, Source, Window, digest, fresh
 
-WRITER = "writer"
 MARK_OFFSETS = 10_000
 MARK_S = 600.0
 REOPEN_COMMITS = 20
@@ -44,10 +45,6 @@ class LakeBusy(LakeError):
     """Commits kept colliding with others', which no second writer explains. Start again."""
 
 
-class LakeTaken(Fenced):
-    """A newer lake writer has claimed this lake. This one must end and must not be restarted."""
-
-
 class _Opened(NamedTuple):
     table: Delta
     at: float
@@ -55,17 +52,24 @@ class _Opened(NamedTuple):
 
 
 class Lake:
-    """One writer's hold on all tables. Every method raises LakeTaken once a newer writer has claimed them.
+    """One writer's hold on its share of all tables. Every method raises LakeTaken once a newer writer has claimed that.
 
-    tables: by name; columns are added to them while the writer runs.
+    tables: by name; columns are added to them while the writer runs. Sources given to it are of its share.
     """
 
     def __init__(
-        self, uri: str, storage_options: Mapping[str, str], window_size: int, history: timedelta = timedelta(days=2)
+        self,
+        uri: str,
+        storage_options: Mapping[str, str],
+        window_size: int,
+        history: timedelta = timedelta(days=2),
+        share: Share = ALONE,
     ) -> None:
-        self._history = history
+        self._history, self.share = history, share
         self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
-        self._epoch = 0
+        self._hold: Hold | None = None
+        self._claimed: dict[str, int] = {}
+        """This writer's app id and its version, as every commit repeats it."""
         self.tables: dict[str, Table] = dict(catalog())
         self.again: set[tuple[str, int, int]] = set()
         """Places of records that were sent again from dead letters: of any age, so they are looked up in all of a table."""
@@ -77,7 +81,7 @@ class Lake:
         """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
 
     def claim(self) -> None:
-        """Make the tables that are missing, fence every older writer, read the windows back."""
+        """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back."""
         for name, table in self.tables.items():
             create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
             self._claim(name)
@@ -89,12 +93,9 @@ class Lake:
 
         def attempt() -> bool:
             table = self._open(name)
-            held = table.transaction_version(WRITER) or 0
-            if self._epoch and held > self._epoch:
-                raise LakeTaken(f"lake {self._uri}: writer {held} took over from {self._epoch} while it was starting")
-            epoch = self._epoch or held + 1
-            commit(table, empty, {WRITER: epoch})
-            self._epoch = epoch
+            hold, versions = claim(self.share, self._hold, table.transaction_version)
+            commit(table, empty, versions)
+            self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
             return True
 
         self._until_committed(name, attempt)
@@ -109,8 +110,9 @@ class Lake:
             opened = _Opened(self._open(name), time.monotonic(), 0)
         else:
             opened.table.update_incremental()
-        if opened.table.transaction_version(WRITER) != self._epoch:
-            raise LakeTaken(f"lake {self._uri}: another writer took over from {self._epoch}")
+        epoch = self._claimed.get(self.share.app_id, 0)
+        if opened.table.transaction_version(self.share.app_id) != epoch:
+            raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
         self._opened[name] = opened._replace(commits=opened.commits + 1)
         return opened.table
 
@@ -133,22 +135,34 @@ class Lake:
         self._asked[name].clear()
 
     def _window(self, table: Table) -> Window:
-        """Keys of the table's newest rows by log timestamp; only files that can hold some are read."""
+        """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
         window = Window(self._window_size)
-        if not table.key:
+        if not table.key or not (self.share.writers == 1 or self._has_marks(table.name)):
             return window
-        delta = self._open(table.name)
-        files = pa.table(delta.get_add_actions(flatten=True))
-        if not files.num_rows:
-            return window
-        since = oldest_of_newest(files, self._window_size)
-        wanted = None if since is None else pc.field("kafka_timestamp") >= since
-        columns = list(dict.fromkeys((*table.key, "kafka_timestamp")))
-        rows = dataset(delta, self._options).to_table(columns=columns, filter=wanted).sort_by("kafka_timestamp")
+        rows = self._newest(self._open(table.name), table).sort_by("kafka_timestamp")
         rows = rows.slice(max(0, rows.num_rows - self._window_size))
         values = zip(*(rows.column(c).to_pylist() for c in table.key), strict=True)
         window.add(digest(v) for v in values)
         return window
+
+    def _has_marks(self, name: str) -> bool:
+        """Whether the table can have rows of this share."""
+        marks = marks_in(self._uri, name, self._options)
+        return any(p % self.share.writers == self.share.writer for _, p in marks)
+
+    def _newest(self, delta: Delta, table: Table) -> pa.Table:
+        """At least the newest rows of this share that the window holds. Others' lie between them: one looks back, further each time."""
+        files = pa.table(delta.get_add_actions(flatten=True))
+        source = dataset(delta, self._options)
+        columns = list(dict.fromkeys((*table.key, "kafka_timestamp")))
+        found: list[pa.Table] = []
+        rows, before = self._window_size, None
+        while True:
+            since = oldest_of_newest(files, rows) if files.num_rows else None
+            found.append(source.to_table(columns=columns, filter=rows_of(self.share, since, before)))
+            if since is None or sum(t.num_rows for t in found) >= self._window_size:
+                return pa.concat_tables(found)
+            rows, before = 4 * rows, since
 
     def marks(self, name: str, sources: Iterable[Source]) -> Positions:
         """How far a table is in each source; sources it knows nothing of are left out."""
@@ -175,10 +189,8 @@ class Lake:
             return True  # the first mark comes early: without one a restart can't tell what retention has taken since
         lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
         behind = max(lags, default=0)
-        if (
-            sum(lags) > self._window_size // 4
-        ):  # `lake_lookup.check_not_behind` must not take a quiet table for a late one
-            return True
+        if sum(lags) > self._window_size // (4 * self.share.writers):
+            return True  # of all writers together: `lake_lookup.check_not_behind` must not take a quiet table for a late one
         return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
 
     def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
@@ -203,7 +215,7 @@ class Lake:
             storable = storable_rows(table, added, bury)
             if table.key and len(added) < len(digests):
                 digests[:] = [digest(table.key_of(row)) for row in added]
-            commit(snapshot, storable, {WRITER: self._epoch, **{app_id(name, s): o for s, o in moved.items()}})
+            commit(snapshot, storable, {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}})
             return True
 
         if self._until_committed(name, attempt):
@@ -227,7 +239,7 @@ class Lake:
         """Add columns to a table. False when they do not fit those that it has: all stays as it was."""
 
         def attempt() -> bool:
-            widen(self._held(wider.name), wider.arrow([]), {WRITER: self._epoch})
+            widen(self._held(wider.name), wider.arrow([]), self._claimed)
             return True
 
         try:
@@ -255,6 +267,17 @@ def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
                 bury(row, f"table {table.name}: {type(e).__name__}: {e}")
         rows[:] = good
         return table.arrow(rows)
+
+
+def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
+    """Condition of a share's rows with since <= log timestamp < before; None: all rows."""
+    stamp, partition = pc.field("kafka_timestamp"), pc.field("kafka_partition")
+    wanted = [] if since is None else [stamp >= since]
+    if before is not None:
+        wanted.append(stamp < before)
+    if share.writers > 1:
+        wanted.append(partition - pc.divide(partition, share.writers) * share.writers == share.writer)
+    return functools.reduce(operator.and_, wanted) if wanted else None
 
 
 def oldest_of_newest(files: pa.Table, rows: int) -> Any:
