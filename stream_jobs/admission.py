@@ -140,11 +140,9 @@ class Desk:
 
     def _ticking(self, records: Iterable[Record]) -> Iterator[int]:
         for record in records:
-            try:
-                if record.value is not None and self._decoder.codec.type_name(record.value) == "Tick":
+            if self._decoder.codec.is_tick(record.value):
+                with suppress(Undecodable, UnknownSchema):  # buried when it was folded
                     yield self._decoder.decode(record.value).partition
-            except (Undecodable, UnknownSchema):
-                continue  # buried when it was folded
 
     def step(self, timeout_s: float) -> bool:
         """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
