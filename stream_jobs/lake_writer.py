@@ -124,7 +124,7 @@ class Lake:
                 self._forget(name)
                 logger().warning("lake_commit_collided", table=name, attempt=n, error=str(e))
                 time.sleep(0.02 * 2**n)
-            except BaseException:
+            except BaseException:  # whatever it was, perhaps it was committed
                 self._forget(name)
                 raise
         raise LakeBusy(f"table {name} of lake {self._uri}: {_ATTEMPTS} commits collided")
