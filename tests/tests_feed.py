@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+
+from tests_lake import column
 
 from runtime.kafka import Cluster, Record
 from runtime.records import Decoder, create_topics, decode_all
@@ -12,7 +13,6 @@ from schemas.events import DeadLetter, ReadyBatch, Reward, SessionEvent, Step, W
 from schemas.ids import new_call_id, new_event_id
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.lake import dataset, open_table
 
 GROUP_SIZE = 2
 POLICY = {"group_size": GROUP_SIZE, "batch_groups": 1, "required_rewards": ["env"]}
@@ -96,11 +96,7 @@ class Feed:
 
     def column(self, table: str, name: str) -> list[Any]:
         """A column of the lake, as it is now."""
-        uri = self.settings.lake_uri
-        if not (Path(uri) / table / "_delta_log").is_dir():
-            return []
-        found = dataset(open_table(uri, table, {}), {}).to_table(columns=[name])
-        return found.column(name).to_pylist()  # type: ignore[no-any-return]
+        return column(self.settings, table, name)
 
     def close(self) -> None:
         self.producer.close()

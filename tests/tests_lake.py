@@ -1,0 +1,107 @@
+"""The lake writer and its caretaker as real processes on a real Kafka, for the integration tests: what they get, what the tables have."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deltalake import DeltaTable
+
+from runtime.config import words_of
+from runtime.kafka import Producer
+from schemas import events
+from schemas.codec import Codec
+from schemas.settings import Settings
+from schemas.tokens import pack_ids
+from stream_jobs.lake import dataset, open_table
+
+WRITER = (
+    "import sys; from runtime.config import load; from stream_jobs.lake import main; main(load(None, sys.argv[1:], {}))"
+)
+Eventually = Callable[..., Any]
+
+
+class Processes:
+    """The writers and caretakers of one installation."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.log = settings.data_dir / "lake.log"
+
+    def write(self, **lake: Any) -> subprocess.Popen[bytes]:
+        """Start a writer. lake: settings of the lake."""
+        words = [*words_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
+        return self._start([sys.executable, "-c", WRITER, *words])
+
+    def care(self) -> subprocess.Popen[bytes]:
+        """Start a caretaker as a writer does."""
+        process = self._start([sys.executable, "-m", "stream_jobs.lake_care"], subprocess.PIPE)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(self.settings.model_dump_json().encode())
+        return process
+
+    def _start(self, command: list[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            self.started.append(subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log))
+        return self.started[-1]
+
+    def stop(self, process: subprocess.Popen[bytes]) -> int:
+        """SIGTERM; the exit code."""
+        process.send_signal(signal.SIGTERM)
+        return process.wait(60)
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[Processes]:
+    """Processes of the lake; all are killed at the end, and what they have logged is printed."""
+    out = Processes(settings)
+    try:
+        yield out
+    finally:
+        for process in out.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait(60)
+        print(out.log.read_text() if out.log.exists() else "")
+
+
+def column(settings: Settings, table: str, name: str) -> list[Any]:
+    """A column of the lake, as it is now; empty where there is no table yet."""
+    if not DeltaTable.is_deltatable(f"{settings.lake_uri}/{table}"):
+        return []
+    found = dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name])
+    return found.column(name).to_pylist()  # type: ignore[no-any-return]
+
+
+def a_step(number: int) -> events.Step:
+    """Step `number` of run r; its prompt has number % 50 tokens."""
+    key = f"k{number % 17}"
+    return events.Step(
+        step_id=f"{key}~{number:08d}.0", run_id="r", trajectory_key=key, call_id=f"{key}~{number:08d}", choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}", response_json=b"{}",
+        prompt_token_ids=pack_ids(range(number % 50)), gateway_id="g", received_at=number, finished_at=number,
+    )  # fmt: skip
+
+
+def a_reward(number: int, **changes: Any) -> events.Reward:
+    """Reward `w<number>` of run r, trajectory k."""
+    values: dict[str, Any] = {
+        "event_id": f"w{number}", "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f",
+        "function_version": "1", "value": float(number), "reward_revision": 0, "created_at": number,
+    }  # fmt: skip
+    return events.Reward(**values | changes)
+
+
+def put_steps(producer: Producer, settings: Settings, numbers: Iterable[int]) -> None:
+    """Steps with these numbers, on the log when this returns."""
+    codec = Codec()
+    for number in numbers:
+        step = a_step(number)
+        producer.put(settings.kafka.topics.steps, step.trajectory_key.encode(), codec.encode(step))
+    producer.flush()
