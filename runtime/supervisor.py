@@ -1,7 +1,8 @@
 """Runs processes on one machine: starts them in order, restarts what dies, stops them in order once they are drained.
 
 The one owner of restarts. A process that ends by itself with an exit code of `lifecycle.NO_RESTART` stays down; any other
-end is a crash and is followed by a new start, at first after `restart_delay_s`, then after twice as long up to 30 s.
+end is followed by a new start, after `restart_delay_s`. One that crashes again and again is started ever more slowly, twice as long
+each time up to 30 s; one that was killed is not: it did nothing wrong, and others wait for it.
 Children get SIGTERM when the supervisor itself is killed.
 """
 
@@ -27,6 +28,8 @@ from runtime.telemetry import logger
 
 MAX_DELAY_S = 30.0
 HEALTHY_AFTER_S = 30.0
+KILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
+"""By an operator or the kernel: as Python tells it, and as a wrapper such as the broker's tells it of its child."""
 LOG_BYTES = 64 << 20
 LOCK = "up.lock"
 _PR_SET_PDEATHSIG = 1
@@ -164,7 +167,7 @@ class Supervisor:
             if child.stopping or code in NO_RESTART:
                 child.state = _ENDS.get(code, str(code))
                 break
-            if time.monotonic() - started > HEALTHY_AFTER_S:
+            if code in KILLED or time.monotonic() - started > HEALTHY_AFTER_S:
                 delay = self._delay
             child.state, child.restarts = "restarting", child.restarts + 1
             logger().warning("restart", name=child.spec.name, exit_code=code, restarts=child.restarts, delay_s=delay)

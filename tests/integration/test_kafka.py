@@ -229,3 +229,18 @@ def test_confluent_framing_is_read_once_its_id_is_announced(cluster: Cluster, se
     producer.put(topic, schema.fingerprint.encode(), decoder.codec.encode(replace(schema, confluent_id=41)))
     producer.flush()
     assert decoder.decode(framed) == tick
+
+
+def test_whoever_starts_while_the_broker_is_away_waits_for_it(tmp_path: Path) -> None:
+    """Else it ends, is started again, and takes the processor from the broker that starts."""
+    with EmbeddedBroker(tmp_path, free_port()) as broker, ThreadPoolExecutor() as pool:
+        cluster = Cluster(broker.bootstrap_servers)
+        cluster.create_topic("t", 1, {})
+        producer = cluster.producer()
+        producer.put("t", b"k", b"v")
+        producer.flush()
+        producer.close()
+        broker.kill()
+        first = pool.submit(Cluster(broker.bootstrap_servers).watermarks, "t", [0])
+        broker.restart()
+        assert first.result(60) == {0: (0, 1)}

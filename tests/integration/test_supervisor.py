@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS
 from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
@@ -24,6 +25,8 @@ DEAF = [
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
 ]
+
+KILLED_ITSELF = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
 
 
 def exits(code: int) -> list[str]:
@@ -47,7 +50,7 @@ def acquired(directory: Path, **options: float) -> Supervisor:
     return supervisor
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -85,7 +88,7 @@ def test_process_that_must_not_restart_stays_down(tmp_path: Path, code: int, why
     async def body() -> None:
         supervisor = acquired(tmp_path, restart_delay_s=0.01)
         supervisor.start(ProcessSpec("a", exits(code)))
-        assert await asyncio.wait_for(supervisor.wait_down("a"), 20) == why
+        assert await asyncio.wait_for(supervisor.wait_down("a"), 60) == why
         assert supervisor.table["a"]["restarts"] == 0
 
     asyncio.run(body())
@@ -102,6 +105,19 @@ def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
     started = time.monotonic()
     asyncio.run(body())
     assert time.monotonic() - started >= 0.02 + 0.04 + 0.08
+
+
+@pytest.mark.parametrize("ends", [KILLED_ITSELF, exits(128 + signal.SIGKILL)])
+def test_killed_process_is_not_restarted_more_slowly(tmp_path: Path, ends: list[str]) -> None:
+    async def body() -> None:
+        supervisor = acquired(tmp_path, restart_delay_s=0.02)
+        supervisor.start(ProcessSpec("a", ends))
+        with capture_logs() as logged:
+            await until(lambda: supervisor.table["a"]["restarts"] == 5)
+        await supervisor.stop_all()
+        assert [e["delay_s"] for e in logged if e["event"] == "restart"] == [0.02] * 5
+
+    asyncio.run(body())
 
 
 def test_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
@@ -166,7 +182,7 @@ def test_stopped_while_it_is_being_started(tmp_path: Path) -> None:
         supervisor.start(ProcessSpec("sleeper", SLEEP))
         await asyncio.sleep(0)
         assert supervisor.table["sleeper"]["pid"] is None, "it is not known yet"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await supervisor.stop("sleeper")
         assert supervisor.table["sleeper"]["exit_code"] == -signal.SIGTERM
 
