@@ -1,7 +1,6 @@
 """The embedded broker, for real: JVMs, files, kill -9. Each test has its own data directory and ports."""
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -16,23 +15,10 @@ import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
+from tests_ports import free_port
 
 from runtime import broker as broker_cli
 from runtime.broker import BrokerError, EmbeddedBroker, NodeStatus
-
-
-def free_port(nodes: int = 1) -> int:
-    """A port such that all ports of a cluster of `nodes` are free; below the ephemeral range."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        try:
-            for offset in range(nodes):
-                for one in (port + 10 * offset, port + 10 * offset + 1):
-                    with socket.socket() as probe:
-                        probe.bind(("127.0.0.1", one))
-        except OSError:
-            continue
-        return port
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
@@ -227,6 +213,22 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
         pid = running_pid(tmp_path)
         supervised.kill()
         wait_for("the JVM dies with its parent", lambda: not psutil.pid_exists(pid))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_in_the_foreground_it_may_take_any_time_to_start(tmp_path: Path) -> None:
+    """Reading its logs after an unclean end takes as long as they are: whoever stops it meanwhile never sees the end of it."""
+    with program("run", tmp_path, free_port()) as supervised:
+        wait_for("its JVM", lambda: any(node.pid for node in broker_cli.status(tmp_path)))
+        (node,) = broker_cli.status(tmp_path)
+        assert node.pid is not None
+        os.kill(node.pid, signal.SIGSTOP)
+        time.sleep(broker_cli.READY_TIMEOUT_S + 5)
+        os.kill(node.pid, signal.SIGCONT)
+        assert running_pid(tmp_path) == node.pid
+        supervised.send_signal(signal.SIGTERM)
+        assert supervised.wait(60) == 0
 
 
 def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(tmp_path: Path) -> None:

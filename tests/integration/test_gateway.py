@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
+from tests_ports import free_port
 
 from gateway.bus import Message
 from gateway.scripted import Say, Script
@@ -37,23 +36,6 @@ from schemas.topics import partition_of
 START = "import sys; from runtime.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
-
-
-_ports = itertools.count(22000 + os.getpid() % 4000)
-
-
-def free_port() -> int:
-    """A port that is free together with the next one, below the range that clients get; never the same twice."""
-    for port in _ports:
-        try:
-            for p in (port, port + 1):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", p))
-        except OSError:
-            continue
-        next(_ports)
-        return port
-    raise AssertionError("unreachable")
 
 
 def with_gateway(settings: Settings, **gateway: Any) -> Settings:
@@ -83,7 +65,7 @@ def url_of(settings: Settings) -> str:
 
 
 async def until_up(settings: Settings, path: str = "/health", status: int = 200) -> None:
-    async with asyncio.timeout(40), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(90), aiohttp.ClientSession() as http:
         while True:
             try:
                 async with http.get(url_of(settings) + path) as r:
@@ -262,7 +244,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
             answered.extend(await call(client))
             assert spool_files(settings)
             os.kill(pid, signal.SIGCONT)
-            deadline = time.monotonic() + 40
+            deadline = time.monotonic() + 90
             while spool_files(settings):
                 assert time.monotonic() < deadline, "the spool was not drained"
                 await asyncio.sleep(0.1)
@@ -322,7 +304,7 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
                     for _ in range(8):
                         gate.release()
                     answered = await asyncio.gather(*calls)
-                assert await asyncio.to_thread(process.wait, 20) == 0
+                assert await asyncio.to_thread(process.wait, 60) == 0
         return [s for found in answered for s in found]
 
     answered = asyncio.run(body())
@@ -348,7 +330,7 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, s
                         process.send_signal(signal.SIGTERM)
                         with pytest.raises(aiohttp.ClientPayloadError):
                             await r.read()
-                assert await asyncio.to_thread(process.wait, 20) == 0
+                assert await asyncio.to_thread(process.wait, 60) == 0
 
     asyncio.run(body())
     (step,) = (e for e in on_log(cluster, settings) if isinstance(e, Step))
@@ -368,7 +350,7 @@ def test_any_order_of_starts(tmp_path: Path) -> None:
                     answered = await call(client) + await call(client, stream=True)
                 with EmbeddedBroker(tmp_path / "broker", port):
                     await until_up(settings, "/ready")
-                    deadline = time.monotonic() + 40
+                    deadline = time.monotonic() + 90
                     while spool_files(settings):
                         assert time.monotonic() < deadline, "the spool was not drained"
                         await asyncio.sleep(0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from tests_ports import free_port
 from transformers import AutoModelForCausalLM
 
 from demo import model
@@ -31,18 +31,6 @@ pytestmark = pytest.mark.timeout(400)
 CODEC = Codec()
 QUESTION = [{"role": "user", "content": "price of k374 plus 2?"}]
 LIMIT = 24
-
-
-def free_port() -> int:
-    """A port below the ephemeral range, so that no client connection of another test takes it meanwhile."""
-    for port in range(28400, 28500):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port in 28400..28499")
 
 
 @asynccontextmanager
