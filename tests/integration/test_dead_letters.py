@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests_jobs import Eventually, Jobs, reward, running, session, step
+from tests_lake import column
 from tests_up import ENVIRON, ROOT, command
 from typer.testing import CliRunner
 
@@ -26,7 +27,6 @@ from schemas.events import DeadLetter, DeadLetterResolved, Reward, SchemaPublish
 from schemas.settings import Settings
 from schemas.topics import REPLAYS
 from stream_jobs.dead_letter_office import Office
-from stream_jobs.lake_delta import dataset, open_table
 
 TRAJECTORY = "late-comer"
 
@@ -35,13 +35,6 @@ TRAJECTORY = "late-comer"
 def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
     with running(settings, cluster, tmp_path, orphan_after_s=1.0) as made:
         yield made
-
-
-def column(settings: Settings, table: str, name: str) -> list[Any]:
-    """A column of the lake, as it is now."""
-    if not (settings.data_dir / "lake" / table / "_delta_log").is_dir():
-        return []
-    return dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name]).column(name).to_pylist()  # type: ignore[no-any-return]
 
 
 class Dlq:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests_lake import column, running
 from tests_ports import free_port
 from tests_up import call
 
@@ -31,7 +30,6 @@ from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import Step
 from schemas.settings import Settings
-from stream_jobs.lake import LakeMissing, dataset, open_table
 
 TOPIC = "steps"
 CODEC = Codec()
@@ -260,24 +258,8 @@ def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: 
 # ---------------------------------------------------------------- clawstream spool drain
 
 
-@contextmanager
-def lake_writer(settings: Settings) -> Iterator[None]:
-    code = "import sys; from runtime.config import load; from stream_jobs.lake import main; main(load(None, sys.argv[1:], {}))"
-    with (settings.data_dir / "lake.log").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-c", code, *words_of(settings)], stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 def in_lake(settings: Settings) -> list[str]:
-    try:
-        table = dataset(open_table(settings.lake_uri, "steps", {}), {}).to_table(columns=["step_id"])
-    except LakeMissing:
-        return []
-    return sorted(table.column("step_id").to_pylist())
+    return sorted(column(settings, "steps", "step_id"))
 
 
 def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
@@ -301,7 +283,8 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
 
     told = call("spool", "drain", *words_of(small))
     assert told.returncode == 1 and "records behind" in told.stderr, told.stdout + told.stderr
-    with lake_writer(small):
+    with running(small) as lake:
+        lake.write()
         eventually(lambda: len(in_lake(small)) == 10)
         gateway = Spool(directory, 1 << 20)
         gateway.open()
