@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from schemas.events import Step
@@ -37,6 +37,8 @@ from stream_jobs.turns import links_of, reply_of, turns_of
 Place = tuple[str, int]
 """Trajectory id and position of a step in it."""
 StepsOf = Callable[[str], Sequence[StepEntry]]
+STALE_MAX = 64
+"""Places in a heap that are gone, beside as many as are there: below it a heap is not worth making anew."""
 
 
 def call_of(tail: str) -> str:
@@ -58,6 +60,13 @@ class Places:
         """One more."""
         self.offsets[place] = offset
         heappush(self.fresh, (offset, place))
+
+    def remove(self, place: Place) -> None:
+        """Of one that was added. The heap is made anew when most of it is gone: those that nobody asks for never come to its top."""
+        del self.offsets[place]
+        if len(self.fresh) > 2 * len(self.offsets) + STALE_MAX:
+            self.fresh = [(offset, left) for left, offset in self.offsets.items()]
+            heapify(self.fresh)
 
     def best(self, steps_of: StepsOf) -> Place:
         """The one that counts: one that no retry has replaced, then one that nobody has gone on from, then the first on the log."""
@@ -96,7 +105,7 @@ class Ends:
         """Of a step that was added."""
         if step.response and step.end_hash is not None:
             by_hash = self.by_length[step.end]
-            del by_hash[step.end_hash].offsets[place]
+            by_hash[step.end_hash].remove(place)
             if not by_hash[step.end_hash].offsets:
                 del by_hash[step.end_hash]
             if not by_hash:
@@ -154,7 +163,7 @@ class Bucket:
                 _take(self.evidence, number, (trajectory, at))
             if step.leads is not None:
                 linked = self.links[step.leads]
-                del linked.every.offsets[trajectory, at]
+                linked.every.remove((trajectory, at))
                 linked.ends.remove((trajectory, at), step)
                 if not linked.every.offsets:
                     del self.links[step.leads]

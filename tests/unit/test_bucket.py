@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.events import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.bucket import choose
+from stream_jobs.bucket import STALE_MAX, Ends, Places, choose
 from stream_jobs.index import REWARDS, STEPS, StepEntry
 from stream_jobs.state_log import StateLog
 from stream_jobs.trial import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
@@ -260,6 +260,31 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
         assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
         assert again.links == bucket.links
         assert (again.ends.by_length, again.ends.lengths) == (bucket.ends.by_length, bucket.ends.lengths)
+
+
+def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
+    """Nobody goes on from these replies, so nothing ever takes the closed ones from the top of a heap. What is chosen stays the same."""
+    chosen = []
+    for stored in (False, True):
+        w = Worker(replace(QUIET, bucket_inactivity=30, trajectory_timeout=10_000))
+        w.feed(*((STEPS, i, spoken(i, TASK, said("same"))) for i in range(400)))
+        w.feed((STEPS, 400, spoken(400, [*TASK, said("same"), user("u")], said("b"))))
+        if stored:
+            w.snapshot()
+            w.crash()
+        (bucket,) = w.state.buckets.values()
+        heaps = [h for linked in bucket.links.values() for h in (linked.every, *_places(linked.ends))]
+        heaps += _places(bucket.ends)
+        assert len(heaps) == 6 and max(len(h.offsets) for h in heaps) == 30
+        assert all(len(h.fresh) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
+        w.feed(*((STEPS, 401, spoken(401 + i, [*TASK, said("same"), user(f"{i}")], said("b"))) for i in range(10)))
+        chosen.append({key: [s.tail for s in t.steps] for key, t in w.state.opened.items()})
+    assert chosen[0] == chosen[1]
+    assert sum(len(tails) == 2 for tails in chosen[0].values()) == 11
+
+
+def _places(ends: Ends) -> list[Places]:
+    return [places for by_hash in ends.by_length.values() for places in by_hash.values()]
 
 
 def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
