@@ -220,6 +220,8 @@ class Assembly:
         self.time[source] = -1
         for offset in list(self.waiting[source]):
             self._waits_no_more(source, offset)
+        # An offset of the former topic: in this one another record lies there.
+        self.pending.burials = [b for b in self.pending.burials if b.source != source]
         if source == STEPS:
             for key in [k for k in self.closed if k not in self.pending.closings and k not in self.pending.revised]:
                 self._forgotten(*key)

@@ -201,3 +201,11 @@ def test_a_new_topic_closes_what_was_open_as_lost_and_starts_anew() -> None:
     w.batch([])
     assert (w.last("k").outcome, w.last("k").reason) == ("lost", "claw.steps was replaced by a new topic")
     assert w.state.applied == [-1, -1] and w.state.topic_ids == ["new", ""] and ("r", "j") not in w.state.closed
+
+
+def test_what_was_to_be_buried_of_a_topic_that_is_no_more_buries_nothing_of_the_new_one() -> None:
+    w = Worker()
+    w.decide([(STEPS, 0, 5, Bad("undecodable", "of steps")), (REWARDS, 0, 5, Bad("undecodable", "of rewards"))])
+    w.fold.replaced(STEPS, "new", 0)
+    w.batch([])
+    assert [b.detail for b in w.burials] == ["of rewards"]
