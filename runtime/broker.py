@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -37,6 +38,7 @@ from runtime.broker_process import (
     BrokerError,
     Jvm,
     JvmDied,
+    NotReady,
     ask_cluster,
     check_port_free,
     read_pid,
@@ -128,12 +130,12 @@ class EmbeddedBroker:
         """Node to exit code (128 + signal number for a killed one), of the nodes that have died."""
         return {node: jvm.exit_code for node, jvm in self._jvms.items() if jvm.exit_code is not None}
 
-    def start(self, *, detach: bool = False) -> None:
+    def start(self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S) -> None:
         """Format the data directory if it is new, start every node, return when all serve clients.
 
         With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
         Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a JVM exits (with
-        the end of its log) or 60 s pass. Nothing that was started here is left running then.
+        the end of its log) or `patience_s` pass. Nothing that was started here is left running then.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
@@ -149,7 +151,7 @@ class EmbeddedBroker:
                 for plan in down:
                     self._launch(plan, java, jars_dir)
                 for plan in down:
-                    self._await_ready(plan, everyone=frozenset(self.plans))
+                    self._await_ready(plan, frozenset(self.plans), patience_s)
             except BaseException:  # interrupted too: no node is left behind without its others
                 self.stop()
                 raise
@@ -167,7 +169,7 @@ class EmbeddedBroker:
         self._jvm(node).end(STOP_TIMEOUT_S)
         with _one_starter(self.data_dir):
             self._launch(plan, find_java(self._java_setting), ensure_jars(self._jars_setting))
-            self._await_ready(plan, everyone=frozenset({node}))
+            self._await_ready(plan, frozenset({node}), READY_TIMEOUT_S)
 
     def stop(self) -> None:
         """SIGTERM every node, wait 10 s, SIGKILL what is left. Nothing to stop is fine."""
@@ -213,20 +215,20 @@ class EmbeddedBroker:
         jvm = self._jvms[plan.node] = Jvm(command, plan.output, outlive_parent=self._detach)
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
-    def _await_ready(self, plan: NodePlan, everyone: frozenset[int]) -> None:
+    def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float) -> None:
         """Until the node itself says that every broker of `everyone` serves, and that it is of this cluster."""
-        jvm, deadline = self._jvms[plan.node], time.monotonic() + READY_TIMEOUT_S
+        deadline = time.monotonic() + patience_s
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
             if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
                 return
-            if jvm.exit_code is not None:
-                raise JvmDied(
-                    f"broker node {plan.node} exited with {jvm.exit_code}:\n{_last_lines(plan)}", jvm.exit_code
-                )
+            for node, code in self.exit_codes.items():
+                if node in everyone:
+                    raise JvmDied(f"broker node {node} exited with {code}:\n{_last_lines(self.plans[node])}", code)
             if time.monotonic() > deadline:
-                raise BrokerError(
-                    f"broker node {plan.node} on port {plan.port} is not ready after {READY_TIMEOUT_S:.0f} s:\n"
+                raise NotReady(
+                    f"broker node {plan.node} on port {plan.port} is not ready after {patience_s:.0f} s "
+                    "(after an unclean end it reads its logs first; `clawstream broker run` waits for that):\n"
                     f"{_last_lines(plan)}"
                 )
             time.sleep(_POLL_S)
@@ -279,7 +281,8 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
     try:
         # JVMs of a supervised parent that was killed have been told to stop and need a moment.
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
-        broker.start()
+        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
+        broker.start(patience_s=math.inf)
         while True:
             for node, code in broker.exit_codes.items():
                 if len(broker.plans) == 1:
@@ -298,9 +301,14 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
 
 
 def _bring_back(broker: EmbeddedBroker, node: int) -> None:
-    """Restart a node that has died. Killed again within its start: later once more, for the others serve all the same."""
+    """Restart a node that has died. Killed again within its start: later once more, for the others serve all the same.
+
+    One that is not ready yet is left alone, so that others which have died come back meanwhile: it may wait for them.
+    """
     try:
         broker.restart(node)
+    except NotReady:
+        return
     except JvmDied as died:
         if died.exit_code <= 128:
             raise

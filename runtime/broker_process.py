@@ -40,6 +40,10 @@ class JvmDied(BrokerError):
         self.exit_code = exit_code
 
 
+class NotReady(BrokerError):
+    """A node lives but does not serve in time. After an unclean end it first reads its logs, however long they are."""
+
+
 class Jvm:
     """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
 

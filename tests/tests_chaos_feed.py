@@ -290,7 +290,14 @@ class Feeder:
         return [Ack(kind, name, int(p), int(o), float(at)) for kind, name, p, o, at in whole]
 
 
+def longest_pause(acks: list[Ack]) -> tuple[float, float]:
+    """The two acknowledgements with the most time between them: monotonic seconds of each. There are two at least."""
+    return max(pairwise(a.at for a in acks), key=lambda pair: pair[1] - pair[0])
+
+
 def longest_pause_s(acks: list[Ack]) -> float:
-    """Between two acknowledgements."""
-    times = [a.at for a in acks]
-    return max((b - a for a, b in pairwise(times)), default=0.0)
+    """Between two acknowledgements; 0 when there are no two."""
+    if len(acks) < 2:
+        return 0.0
+    first, last = longest_pause(acks)
+    return last - first

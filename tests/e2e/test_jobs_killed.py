@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests_chaos import VICTIMS, fed, installation, running
-from tests_chaos_feed import longest_pause_s
+from tests_chaos_feed import longest_pause
 from tests_chaos_logs import Logs
 
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
@@ -22,10 +22,12 @@ def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: flo
     settings = installation(home, PROCESSES, rng)
     with running(settings, workers=2) as made, fed(made, steps, rate, seed) as feeder:
         made.until_batches(1)
-        begun = time.monotonic()
+        begun, broker_killed = time.monotonic(), list[float]()
         for victim in victims:
             time.sleep(rng.uniform(0, 2 * pause_s))  # where in its work it dies is chance
             made.kill(victim)
+            if victim == "broker":
+                broker_killed.append(time.monotonic())
         killed_s = time.monotonic() - begun
         feeder.finish(timeout_s=steps / rate + 300)
         acks = feeder.acks()
@@ -39,11 +41,12 @@ def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: flo
         assert all(restarts), f"somebody was never killed: {restarts}"
         made.stop()
     logs.check_lake()
-    print(
-        json.dumps(
-            {"kills": kills, "seconds_of_kills": round(killed_s), "longest_pause_of_acks_s": round(longest_pause_s(acks), 1), **figures}
-        )
-    )  # fmt: skip
+    since, until = longest_pause(acks)  # of several kills, when the broker was killed again before it served
+    pause = {
+        "longest_pause_of_acks_s": round(until - since, 1),
+        "broker_kills_in_it": sum(since <= t <= until for t in broker_killed),
+    }
+    print(json.dumps({"kills": kills, "seconds_of_kills": round(killed_s), **pause, **figures}))
 
 
 @pytest.mark.timeout(600)
