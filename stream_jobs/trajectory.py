@@ -65,12 +65,8 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
     """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
     kept = [None] * len(trajectory.steps) if closed.outcome == "lost" else _payloads(trajectory, payload)
     name = key_of_trajectory(key[1])
-    # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
     tree = build(
-        [
-            t if s.retried is None else None
-            for s, t in zip(trajectory.steps, _sampled(trajectory.steps, kept), strict=True)
-        ],
+        [_sampled(entry, what) for entry, what in zip(trajectory.steps, kept, strict=True)],
         lambda step, earlier: _repeats(trajectory.steps[step], kept[earlier]),
     )
     steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
@@ -249,20 +245,13 @@ def _payloads(trajectory: Open, payload: Mapping[int, Kept]) -> list[Payload | N
     return kept
 
 
-def _sampled(entries: Sequence[StepEntry], kept: Sequence[Payload | None]) -> list[Sampled | None]:
-    """Whole prompts again: what a step's payload leaves out is the beginning of its base's prompt and response."""
-    out: list[Sampled | None] = []
-    for entry, what in zip(entries, kept, strict=True):
-        if what is None or not what.tokens:
-            out.append(None)
-            continue
-        prompt = what.prompt
-        if what.start:
-            base = out[entry.base] if entry.base is not None else None
-            assert base is not None, f"offset {entry.offset} has no base"
-            prompt = (base.prompt + base.response)[: what.start * WIDTH] + prompt
-        out.append(Sampled(prompt, what.response, what.logprobs, what.versions))
-    return out
+def _sampled(entry: StepEntry, what: Payload | None) -> Sampled | None:
+    """What a step's payload leaves out is the prompt and response of its base."""
+    if what is None or not what.tokens:
+        return None
+    base = entry.base if what.start else None
+    # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
+    return Sampled(what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None)
 
 
 def _repeats(step: StepEntry, earlier: Payload | None) -> bool:

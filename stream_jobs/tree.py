@@ -12,8 +12,7 @@ little-endian int32, 4 bytes each.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,12 +23,18 @@ WIDTH = 4
 
 
 class Sampled(NamedTuple):
-    """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known."""
+    """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known.
+
+    base: position of an earlier step whose prompt and response the prompt begins with; then `prompt` is only what is behind them.
+    counts: whether it is a branch of the tree; if not, others may still have it as their base.
+    """
 
     prompt: bytes
     response: bytes
     logprobs: bytes | None = None
     versions: tuple[VersionSpan, ...] = ()
+    base: int | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,15 @@ class Tree:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A segment while the tree grows. `environment`: children written by the environment, by their first token."""
+    """A segment while the tree grows. `environment`: children written by the environment, by their first token.
+
+    above, end: only of a branch that `_descend` has made: where it hangs, and the bytes from the root to its end.
+    """
 
     tokens: bytes
     step: int | None = None
+    above: _Branch | None = None
+    end: int = 0
     environment: dict[bytes, _Branch] = field(default_factory=dict)
     policy: list[_Branch] = field(default_factory=list)
     number: int = -1
@@ -74,21 +84,24 @@ Repeats = Callable[[int, int], bool]
 
 
 def build(steps: Sequence[Sampled | None], repeats: Repeats = lambda step, earlier: False) -> Tree:
-    """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted."""
-    parents, sources, drifts = _parents(steps, repeats)
+    """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted.
+
+    Takes the memory of each token once, not that of each prompt: of a long conversation they are hundreds of times as much.
+    """
+    paths = _paths(steps)
+    parents, sources, drifts = _parents(steps, paths, repeats)
     order = _causal_order(parents, sources)
     index = {step: i for i, step in enumerate(order)}
     root = _Branch(b"")
     leaves: dict[int, _Branch] = {}
     for step in order:
-        tokens = steps[step]
-        if tokens is None:
+        tokens, path = steps[step], paths[step]
+        if tokens is None or path is None or not tokens.counts:
             continue
         parent = parents[step]
         above = root if parent is None else leaves[parent]
-        begin = 0 if parent is None else len(_whole(steps[parent]))
         leaf = _Branch(tokens.response, step)
-        _descend(above, tokens.prompt[begin:]).policy.append(leaf)
+        _descend(above, path.behind(_path(paths, parent))).policy.append(leaf)
         leaves[step] = leaf
     segments = _number(root, steps, index)
     nodes = tuple(
@@ -110,57 +123,89 @@ def prompt_of(tree_segments: Sequence[Segment], segment: int) -> bytes:
     return b"".join(reversed(pieces))
 
 
-def _whole(step: Sampled | None) -> bytes:
-    assert step is not None
-    return step.prompt + step.response
+class _Path(NamedTuple):
+    """Where a step's prompt ends, and where its response does, in the radix tree of all tokens, whoever wrote them."""
+
+    asked: _Branch
+    whole: _Branch
+
+    def behind(self, parent: _Path | None) -> bytes:
+        """The prompt behind the parent's prompt and response."""
+        pieces: list[bytes] = []
+        at: _Branch | None = self.asked
+        while at is not None and (parent is None or at is not parent.whole):
+            pieces.append(at.tokens)
+            at = at.above
+        return b"".join(reversed(pieces))
+
+
+def _paths(steps: Sequence[Sampled | None]) -> list[_Path | None]:
+    """Of each step where it is in the radix tree. Equal tokens end at one branch, and a beginning of others is above them."""
+    root = _Branch(b"")
+    paths: list[_Path | None] = []
+    for step in steps:
+        if step is None:
+            paths.append(None)
+            continue
+        base = _path(paths, step.base)
+        asked = _descend(root if base is None else base.whole, step.prompt)
+        paths.append(_Path(asked, _descend(asked, step.response)))
+    return paths
+
+
+def _path(paths: Sequence[_Path | None], step: int | None) -> _Path | None:
+    if step is None:
+        return None
+    path = paths[step]
+    assert path is not None, f"step {step} has no tokens to go on from"
+    return path
 
 
 def _parents(
-    steps: Sequence[Sampled | None], repeats: Repeats
+    steps: Sequence[Sampled | None], paths: Sequence[_Path | None], repeats: Repeats
 ) -> tuple[list[int | None], list[int | None], list[Drift]]:
     """Of each step the longest sampled prefix, the step it comes from (another one when it is realigned), and its drift.
 
     Both have shorter prompts than the step, so none is its own ancestor: what has sampled nothing is no prefix.
     """
-    whole = {i: s.prompt + s.response for i, s in enumerate(steps) if s is not None and s.response}
-    ends = sorted((len(w), i) for i, w in whole.items())
-    prompts: list[tuple[int, int]] = []  # (length, step) of the steps before this one on the log
+    counting = [
+        (i, path) for i, (s, path) in enumerate(zip(steps, paths, strict=True)) if s and path and s.response and s.counts
+    ]  # fmt: skip
+    latest = {path.whole: i for i, path in counting}  # of equal ones the latest
+    sampling = {i for i, _ in counting}
+    prompts: dict[_Branch, list[int]] = {}  # of the steps before this one on the log, by where they end
     parents: list[int | None] = []
     sources: list[int | None] = []
     drifts: list[Drift] = []
-    for i, step in enumerate(steps):
+    for i, (step, path) in enumerate(zip(steps, paths, strict=True)):
         parent = source = None
         drift: Drift = "root"
-        if step is not None:
-            for at in range(bisect_right(ends, (len(step.prompt), len(steps))) - 1, -1, -1):
-                if step.prompt.startswith(whole[ends[at][1]]):
-                    parent = ends[at][1]
-                    break
-            begin = len(whole[parent]) if parent is not None else 0
-            left = _left(steps, step.prompt, begin, prompts)
+        if step is not None and path is not None and step.counts:
+            at: _Branch | None = path.asked
+            while at is not None and (parent := latest.get(at)) is None:
+                at = at.above
+            left = _left(path.asked, at.end if at is not None else 0, prompts)
             source = next((other for other in left if repeats(i, other)), None)
-            drift = "realigned" if source is not None else "forked" if left else "clean" if begin else "root"
-            if step.response:
-                insort(prompts, (len(step.prompt), i))
+            drift = "realigned" if source is not None else "forked" if left else "root" if parent is None else "clean"
+            if i in sampling:
+                prompts.setdefault(path.asked, []).append(i)
         parents.append(parent)
         sources.append(parent if source is None else source)
         drifts.append(drift)
     return parents, sources, drifts
 
 
-def _left(steps: Sequence[Sampled | None], prompt: bytes, begin: int, earlier: Sequence[tuple[int, int]]) -> list[int]:
-    """The steps with the longest prompt from which this one goes on with something else than what was sampled there; latest first."""
-    found: list[int] = []
-    longest = max(begin, 1)
-    for at in range(bisect_right(earlier, (len(prompt), -1)) - 1, -1, -1):
-        length, i = earlier[at]
-        if length < longest:
-            break
-        other = steps[i]
-        if other is not None and prompt.startswith(other.prompt):
-            found.append(i)
-            longest = length
-    return found
+def _left(asked: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]) -> Sequence[int]:
+    """The steps with the longest prompt from which this one goes on with something else than what was sampled there; latest first.
+
+    asked: where its prompt ends. begin: bytes of its longest sampled prefix.
+    """
+    at = asked.above
+    while at is not None and at.end >= max(begin, 1):
+        if at in earlier:
+            return earlier[at][::-1]
+        at = at.above
+    return ()
 
 
 def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) -> list[int]:
@@ -186,20 +231,27 @@ def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) 
 
 
 def _descend(above: _Branch, tokens: bytes) -> _Branch:
-    """The branch at which `tokens`, written by the environment below `above`, end. Adds and splits what is needed."""
-    while tokens:
-        below = above.environment.get(tokens[:WIDTH])
+    """The branch at which `tokens`, written by the environment below `above`, end. Adds and splits what is needed.
+
+    What ends at a branch goes on ending there: of a split one the lower half.
+    """
+    at = 0
+    while at < len(tokens):
+        first = tokens[at : at + WIDTH]
+        below = above.environment.get(first)
         if below is None:
-            below = above.environment[tokens[:WIDTH]] = _Branch(tokens)
+            left = tokens[at:]
+            below = above.environment[first] = _Branch(left, above=above, end=above.end + len(left))
             return below
-        shared = _common(below.tokens, tokens)
-        if shared < len(below.tokens):
-            upper = _Branch(below.tokens[:shared])
-            below.tokens = below.tokens[shared:]
+        if not tokens.startswith(below.tokens, at):
+            shared = _common(below.tokens, tokens[at : at + len(below.tokens)])
+            upper = _Branch(below.tokens[:shared], above=above, end=above.end + shared)
+            below.tokens, below.above = below.tokens[shared:], upper
             upper.environment[below.tokens[:WIDTH]] = below
-            above.environment[upper.tokens[:WIDTH]] = upper
+            above.environment[first] = upper
             below = upper
-        above, tokens = below, tokens[shared:]
+        at += len(below.tokens)
+        above = below
     return above
 
 
