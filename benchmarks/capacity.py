@@ -62,7 +62,7 @@ class Assumptions:
     # how it is run
     partitions: int = 96
     lake_writers: int = 0
-    """0: as many as the rate needs. Today one writes all."""
+    """0: as many as the rate needs (setting lake.writers)."""
     replicas: int = 3
     retention_days: float = 3.0
     """Of claw.steps and claw.trajectories: twice the longest trajectory at least; the lake has everything."""
