@@ -138,6 +138,8 @@ class LakeMoments:
             if name in self._tables:
                 rows = self._tables[name].to_table(columns=list(_PLACE), filter=self._where(*self._within(_PLACE[3])))
                 parts.append(rows.append_column("table", pa.array([name] * rows.num_rows, pa.string())))
+        if not parts:
+            return  # no table of that input was there
         rows = pa.concat_tables(parts)
         firsts = rows.group_by("kafka_topic_id").aggregate([("kafka_timestamp", "min")]).sort_by("kafka_timestamp_min")
         self._epochs |= {t: index for index, t in enumerate(firsts.column("kafka_topic_id").to_pylist())}

@@ -29,6 +29,7 @@ from schemas.topics import partition_of
 from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.lake_events import events_of
 from stream_jobs.lake_tables import Placed, catalog
+from stream_jobs.lake_versions import versions_of
 from stream_jobs.lake_writer import Lake
 from stream_jobs.payload import Kept, payload_of
 from stream_jobs.provenance import provenance
@@ -221,6 +222,23 @@ def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     outs = [out for moment in source.moments() for out in replay.take(moment)]
     assert {o.partition for o in outs if o.topic == "trajectories"} == {20}
     assert list(last(outs)) == ["a"]
+
+
+def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
+    """What it does not name is empty: no rewards, no closings, and payload of the steps alone."""
+    mine = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=1))
+    lake = Lake(mine.lake_uri, {}, 100)
+    lake.claim()
+    for offset, event in enumerate((step("a", 0), session("a", "completed"))):
+        table = next(n for n, kind in READ[STEPS].items() if kind is type(event))
+        placed = Placed("T", 0, offset, 1000, {}, event)
+        lake.append(table, catalog()[table].rows_of(placed), {("T", 0): offset + 1}, print)
+    file = tmp_path / "pin.json"
+    file.write_text(json.dumps({"versions": {"steps": pinned(mine)["steps"]}}))
+    versions = pinned(mine, versions_of(mine, str(file)))
+    assert list(versions) == ["steps"] and partitions_of(mine, versions) == 1
+    source = LakeMoments(mine, versions, 1, Span(), Choice("r"))
+    assert [type(moment.event) for moment in source.moments()] == [Step, Tick]
 
 
 # -- copies
