@@ -29,8 +29,8 @@ def refuse_truncated(cluster: Cluster, topic: str, partition: int, expected: int
         )
 
 
-GAP = 5000
-"""Offsets: a range scan skips a longer gap. A new scan costs about 200 ms, as much as reading this many records."""
+GAP = 64
+"""Offsets: a longer gap is skipped and not read. To go to another offset costs about 3 ms, as much as reading so many records of 20 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,11 @@ class InputLog:
             low, high = self.cluster.watermarks(self.topic, [self.partition])[self.partition]
             wanted = [offset for offset in wanted if low <= offset < high and offset > last]
             try:
-                for run in _runs(wanted):
-                    offsets = set(run)
-                    for record in self.cluster.read_range(self.topic, self.partition, run[0], run[-1]):
-                        last = record.offset
-                        if last in offsets:
-                            yield record
+                offsets = set(wanted)
+                for record in self.cluster.read_ranges(self.topic, self.partition, _runs(wanted)):
+                    last = record.offset
+                    if last in offsets:
+                        yield record
                 return
             except SourceTruncated:
                 now = self.cluster.watermarks(self.topic, [self.partition])[self.partition][0]
@@ -78,11 +77,11 @@ class InputLog:
                     raise
 
 
-def _runs(wanted: Sequence[int]) -> list[list[int]]:
-    """Cut where the gap is long."""
-    runs: list[list[int]] = []
+def _runs(wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last offsets, cut where the gap is long."""
+    runs: list[tuple[int, int]] = []
     for offset in wanted:
-        if not runs or offset - runs[-1][-1] > GAP:
-            runs.append([])
-        runs[-1].append(offset)
+        if not runs or offset - runs[-1][1] > GAP:
+            runs.append((offset, offset))
+        runs[-1] = (runs[-1][0], offset)
     return runs

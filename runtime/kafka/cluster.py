@@ -22,6 +22,9 @@ REFRESH_MS = 3000
 """The admin client asks one broker, the one it takes for the controller. When that dies it waits until it is back, unless it looks for
 another one now and then; by default that is every five minutes."""
 ASK_S = 5.0
+FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
+"""Least and most that is fetched at once of a range: by its length, `FETCH_BYTES_EACH` for each offset."""
+FETCH_BYTES_EACH = 16 * 1024
 _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
     *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
@@ -229,24 +232,20 @@ class Cluster:
 
     def read_range(self, topic: str, partition: int, first: int, last: int) -> Iterator[Record]:
         """Every committed record with first <= offset <= last, in order. Waits for those not yet readable, 30 s at most."""
-        if last < first:
+        return self.read_ranges(topic, partition, [(first, last)])
+
+    def read_ranges(self, topic: str, partition: int, ranges: Iterable[tuple[int, int]]) -> Iterator[Record]:
+        """As `read_range`, of several ranges (first, last), in ascending order and apart, by one client."""
+        wanted = [r for r in ranges if r[0] <= r[1]]
+        if not wanted:
             return
-        reader = self.reader("clawstream-range", {(topic, partition): first})
+        at = (topic, partition)
+        reader = self.reader("clawstream-range", {at: wanted[0][0]}, **_fetches(wanted))
         try:
-            idle = 0
-            while reader.positions[topic, partition] <= last:
-                batch = reader.poll(2000, 0.1)
-                for record in batch:
-                    if record.offset > last:
-                        return
-                    yield record
-                idle = 0 if batch else idle + 1
-                if not batch and reader.at_end and reader.positions[topic, partition] > last:
-                    return
-                if idle > READ_TIMEOUT_S / 0.1:
-                    raise Unavailable(
-                        f"{topic}-{partition}: offset {last} could not be read within {READ_TIMEOUT_S:g} s"
-                    )
+            for first, last in wanted:
+                if reader.positions[at] != first:
+                    reader.seek(at, first)
+                yield from _records_to(reader, at, last)
         finally:
             reader.close()
 
@@ -300,6 +299,36 @@ class Cluster:
                     raise translated(e) from e
             time.sleep(0.1)
         return {(tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0}
+
+
+def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """How much a client fetches at once that reads some ranges. All that it fetches behind the end of one is for nothing.
+
+    A record or batch that is larger comes all the same, alone.
+    """
+    each = sum(last - first + 1 for first, last in ranges) // len(ranges)
+    size = min(max(FETCH_BYTES[0], each * FETCH_BYTES_EACH), FETCH_BYTES[1])
+    return {
+        "fetch_message_max_bytes": size,
+        "queued_max_messages_kbytes": size // 1024,
+        "fetch_queue_backoff_ms": 1,  # a small queue is often full; by default the client then waits for a second
+    }
+
+
+def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Record]:
+    """The records of a reader's one partition from where it is to an offset. Raises Unavailable after 30 s without one."""
+    idle = 0
+    while (position := reader.positions[at]) <= last:
+        batch = reader.poll(min(2000, last - position + 1), 0.1)
+        for record in batch:
+            if record.offset > last:
+                return
+            yield record
+        idle = 0 if batch else idle + 1
+        if not batch and reader.at_end and reader.positions[at] > last:
+            return
+        if idle > READ_TIMEOUT_S / 0.1:
+            raise Unavailable(f"{at[0]}-{at[1]}: offset {last} could not be read within {READ_TIMEOUT_S:g} s")
 
 
 def _ignore_error(_: Code) -> None:

@@ -75,6 +75,15 @@ class Reader:
         self._next.update(start)
         self._assign(start)
 
+    def seek(self, at: tuple[str, int], offset: int) -> None:
+        """Go on with one of the partitions, of which something has come already, at another offset. What was fetched of it is dropped."""
+        try:
+            self._consumer.seek(TopicPartition(*at, offset))
+        except KafkaException as e:
+            raise translated(e) from e
+        self._next[at] = offset
+        self._ends.discard(at)
+
     def poll(self, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
         """Up to max_records, as soon as there are some. Empty after timeout_s, or at the end of a partition."""
         first = self._consumer.poll(timeout_s)

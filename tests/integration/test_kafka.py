@@ -94,6 +94,31 @@ def test_send_is_acknowledged_in_order_and_read_back(cluster: Cluster, settings:
     assert [r.headers["n"] for r in cluster.read_all(topic, p)] == [b"%d" % i for i in range(100)]
 
 
+def test_ranges_are_read_by_one_client_whatever_lies_between_them(cluster: Cluster, settings: Settings) -> None:
+    """Records larger than what is fetched at once, control records, ranges of which all was fetched with the one before."""
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    producer = cluster.producer(f"{topic}-trainer")
+    values = [bytes([i]) * (9_000_000 if i in (20, 40) else 100_000 if i > 50 else 10) for i in range(60)]
+    for i in range(0, 60, 20):
+        with producer.transaction():  # leaves a control record behind each 20
+            for value in values[i : i + 20]:
+                producer.put(topic, b"k", value)
+    producer.close()
+    at = {i + i // 20: value for i, value in enumerate(values)}  # by offset; none at 20, 41 and 62
+
+    def read(*ranges: tuple[int, int]) -> None:
+        found = [(r.offset, r.value) for r in cluster.read_ranges(topic, 0, ranges)]
+        assert found == [(o, at[o]) for first, last in ranges for o in range(first, last + 1) if o in at]
+
+    read(*((o, o) for o in range(63)))
+    for _ in range(20):
+        read(*((o, o) for o in (0, 3, 7, 19, 22, 30, 39, 45, 61)))
+    read((0, 5), (10, 9), (11, 11), (13, 20), (41, 41), (42, 45), (62, 62))
+    read((20, 20), (62, 62))
+    read()
+
+
 def test_newer_transactional_producer_fences_the_older(cluster: Cluster, settings: Settings) -> None:
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
