@@ -11,6 +11,7 @@ Rules (design sections 1, 2 and 3.13):
 - What has no target yet waits `orphan_after` on the clock of `claw.steps`, then is buried as `unknown_target`. A completion of an
   unknown trajectory waits as well: steps from a gateway's spool may still come. When the time is over it closes the trajectory, if by
   then there is one.
+- A trajectory has a bounded number of steps and bytes of payload: the step that fills it closes it as `timed_out`.
 - A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket or an agent's session it begins the next one.
 - Of a call that the client made twice only one step counts (`retries`); the other is marked and never trained.
 - A trajectory keeps a bounded number of rewards and marks; what is too much is buried as `too_many_rewards`.
@@ -137,7 +138,9 @@ class Fold:
         came = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.STEP)), None)
         if came is None:
             return
-        key: Key = self.state.numbered[came[1]] if came[0] == op.STEP else (came[1], came[2])
+        # A step that fills its trajectory closes it.
+        named = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.CLOSED)), None)
+        key: Key = (named[1], named[2]) if named is not None else self.state.numbered[came[1]]
         tails = [None, *(e[2][2] for e in entries if e[0] == op.STEP)]
         names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
         found = [self.state.waiting_for.get((REWARDS, name, tail), ()) for name in names for tail in tails]

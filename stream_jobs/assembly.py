@@ -133,9 +133,9 @@ class Assembly:
             idle.pop((run, key), None)
         if (bucket := self._bucket((run, key))) is not None:
             bucket.close(key, was.steps)
-        was.steps = [
-            s if s.retried is None else s._replace(reason=why_retried(was.steps, i)) for i, s in enumerate(was.steps)
-        ]
+        for i, s in enumerate(was.steps):
+            if s.retried is not None:
+                was.steps[i] = s._replace(reason=why_retried(was.steps, i))
         self.pending.closings[run, key] = was
         steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags) for s in was.steps]
         closed = Closed(

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from schemas.events import Channel, Outcome, RewardSource, StepMarkKind, StepStatus
+from stream_jobs.tree import WIDTH
 
 Entry = list[Any]
 """A change of the state: `[op, ...]`, JSON values."""
@@ -27,6 +30,12 @@ Awaited = tuple[Source, Key, str | int | None]
 REWARDS_MAX = 10_000
 MARKS_MAX = 10_000
 """Rewards and curation marks a trajectory keeps: without a bound a writer whose names or event ids change would grow the state for ever."""
+STEPS_MAX = 5_000
+"""Steps a trajectory has: three times what the candidate of one that is trained can name. A step's cost and what a closing takes grow with them."""
+PAYLOAD_MAX = 256 << 20
+"""Bytes of payload a trajectory has: all of it is in memory when it closes, and a few times as much while it is sent."""
+STEP_BYTES = 400
+"""Upper bound of what a step takes besides its tokens and its reply."""
 REWARD, CURATED = "r", "q"
 """The entries of the state log that bring one."""
 
@@ -71,6 +80,63 @@ class StepEntry(NamedTuple):
     def choice(self) -> str:
         """Which choice of its call it is."""
         return self.tail.rpartition(".")[2]
+
+
+class Steps(list[StepEntry]):
+    """The steps of an open trajectory in log order, and what is looked up in them: a step must not cost a look at all before it. The
+    look-ups follow from the steps and are not stored.
+
+    tails: position by tail. Of steps that have sampled something: ends, prompts: the lengths in tokens of prompt and response, and of the
+    prompt, ascending; ended: the latest position by `end_hash`; asked: all of `asked`. continued: positions that a later step goes on
+    from. failed, unread: positions of what ended badly by `asked`, with tokens and without. keyed: positions by hash of the idempotency
+    key. size: bytes of payload, about.
+    """
+
+    __slots__ = ("asked", "continued", "ended", "ends", "failed", "keyed", "prompts", "size", "tails", "unread")
+
+    def __init__(self, entries: Iterable[StepEntry] = ()) -> None:
+        super().__init__()
+        self.tails: dict[str, int] = {}
+        self.ends, self.prompts = array("q"), array("q")
+        self.ended: dict[int, int] = {}
+        self.asked: set[int | None] = set()
+        self.continued: set[int] = set()
+        self.failed: dict[int | None, list[int]] = {}
+        self.unread: dict[int | None, list[int]] = {}
+        self.keyed: dict[int, list[int]] = {}
+        self.size = 0
+        for entry in entries:
+            self.append(entry)
+
+    def append(self, entry: StepEntry) -> None:
+        """One more. What is put in another's place later may differ in `retried` and `reason` only."""
+        at = len(self)
+        self.tails[entry.tail] = at
+        if entry.end_hash is not None and entry.response:
+            _insert(self.ends, entry.end)
+            _insert(self.prompts, entry.prompt)
+            self.ended[entry.end_hash] = at
+            self.asked.add(entry.asked)
+        self.continued.update(i for i in (entry.base, entry.after) if i is not None)
+        if entry.status != "ok":
+            failed = self.unread if entry.end_hash is None else self.failed
+            failed.setdefault(entry.asked, []).append(at)
+        if entry.idem is not None:
+            self.keyed.setdefault(entry.idem, []).append(at)
+        self.size += self.size_of(entry)
+        super().append(entry)
+
+    def size_of(self, entry: StepEntry) -> int:
+        """About how many bytes the payload of a step has, that is one of them or comes next."""
+        start = self[entry.base].end if entry.base is not None else 0
+        return WIDTH * (entry.prompt - start + 2 * entry.response) + (entry.reply << 10) + STEP_BYTES
+
+
+def _insert(numbers: array[int], number: int) -> None:
+    """Into ascending numbers, each once."""
+    at = bisect_left(numbers, number)
+    if at == len(numbers) or numbers[at] != number:
+        numbers.insert(at, number)
 
 
 class RewardEntry(NamedTuple):
@@ -178,7 +244,7 @@ class Open:
     group_size: int | None = None
     round: int | None = None
     meta: int | None = None
-    steps: list[StepEntry] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)
     folded: Folded = field(default_factory=Folded)
 
     def dump(self) -> Any:
@@ -189,7 +255,7 @@ class Open:
 
     @classmethod
     def load(cls, plain: Any) -> Open:
-        plain[8] = [StepEntry(*s) for s in plain[8]]
+        plain[8] = Steps(StepEntry(*s) for s in plain[8])
         plain[9] = Folded.load(plain[9])
         return cls(*plain)
 
@@ -228,6 +294,13 @@ class Closed:
     place: tuple[str, int, int, int] | None = None
     revision: int = -1
     late: list[int] = field(default_factory=list)
+    _times: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def came(self, tail: str) -> int | None:
+        """When a step of it came; None: it has no such step. Of many questions the first one costs a look at all steps."""
+        if len(self._times) != len(self.steps):
+            self._times = {s.tail: s.at for s in self.steps}
+        return self._times.get(tail)
 
     def dump(self) -> bytes:
         return orjson.dumps([

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,20 @@ from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
 from stream_jobs.bucket import Bucket, call_of, choose, in_session
-from stream_jobs.index import REWARDS, STEPS, Closed, Entry, Key, Open, RewardEntry, Source, StepEntry
+from stream_jobs.index import (
+    PAYLOAD_MAX,
+    REWARDS,
+    STEPS,
+    STEPS_MAX,
+    Entry,
+    Key,
+    RewardEntry,
+    Source,
+    StepEntry,
+    Steps,
+)
 from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
-from stream_jobs.prefix import hash_of, leaves_a_path, measure
+from stream_jobs.prefix import hash_of, measure
 from stream_jobs.provenance import REASON_CHARS, provenance
 from stream_jobs.retries import Retry, idempotency_hash, mended, request_hash, retry_of
 from stream_jobs.tree import WIDTH
@@ -39,7 +49,9 @@ TOPIC_WORD = ("claw.steps", "claw.rewards")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition."""
+    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition. steps_max, payload_max: steps and bytes
+    a trajectory; the step that reaches one closes it.
+    """
 
     trajectory_timeout: int
     closed_horizon: int
@@ -48,6 +60,8 @@ class Limits:
     bucket_inactivity: int = 300_000
     agent_inactivity: int = 1_800_000
     waiting_max: int = 100_000
+    steps_max: int = STEPS_MAX
+    payload_max: int = PAYLOAD_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +129,16 @@ class Judge:
         found = self.target(key, tail)
         if found is None:
             return None
-        target: Open | Closed | None = self.state.opened.get(found)
-        if target is None:
-            target = self.state.closed[found]
-            if at > target.closed_at + self.limits.closed_horizon:
-                return None
-        if tail is None:
-            return target.opened_at
-        return next((s.at for s in target.steps if s.tail == tail), None)
+        trajectory = self.state.opened.get(found)
+        if trajectory is not None:
+            if tail is None:
+                return trajectory.opened_at
+            position = trajectory.steps.tails.get(tail)
+            return trajectory.steps[position].at if position is not None else None
+        closed = self.state.closed[found]
+        if at > closed.closed_at + self.limits.closed_horizon:
+            return None
+        return closed.opened_at if tail is None else closed.came(tail)
 
     def applied(self, offset: int, entry: Entry) -> list[Entry]:
         """What becomes of a reward, mark or assessment whose target is there. offset: on `claw.rewards`. Nothing, if it changes nothing;
@@ -167,8 +183,8 @@ class Judge:
         if key in self.state.closed:
             return self._late(offset, key, step, tail), None
         trajectory = self.state.opened.get(key)
-        steps = trajectory.steps if trajectory else []
-        if tail in [s.tail for s in steps]:
+        steps = trajectory.steps if trajectory else Steps()
+        if tail in steps.tails:
             return [], None
         now = self.state.time[STEPS]
         origin = provenance(step)
@@ -185,11 +201,20 @@ class Judge:
             leads=leads,
             after=after if after != measured.base else None,
             tags=[t.name for t in step.tags] or None,
-            repeats=_repeats(steps, step, measured.base),
+            repeats=_repeats(step) if measured.leaves else None,
         )  # fmt: skip
         entries.append([op.STEP, trajectory.number if trajectory else offset, list(entry)])
-        entries += [[op.RETRIED, *key, *retry] for retry in _retries([*steps, entry], step)]
+        entries += [[op.RETRIED, *key, *retry] for retry in _retries(steps, entry, step)]
+        if (full := self._full(steps, entry)) is not None:
+            entries.append([op.CLOSED, *key, "timed_out", full, now])
         return entries, payload_of(step, origin, start_of(entry, steps))
+
+    def _full(self, steps: Steps, entry: StepEntry) -> str | None:
+        """Why a trajectory closes with its next step; None: there is room for more."""
+        if len(steps) + 1 >= self.limits.steps_max:
+            return f"full: {len(steps) + 1} steps"
+        size = steps.size + steps.size_of(entry)
+        return f"full: {size} bytes of payload" if size >= self.limits.payload_max else None
 
     def _place(self, name: Key, tail: str, step: Step) -> tuple[Key, int | None, int | None]:
         """The trajectory that a step belongs to, the position of the step it goes on from, and its link."""
@@ -207,7 +232,7 @@ class Judge:
     def _late(self, offset: int, key: Key, step: Step, tail: str) -> list[Entry]:
         closed = self.state.closed[key]
         hashed = hash_of(tail.encode())
-        if hashed in closed.late or any(s.tail == tail for s in closed.steps):
+        if hashed in closed.late or closed.came(tail) is not None:
             return []
         evidence = f"closed as {closed.outcome} at {closed.closed_at}"
         return [[op.MARKED, *key, step.step_id, "late", evidence, offset, hashed]]
@@ -316,19 +341,15 @@ class Judge:
         return [[op.BURIED, REWARDS, offset, "unknown_target", detail]]
 
 
-def _retries(steps: Sequence[StepEntry], step: Step) -> list[Retry]:
-    """What the last step says of retries: it is one itself, or it goes on from one that was taken for one."""
-    entry, new = steps[-1], len(steps) - 1
-    found = [retry_of(steps, new, step)]
-    found += [mended(steps[:new], at) for at in (entry.base, entry.after) if at is not None]
+def _retries(steps: Steps, entry: StepEntry, step: Step) -> list[Retry]:
+    """What the next step says of retries: it is one itself, or it goes on from one that was taken for one."""
+    found = [retry_of(steps, entry, step)]
+    found += [mended(steps, at) for at in (entry.base, entry.after) if at is not None]
     return [retry for retry in found if retry is not None][:1]
 
 
-def _repeats(steps: Sequence[StepEntry], step: Step, base: int | None) -> int | None:
+def _repeats(step: Step) -> int | None:
     """As in `StepEntry`. The request is read only where the prompt has drifted."""
-    prompt = step.prompt_token_ids
-    if prompt is None or step.response_token_ids is None or not leaves_a_path(steps, prompt, base):
-        return None
     turns = turns_of(step.request_json)
     return said_in(turns[-1]) if turns else None
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from schemas.events import Step
-from stream_jobs.index import StepEntry
+from stream_jobs.index import StepEntry, Steps
 from stream_jobs.prefix import hash_of
 
 
@@ -49,21 +49,21 @@ def ended_badly(entry: StepEntry) -> bool:
     return entry.status != "ok"
 
 
-def retry_of(steps: Sequence[StepEntry], new: int, step: Step) -> Retry | None:
-    """Whether the step at `new`, the last one, is an earlier one's retry."""
-    entry = steps[new]
-    old = _twin(steps, new, step)
+def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
+    """Whether the step that comes next, with its entry, is an earlier one's retry."""
+    new = len(steps)
+    old = _twin(steps, entry, step)
     if old is None:
         return None
-    if _continued(steps, old) or (ended_badly(entry) and not ended_badly(steps[old])):
+    if _continued(steps, old, entry) or (ended_badly(entry) and not ended_badly(steps[old])):
         return Retry(new, old)
     return Retry(old, new)
 
 
-def mended(steps: Sequence[StepEntry], at: int) -> Retry | None:
+def mended(steps: Steps, at: int) -> Retry | None:
     """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
     other = steps[at].retried
-    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or _continued(steps, other):
+    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or other in steps.continued:
         return None
     return Retry(other, at)
 
@@ -80,28 +80,30 @@ def why_retried(steps: Sequence[StepEntry], at: int) -> str:
     return f"retried as {other.tail}: {how}"
 
 
-def _twin(steps: Sequence[StepEntry], new: int, step: Step) -> int | None:
-    """The earlier step that the one at `new` asks for again."""
-    entry, said_so = steps[new], (step.retry_count or 0) > 0
-    suspects = [
-        i for i, s in enumerate(steps[:new])
-        if s.status != "ok" or said_so or (s.idem == entry.idem and s.idem is not None)
-    ]  # fmt: skip
+def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
+    """The earlier step that the next one asks for again; of several the latest."""
     call = entry.tail.rpartition(".")[0]
-    suspects = [
-        i for i in reversed(suspects)
-        if steps[i].retried is None and steps[i].choice == entry.choice and steps[i].tail.rpartition(".")[0] != call
-    ]  # fmt: skip
-    for i in suspects:
-        if entry.idem is not None and steps[i].idem == entry.idem and as_long(steps[i].prompt, entry.prompt):
+
+    def may_be(at: int) -> bool:
+        other = steps[at]
+        return other.retried is None and other.choice == entry.choice and other.tail.rpartition(".")[0] != call
+
+    for i in reversed(steps.keyed.get(entry.idem, ()) if entry.idem is not None else ()):
+        if as_long(steps[i].prompt, entry.prompt) and may_be(i):
             return i
-    body = request_hash(step) if any(steps[i].end_hash is None for i in suspects) else None
-    for i in suspects:
-        identical = steps[i].asked == (entry.asked if steps[i].end_hash is not None else body)
-        if identical and (ended_badly(steps[i]) or (said_so and not _continued(steps, i))):
-            return i
-    return None
+    identical = list(steps.failed.get(entry.asked, ()))
+    if steps.unread:
+        identical += steps.unread.get(request_hash(step), ())
+    found = max(filter(may_be, identical), default=None)
+    if (step.retry_count or 0) > 0:
+        body = request_hash(step)
+        for i in range(len(steps) - 1, -1 if found is None else found, -1):
+            asked = entry.asked if steps[i].end_hash is not None else body
+            if steps[i].asked == asked and may_be(i) and not _continued(steps, i, entry):
+                return i
+    return found
 
 
-def _continued(steps: Sequence[StepEntry], at: int) -> bool:
-    return any(s.base == at or s.after == at for s in steps[at + 1 :])
+def _continued(steps: Steps, at: int, entry: StepEntry) -> bool:
+    """Whether the client has gone on from a step, at the latest with the next one."""
+    return at in steps.continued or at in (entry.base, entry.after)

@@ -14,15 +14,13 @@ from schemas.codec import Codec
 from schemas.events import Candidate, CandidateStep, RewardValue, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.ids import key_of_trajectory, parse_version, stable_id
 from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
-from stream_jobs.index import Closed, Key, Mark, Marks, Open, StepEntry
+from stream_jobs.index import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
 from stream_jobs.payload import Kept, Payload, start_of
-from stream_jobs.tree import WIDTH, Sampled, build
+from stream_jobs.tree import Sampled, build
 from stream_jobs.turns import reply_of, said_in
 
 T = TypeVar("T")
 _UNMARKED = Marks()
-_ITEM_BYTES = 400
-"""Upper bound of what a step or segment takes besides its variable fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,7 @@ def starts_of(trajectory: Open) -> dict[int, int]:
 
 def payload_bytes(trajectory: Open) -> int:
     """About how many bytes its payload has; metadata left out."""
-    steps = trajectory.steps
-    return sum(WIDTH * (s.prompt - start_of(s, steps) + 2 * s.response) + (s.reply << 10) + _ITEM_BYTES for s in steps)
+    return trajectory.steps.size
 
 
 def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
@@ -264,13 +261,13 @@ def _repeats(step: StepEntry, earlier: Payload | None) -> bool:
 
 def _segment_size(s: Segment) -> int:
     versions = sum([4 * len(v.version) + 20 for v in s.versions]) if s.versions else 0
-    return len(s.token_ids) + len(s.logprobs or b"") + versions + _ITEM_BYTES
+    return len(s.token_ids) + len(s.logprobs or b"") + versions + STEP_BYTES
 
 
 def _step_size(s: TrajectoryStep) -> int:
     tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
     names = len(s.step_id) + len(s.finish_reason or "") + tags
-    return len(s.response_json) + 4 * names + 2 * _ITEM_BYTES  # UTF-8 has at most 4 bytes a character
+    return len(s.response_json) + 4 * names + 2 * STEP_BYTES  # UTF-8 has at most 4 bytes a character
 
 
 def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:
