@@ -10,9 +10,14 @@ from typing import NamedTuple
 from quality.readiness import Lack, awaited, flaws, trained_part
 from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
 from schemas.reward_value import SMALLEST_GROUP, training_reward
+from schemas.topics import MAX_MESSAGE_BYTES
 
 GroupKey = tuple[str, int]
 """Group id and round."""
+MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
+"""A group that is alone in its batch. The rest is for what a batch says besides, above all the reward weights."""
+_GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES = 24, 80, 24, 3
+"""The most that Avro takes for one of them, strings and the revision of a reward apart."""
 
 
 @dataclass(slots=True)
@@ -29,15 +34,31 @@ class Member:
     flaw: Lack | None = None
     awaits: Lack | None = None
     candidate: Candidate = field(init=False)
+    _size: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.candidate = self.whole
 
     def weigh(self, policy: AdmissionPolicy) -> None:
         """Find out what of it is trained, its flaw and what it awaits, under this policy."""
-        self.candidate = trained_part(self.whole, policy)
+        self.candidate, self._size = trained_part(self.whole, policy), None
         self.flaw = next(flaws(self.candidate, policy, self.place is not None), None)
         self.awaits = awaited(self.candidate, policy) if self.flaw is None else None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in a batch at the most; with many step rewards a tenth less."""
+        if self._size is None:
+            c = self.candidate
+            texts = [c.trajectory_id, c.trajectory_key, self.place.topic_id if self.place is not None else ""]
+            untrained = [s.step_id for s in c.steps if not s.trainable]
+            revisions = 0
+            for r in c.rewards:
+                revisions += r.reward_revision.bit_length() // 7 + 1
+                texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
+            counted = _MEMBER_BYTES + _REWARD_BYTES * len(c.rewards) + _STEP_BYTES * len(untrained) + revisions
+            self._size = counted + sum(map(_bytes, texts)) + sum(map(_bytes, untrained))
+        return self._size
 
 
 class Verdict(NamedTuple):
@@ -54,6 +75,11 @@ class Verdict(NamedTuple):
         return sum(m.candidate.trainable_tokens for m in self.usable)
 
     @property
+    def size(self) -> int:
+        """Bytes that the usable members take in a batch at the most."""
+        return sum(m.size for m in self.usable)
+
+    @property
     def oldest_sync_index(self) -> int | None:
         """Lowest sync index among the trainable tokens of the usable members; None when none has one."""
         return min((s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None), default=None)
@@ -64,7 +90,7 @@ class Group:
     """One round of a group id that is neither admitted nor refused.
 
     gone: members that were refused one by one before. sealed_at: log time at which its deadline passed; it takes no more members.
-    entered_at, batch: since when and in which open batch it waits, when it is ready.
+    entered_at, batch: since when and in which open batch it waits, when it is ready; tokens, size: what it counts there.
     """
 
     key: GroupKey
@@ -77,6 +103,8 @@ class Group:
     verdict: Verdict | None = None
     batch: int | None = None
     entered_at: int = 0
+    tokens: int = 0
+    size: int = 0
 
     @property
     def arrived(self) -> int:
@@ -102,6 +130,10 @@ class Group:
         for member in self.members.values():
             member.weigh(policy)
         self.awaiting = sum(m.awaits is not None for m in self.members.values())
+
+    def size_with(self, verdict: Verdict) -> int:
+        """Bytes that it takes in a batch at the most, with the usable members of a verdict."""
+        return verdict.size + _GROUP_BYTES + _bytes(self.key[0])
 
     def deadline(self, policy: AdmissionPolicy) -> int:
         """Event time from which it no longer waits for members."""
@@ -153,7 +185,16 @@ def judge(
         if len(rewards) <= 1:
             what = f"all {rewards.pop():g}" if rewards else "none: name what is trained on in required_rewards"
             return Verdict((), (), "zero_variance", f"rewards of {len(usable)} members: {what}")
-    return Verdict(tuple(usable), tuple(dropped))
+    verdict = Verdict(tuple(usable), tuple(dropped))
+    if (size := group.size_with(verdict)) > MAX_GROUP_BYTES:
+        values = sum(len(m.candidate.rewards) for m in usable)
+        detail = f"{len(usable)} members with {values} rewards are {size} bytes, one record takes {MAX_GROUP_BYTES}"
+        return Verdict((), (), "too_large", detail)
+    return verdict
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
