@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from schemas.events import Step
-from stream_jobs.index import StepEntry
+from stream_jobs.index import StepEntry, Steps
 from stream_jobs.prefix import hash_of, hashes_at
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
@@ -36,7 +36,7 @@ from stream_jobs.turns import links_of, reply_of, turns_of
 
 Place = tuple[str, int]
 """Trajectory id and position of a step in it."""
-StepsOf = Callable[[str], Sequence[StepEntry]]
+StepsOf = Callable[[str], Steps]
 STALE_MAX = 64
 """Places in a heap that are gone, beside as many as are there: below it a heap is not worth making anew."""
 
@@ -83,8 +83,7 @@ class Places:
 def _rank(place: Place, steps_of: StepsOf) -> tuple[bool, bool, int]:
     """Whether a retry has replaced it, whether somebody has gone on from it, where it is on the log."""
     steps, at = steps_of(place[0]), place[1]
-    continued = any(s.base == at or s.after == at for s in steps[at + 1 :])
-    return steps[at].retried is not None, continued, steps[at].offset
+    return steps[at].retried is not None, at in steps.continued, steps[at].offset
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schemas.events import Step, Tick
 from schemas.tokens import pack_ids
 from stream_jobs.bucket import STALE_MAX, Ends, Places, choose
-from stream_jobs.index import REWARDS, STEPS, StepEntry
+from stream_jobs.index import REWARDS, STEPS, Steps
 from stream_jobs.state_log import StateLog
 from stream_jobs.trial import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
 
@@ -112,7 +112,7 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
     (bucket,) = w.state.buckets.values()
     looked: list[str] = []
 
-    def steps_of(trajectory: str) -> Sequence[StepEntry]:
+    def steps_of(trajectory: str) -> Steps:
         looked.append(trajectory)
         return w.state.opened["r", trajectory].steps
 
