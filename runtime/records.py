@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from runtime.kafka import Cluster, Record
 from runtime.telemetry import logger
+from runtime.topic_check import refuse_unfit
 from schemas.codec import Codec, Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import DeadLetter, SchemaPublished
@@ -30,11 +31,16 @@ def cluster_of(settings: Settings) -> Cluster:
 
 
 def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()) -> list[str]:
-    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race."""
+    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race.
+
+    Raises SettingsError, before anything is made, when those that are there can't be worked on.
+    """
     kafka, topics = settings.kafka, settings.kafka.topics
+    specs = (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra)
     there = cluster.topics()
+    refuse_unfit(cluster, settings, specs, there)
     made = []
-    for spec in (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra):
+    for spec in specs:
         if spec.name not in there and cluster.create_topic(
             spec.name, spec.partitions, spec.config, *settings.replication
         ):
@@ -67,9 +73,9 @@ def publish_schemas(cluster: Cluster, topic: str) -> None:
 class Decoder:
     """Decodes values; a fingerprint that is not known is looked up on the schemas topic before it is an error.
 
-    One a process. Several threads may decode; at worst each looks the same up. A look-up reads what was announced since the last one; the whole topic (compacted, a few records)
-    at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints costs a question for the end each, and a
-    schema that is announced before its first record is always found.
+    One a process. Several threads may decode; at worst each looks the same up. A look-up reads what was announced since the last one;
+    the whole topic (compacted, a few records) at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints
+    costs a question for the end each, of a client that is kept, and a schema that is announced before its first record is always found.
     """
 
     def __init__(self, cluster: Cluster, schemas_topic: str, codec: Codec | None = None) -> None:
@@ -92,9 +98,9 @@ class Decoder:
         now = time.monotonic()
         if self._read_at is None or now - self._read_at >= REFRESH_INTERVAL_S:
             self._read_at, self._read_to = now, 0
-        low, end = self._cluster.watermarks(self._topic, [0])[0]
-        if end == self._read_to:
+        if self._cluster.end(self._topic, 0) == self._read_to:
             return False
+        low, end = self._cluster.watermarks(self._topic, [0])[0]
         first = max(low, self._read_to) if self._read_to <= end else low
         for record in self._cluster.read_all(self._topic, first=first):
             try:

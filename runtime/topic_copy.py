@@ -122,12 +122,11 @@ class Writer:
 
 
 def copied_settings(settings: Settings, prefix: str, partitions: int) -> Settings:
-    """The installation of the copy: the same but for prefix and partitions. Raises SettingsError."""
+    """The installation of the copy: the same but for prefix, partitions and who writes ticks. Raises SettingsError."""
     if prefix == settings.kafka.topic_prefix or not PREFIX.fullmatch(prefix):
         raise SettingsError(f"prefix {prefix!r}: must be another one, of 1 to 32 of a-z 0-9 _ -")
-    return settings.model_copy(
-        update={"kafka": settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": partitions})}
-    )
+    kafka = settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": partitions})
+    return settings.model_copy(update={"kafka": kafka, "jobs": settings.jobs.model_copy(update={"write_ticks": False})})
 
 
 def copy_topics(

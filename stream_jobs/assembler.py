@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder
+from runtime.records import Decoder, now_micros
 from runtime.telemetry import logger
 from schemas.events import Tick
 from schemas.settings import Settings
@@ -14,6 +14,9 @@ from stream_jobs.errors import Overtaken
 from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.judge import Limits
 from stream_jobs.owner import Owner, Shared, Situation
+
+CLOCK_AHEAD_MS = 600_000
+"""Far more than clocks that are kept differ by, and than a run could wait for."""
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -48,7 +51,7 @@ class Assembler:
             snapshot_min_bytes=jobs.snapshot_min_bytes,
         )
         self._owners: dict[int, Owner] = {}
-        self._ticking = False
+        self._ticking = self._clock_told = False
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """Take the partitions over; returns where to read on. Raises Overtaken only when nothing else was wrong."""
@@ -85,7 +88,18 @@ class Assembler:
             if owner.released:
                 return {}
             await owner.process((STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records)
+            self._watch_clock(owner)
         return {r.topic: r.offset for r in records}
+
+    def _watch_clock(self, owner: Owner) -> None:
+        """Say once when log time is far ahead of this machine's: nothing times out until real time is there."""
+        ahead = owner.time - now_micros() // 1000
+        if ahead > CLOCK_AHEAD_MS and not self._clock_told:
+            self._clock_told = True
+            logger().warning(
+                "clock_ahead", partition=owner.partition, ahead_s=ahead // 1000, log_time_ms=owner.time,
+                action="a broker's clock, or this machine's, is wrong: see Clocks in docs/operating.md",
+            )  # fmt: skip
 
     async def tick(self) -> None:
         """Write the time into the inputs of every own partition. One that is lost does no harm: the next one says more."""

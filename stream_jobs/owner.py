@@ -94,6 +94,11 @@ class Owner:
         applied = self._log.state.applied
         return {(self._shared.input(s), self.partition): applied[s] + 1 for s in (STEPS, REWARDS)}
 
+    @property
+    def time(self) -> int:
+        """How far log time has come, ms: by it everything times out."""
+        return self._log.state.time[STEPS]
+
     # -- 1: taking over
 
     async def take_over(self) -> None:

@@ -16,9 +16,13 @@ def topics_create(words: Words = None, config: Config = None) -> None:
     """Make every topic that is not there yet, and announce the schemas."""
     settings = settings_of(config, words)
     from runtime.records import create_topics
+    from schemas.errors import SettingsError
 
-    with plain_errors():
-        made = create_topics(cluster_of(settings), settings)
+    try:
+        with plain_errors():
+            made = create_topics(cluster_of(settings), settings)
+    except SettingsError as e:
+        fail(str(e), 2)
     typer.echo("\n".join(f"made {name}" for name in made) or "all topics are there")
 
 

@@ -7,9 +7,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka import KafkaError as Code
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
 from runtime.kafka.outbox import Outbox
@@ -29,6 +36,7 @@ _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
     *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
 )
+_FORBIDDEN = (Code.TOPIC_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED)
 _COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
 
 
@@ -45,6 +53,7 @@ class Cluster:
             "log_level": 2,  # what matters comes back from the call; a broker that is away makes 20 lines a second otherwise
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.propagation.max.ms": 5000,
+            "allow.auto.create.topics": "false",  # a producer's or admin's question would make a topic, as the broker pleases
             "error_cb": _ignore_error,
             **(client_options or {}),
         }
@@ -134,6 +143,22 @@ class Cluster:
                     raise translated(e) from e
         return out
 
+    def topic_configs(self, names: Sequence[str]) -> dict[str, dict[str, str] | None]:
+        """Configuration of each topic that exists, defaults included, by one request; None of one that we may not describe."""
+        if not names:
+            return {}
+        asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
+        out: dict[str, dict[str, str] | None] = {}
+        for resource, future in self.admin.describe_configs(asked, request_timeout=READ_TIMEOUT_S).items():
+            try:
+                out[resource.name] = {name: entry.value for name, entry in future.result().items()}
+            except KafkaException as e:
+                if e.args[0].code() in _FORBIDDEN:
+                    out[resource.name] = None
+                elif e.args[0].code() != Code.UNKNOWN_TOPIC_OR_PART:
+                    raise translated(e) from e
+        return out
+
     def topic_id(self, name: str) -> str:
         """Kafka's UUID of a topic; KafkaError when there is none of that name."""
         found = self.topic_ids([name]).get(name)
@@ -190,6 +215,17 @@ class Cluster:
             return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=ASK_S) for p in partitions}
         finally:
             consumer.close()
+
+    def end(self, topic: str, partition: int) -> int:
+        """The end that `watermarks` tells, without a client of its own: about a millisecond, for who asks often."""
+        at = TopicPartition(topic, partition)
+        asked = self.admin.list_offsets(
+            {at: OffsetSpec.latest()}, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ASK_S
+        )
+        try:
+            return int(asked[at].result().offset)
+        except KafkaException:  # its leader moves, or it is not there: a new client waits for it, and says which
+            return self.watermarks(topic, [partition])[partition][1]
 
     def written_since(self, topic: str, timestamp_ms: int) -> int:
         """Records that came to a topic at or after a log timestamp, control records included; all partitions."""

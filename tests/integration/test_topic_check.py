@@ -1,0 +1,99 @@
+"""Topics that somebody has made beforehand: they are refused before they do harm, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
+from tests_jobs import Eventually, running, step
+
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.lifecycle import EXIT_SETTINGS
+from runtime.records import create_topics
+from runtime.topic_copy import copy_topics
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_assemble(load(words=sys.argv[1:]))"
+
+
+def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
+    """What kafka-configs does."""
+    entries = [ConfigEntry(n, v, incremental_operation=AlterConfigOpType.SET) for n, v in config.items()]
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+    for future in cluster.admin.incremental_alter_configs([resource]).values():
+        future.result()
+
+
+def test_topics_made_by_hand_are_refused_until_they_are_mended(
+    cluster: Cluster, settings: Settings, eventually: Eventually
+) -> None:
+    topics = settings.kafka.topics
+    cluster.create_topic(
+        topics.steps, 4, {"max.message.bytes": "20000000"}
+    )  # stamps what producers say; larger is well
+    cluster.create_topic(topics.workers, 1, {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1000000"})
+    cluster.create_topic(
+        topics.rewards, 3, {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "20000000"}
+    )
+    with pytest.raises(SettingsError) as refused:
+        create_topics(cluster, settings)
+    said = str(refused.value).splitlines()
+    assert said[:4] == [
+        f"topic {topics.steps}: message.timestamp.type is CreateTime, must be LogAppendTime",
+        f"topic {topics.rewards}: partitions is 3, must be 4",
+        f"topic {topics.workers}: cleanup.policy is delete, must be compact",
+        f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760",
+    ], said
+    assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
+    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "runtime.cli", "topics", "create"]):
+        done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, done.stderr
+
+    cluster.delete_topic(topics.rewards)
+    commands = [line for line in said if line.startswith("mend it:")]
+    assert len(commands) == 2
+    for line in commands:
+        found = re.search(r"--entity-name (\S+) --add-config (\S+)$", line)
+        assert found is not None and f"--bootstrap-server {settings.bootstrap_servers} " in line
+        altered(cluster, found[1], dict(pair.split("=") for pair in found[2].split(",")))
+
+    def made() -> list[str]:
+        try:
+            return create_topics(cluster, settings)
+        except SettingsError:
+            return []  # a broker learns of it a moment later
+
+    assert topics.rewards in eventually(made)
+    assert create_topics(cluster, settings) == []
+
+
+def test_a_copy_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
+    cluster: Cluster, settings: Settings, eventually: Eventually, tmp_path: Path
+) -> None:
+    create_topics(cluster, settings)
+    prefix = f"{settings.kafka.topic_prefix}c"
+    copy_topics(cluster, settings, prefix)
+    kafka = settings.kafka.model_copy(update={"topic_prefix": prefix})
+    target = settings.model_copy(update={"kafka": kafka, "data_dir": tmp_path})
+    with pytest.raises(SettingsError, match=r"jobs\.write_ticks=false"):
+        create_topics(cluster, target)
+    with running(target, cluster, tmp_path, write_ticks=False) as jobs:
+        ahead = int(time.time() * 1000) + 1_800_000  # Kafka refuses what is more than an hour ahead of its own clock
+        for _ in range(2):
+            value = jobs.codec.encode(step("k", [1], [2]))
+            jobs.producer.put(jobs.topics.steps, b"k", value, partition=0, timestamp_ms=ahead)
+            jobs.producer.flush()
+        jobs.start()
+        log = tmp_path / "assemble-0.log"
+        eventually(lambda: "clock_ahead" in log.read_text())
+        told = [json.loads(line) for line in log.read_text().splitlines() if "clock_ahead" in line]
+        assert [t["level"] for t in told] == ["warning"] and 600 < told[0]["ahead_s"] <= 1800
