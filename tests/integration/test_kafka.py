@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests_ports import free_port
@@ -241,6 +242,23 @@ def test_a_schema_announced_right_after_an_unknown_one_is_found(cluster: Cluster
     body = b"\x06\x00\x06red"  # partition 3, no event time, "red"
     assert decoder.decode(MAGIC + bytes.fromhex(fingerprint) + body).partition == 3
     producer.close()
+
+
+def test_a_flood_of_unknown_fingerprints_makes_no_client_each(cluster: Cluster, settings: Settings) -> None:
+    """A client takes 20 ms, on the event loop of all partitions."""
+    create_topics(cluster, settings)
+    made = []
+
+    class Counted(Cluster):
+        def watermarks(self, topic: str, *args: Any, **more: Any) -> dict[int, tuple[int, int]]:
+            made.append(topic)
+            return super().watermarks(topic, *args, **more)
+
+    decoder = Decoder(Counted(settings.bootstrap_servers), settings.kafka.topics.schemas)
+    for i in range(200):
+        with pytest.raises(UnknownSchema):
+            decoder.decode(MAGIC + i.to_bytes(8, "big"))
+    assert 1 <= len(made) < 100
 
 
 def test_confluent_framing_is_read_once_its_id_is_announced(cluster: Cluster, settings: Settings) -> None:
