@@ -44,7 +44,7 @@ class SchemaRefused(LakeError):
 
 
 class LakeFull(LakeError):
-    """There is no room to write. What was being written is in no version; make room and it can be written again."""
+    """There is no room to write. Perhaps the commit landed and only what follows it did not; make room and write it again: it is taken once."""
 
 
 _NO_ROOM = ("os error 28", "os error 122")

@@ -79,21 +79,35 @@ class Lake:
         self._marked_at: dict[str, float] = {}
         self._asked: dict[str, set[Source]] = {name: set() for name in catalog()}
         """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
+        self._unsure: set[str] = set()
+        """Tables of which it is not known whether the last commit landed: their windows are read again before the next."""
 
     def claim(self) -> None:
         """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back."""
         for name, table in self.tables.items():
             create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
-            self._claim(name)
+        before = [self._open(name) for name in self.tables]
+
+        def highest(app: str) -> int | None:
+            return max((v for t in before if (v := t.transaction_version(app)) is not None), default=None)
+
+        for name, table in self.tables.items():
+            self._claim(name, highest)
             self._windows[name] = self._window(table)
             self._marked_at[name] = time.monotonic()
 
-    def _claim(self, name: str) -> None:
+    def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
+        """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew."""
         empty = self.tables[name].arrow([])
 
         def attempt() -> bool:
             table = self._open(name)
-            hold, versions = claim(self.share, self._hold, table.transaction_version)
+
+            def version_of(app: str) -> int | None:
+                here = table.transaction_version(app)
+                return here if self._hold is not None else max(here or 0, highest(app) or 0) or None
+
+            hold, versions = claim(self.share, self._hold, version_of)
             commit(table, empty, versions)
             self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
             return True
@@ -133,6 +147,7 @@ class Lake:
         """What is known of a table may be wrong: look again."""
         self._opened.pop(name, None)
         self._asked[name].clear()
+        self._unsure.add(name)
 
     def _window(self, table: Table) -> Window:
         """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
@@ -198,7 +213,7 @@ class Lake:
 
         positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
         """
-        table, window = self.tables[name], self._windows[name]
+        table = self.tables[name]
         added: list[Row] = []
         digests: list[bytes] = []
         moved: dict[Source, int] = {}
@@ -206,9 +221,12 @@ class Lake:
         def attempt() -> bool:
             snapshot = self._held(name)
             marks = self._marks_on(snapshot, name, positions)
+            if name in self._unsure:
+                self._windows[name] = self._window(table)
+                self._unsure.discard(name)
             moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
             moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
-            added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, window))
+            added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, self._windows[name]))
             if not moved or not (added or mark):
                 added.clear()
                 return False
@@ -221,7 +239,7 @@ class Lake:
         if self._until_committed(name, attempt):
             self._marks[name] |= moved
             self._marked_at[name] = time.monotonic()
-            window.add(digests)
+            self._windows[name].add(digests)
         return len(added)
 
     def _unknown(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
     assert isinstance(caught.value, Fenced)
     assert newer.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
     late = Lake(str(tmp_path), {}, 100)
-    late._claim("steps")
+    late._claim("steps", lambda app: None)
     newest = claimed(tmp_path)
     with pytest.raises(LakeTaken, match="while it was starting"):
         late._claim("rewards")
@@ -183,3 +184,33 @@ def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
     claimed(tmp_path)
     with pytest.raises(LakeMissing, match="has no version 7"):
         open_table(str(tmp_path), "steps", {}, 7)
+
+
+def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are_sent_again(tmp_path: Path) -> None:
+    """A full disk lets the commit through and stops the checkpoint after it: what landed must be in the window, too."""
+    lake = claimed(tmp_path)
+    for version in range(2, 45):
+        (tmp_path / "rewards" / "_delta_log" / f"{version:020d}.checkpoint.parquet").mkdir()
+    landed = None
+    for i in range(45):
+        try:
+            lake.append("rewards", rows(i, f"e{i}"), {SOURCE: i + 1}, never)
+        except Exception:  # noqa: BLE001 - whatever the Delta library makes of it
+            landed = i
+            break
+    assert landed is not None and f"e{landed}" in ids(tmp_path)
+    for version in range(2, 45):
+        (tmp_path / "rewards" / "_delta_log" / f"{version:020d}.checkpoint.parquet").rmdir()
+    assert lake.append("rewards", rows(landed, f"e{landed}"), {SOURCE: landed + 1}, never) == 0
+    assert lake.append("rewards", rows(landed + 1, f"e{landed}", "new"), {SOURCE: landed + 3}, never) == 1
+    assert len(ids(tmp_path)) == len(set(ids(tmp_path))) == landed + 2
+
+
+def test_a_table_that_was_deleted_is_made_anew_and_its_writer_goes_on(tmp_path: Path) -> None:
+    """The claims of the other tables are higher than a new table's: they count."""
+    former = [claimed(tmp_path) for _ in range(2)][-1]
+    shutil.rmtree(tmp_path / "steps")
+    lake = claimed(tmp_path)
+    assert lake.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
+    with pytest.raises(LakeTaken):
+        former.append("rewards", rows(1, "b"), {SOURCE: 2}, never)
