@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from runtime.kafka import Cluster, Record
 from runtime.telemetry import logger
+from runtime.topic_check import refuse_unfit
 from schemas.codec import Codec, Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import DeadLetter, SchemaPublished
@@ -30,11 +31,16 @@ def cluster_of(settings: Settings) -> Cluster:
 
 
 def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()) -> list[str]:
-    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race."""
+    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race.
+
+    Raises SettingsError, before anything is made, when those that are there can't be worked on.
+    """
     kafka, topics = settings.kafka, settings.kafka.topics
+    specs = (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra)
     there = cluster.topics()
+    refuse_unfit(cluster, settings, specs, there)
     made = []
-    for spec in (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra):
+    for spec in specs:
         if spec.name not in there and cluster.create_topic(
             spec.name, spec.partitions, spec.config, *settings.replication
         ):

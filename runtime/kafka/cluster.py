@@ -16,7 +16,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka import KafkaError as Code
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
 from runtime.kafka.outbox import Outbox
@@ -36,6 +36,7 @@ _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
     *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
 )
+_FORBIDDEN = (Code.TOPIC_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED)
 _COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
 
 
@@ -52,6 +53,7 @@ class Cluster:
             "log_level": 2,  # what matters comes back from the call; a broker that is away makes 20 lines a second otherwise
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.propagation.max.ms": 5000,
+            "allow.auto.create.topics": "false",  # a producer's or admin's question would make a topic, as the broker pleases
             "error_cb": _ignore_error,
             **(client_options or {}),
         }
@@ -138,6 +140,22 @@ class Cluster:
                 out[name] = str(future.result().topic_id)
             except KafkaException as e:
                 if e.args[0].code() != Code.UNKNOWN_TOPIC_OR_PART:
+                    raise translated(e) from e
+        return out
+
+    def topic_configs(self, names: Sequence[str]) -> dict[str, dict[str, str] | None]:
+        """Configuration of each topic that exists, defaults included, by one request; None of one that we may not describe."""
+        if not names:
+            return {}
+        asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
+        out: dict[str, dict[str, str] | None] = {}
+        for resource, future in self.admin.describe_configs(asked, request_timeout=READ_TIMEOUT_S).items():
+            try:
+                out[resource.name] = {name: entry.value for name, entry in future.result().items()}
+            except KafkaException as e:
+                if e.args[0].code() in _FORBIDDEN:
+                    out[resource.name] = None
+                elif e.args[0].code() != Code.UNKNOWN_TOPIC_OR_PART:
                     raise translated(e) from e
         return out
 
