@@ -140,7 +140,7 @@ def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
     late._claim("steps", lambda app: None)
     newest = claimed(tmp_path)
     with pytest.raises(LakeTaken, match="while it was starting"):
-        late._claim("rewards")
+        late._claim("rewards", lambda app: None)
     assert newest.append("rewards", rows(1, "b"), {SOURCE: 2}, never) == 1
 
 
