@@ -83,7 +83,7 @@ class Places:
 def _rank(place: Place, steps_of: StepsOf) -> tuple[bool, bool, int]:
     """Whether a retry has replaced it, whether somebody has gone on from it, where it is on the log."""
     steps, at = steps_of(place[0]), place[1]
-    return steps[at].retried is not None, at in steps.continued, steps[at].offset
+    return steps[at].retried is not None, bool(steps.continued[at]), steps[at].offset
 
 
 @dataclass(slots=True)

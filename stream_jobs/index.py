@@ -87,8 +87,8 @@ class Steps(list[StepEntry]):
     look-ups follow from the steps and are not stored.
 
     tails: position by tail. Of steps that have sampled something: ends, prompts: the lengths in tokens of prompt and response, and of the
-    prompt, ascending; ended: the latest position by `end_hash`; asked: all of `asked`. continued: positions that a later step goes on
-    from. failed, unread: positions of what ended badly by `asked`, with tokens and without. keyed: positions by hash of the idempotency
+    prompt, ascending; ended: the latest position by `end_hash`; asked: all of `asked`. continued: a byte a position, 1: a later step goes
+    on from it. failed, unread: positions of what ended badly by `asked`, with tokens and without. keyed: positions by hash of the idempotency
     key. size: bytes of payload, about.
     """
 
@@ -100,7 +100,7 @@ class Steps(list[StepEntry]):
         self.ends, self.prompts = array("q"), array("q")
         self.ended: dict[int, int] = {}
         self.asked: set[int | None] = set()
-        self.continued: set[int] = set()
+        self.continued = bytearray()
         self.failed: dict[int | None, list[int]] = {}
         self.unread: dict[int | None, list[int]] = {}
         self.keyed: dict[int, list[int]] = {}
@@ -117,7 +117,10 @@ class Steps(list[StepEntry]):
             _insert(self.prompts, entry.prompt)
             self.ended[entry.end_hash] = at
             self.asked.add(entry.asked)
-        self.continued.update(i for i in (entry.base, entry.after) if i is not None)
+        self.continued.append(0)
+        for i in (entry.base, entry.after):
+            if i is not None:
+                self.continued[i] = 1
         if entry.status != "ok":
             failed = self.unread if entry.end_hash is None else self.failed
             failed.setdefault(entry.asked, []).append(at)

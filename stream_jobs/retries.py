@@ -63,7 +63,7 @@ def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
 def mended(steps: Steps, at: int) -> Retry | None:
     """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
     other = steps[at].retried
-    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or other in steps.continued:
+    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or steps.continued[other]:
         return None
     return Retry(other, at)
 
@@ -106,4 +106,4 @@ def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
 
 def _continued(steps: Steps, at: int, entry: StepEntry) -> bool:
     """Whether the client has gone on from a step, at the latest with the next one."""
-    return at in steps.continued or at in (entry.base, entry.after)
+    return bool(steps.continued[at]) or at in (entry.base, entry.after)
