@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, Record, SourceTruncated
+from runtime.kafka import Cluster, KafkaError, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
-from schemas.events import Assessment, Reward, StepMark, Trajectory
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
 from schemas.parts import joined
 from schemas.settings import Settings
 from stream_jobs.answers import Answers
@@ -34,6 +36,10 @@ GIVE_UP_MS = 6 * 3_600_000
 Its parts are written one behind the other. A writer that died between two of them writes them all again before anything new; only
 what it had decided together with them may lie before.
 """
+
+
+CONTROL_MAX = 8
+"""Offsets behind the last record that are looked at: more are records that come."""
 
 
 @dataclass(slots=True)
@@ -111,12 +117,39 @@ class Rewarder:
         ends, committed = self._cluster.watermarks(topic, partitions), self._cluster.committed(self._group)
         for p, (low, high) in ends.items():
             position = committed.get((topic, p))
+            if position is not None and low == high == position + 1 and self._was_control(p, position):
+                position = high
             if position is not None and not low <= position <= high:
                 raise SourceTruncated(
                     f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position {position}; run clawstream doctor"
                 )
             if position is not None:
                 self._due[p] = position
+
+    def _was_control(self, partition: int, offset: int) -> bool:
+        """Whether the last offset of a log that is empty now can only have been the control record of a transaction (blocking).
+
+        It was when a replay of dead letters has sent the record before it: its transaction has ended, for that record was read, so its
+        control record came behind, and there is no other place for it. Anything less sure is no proof: a record may have been lost.
+        """
+        for record in self._cluster.read_all(self._topics.dead_letters, await_open=True):
+            with suppress(Undecodable, UnknownSchema):
+                event = self._decoder.decode(record.value)
+                if isinstance(event, DeadLetterResolved) and (
+                    (event.sent_topic_id, event.sent_partition, event.sent_offset)
+                    == (self._topic_id, partition, offset - 1)
+                ):
+                    logger().info("control_record_removed", partition=partition, offset=offset)
+                    return True
+        return False
+
+    def _pass_control(self) -> None:
+        """Know what is only control records behind the last record while the log still has them (blocking): they are missed by nobody."""
+        topic = self._topics.trajectories
+        for p, due in list(self._due.items()):
+            end = self._cluster.end(topic, p)
+            if 0 < end - due <= CONTROL_MAX and not any(True for _ in self._cluster.read_range(topic, p, due, end - 1)):
+                self._due[p] = max(end, self._due.get(p, end))
 
     def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
         """Never go on behind what retention has taken ahead of us (blocking when there is a hole). Raises SourceTruncated."""
@@ -164,7 +197,9 @@ class Rewarder:
         return [answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)]
 
     async def tick(self) -> None:
-        """Nothing to do."""
+        """Look at what lies behind the last record. It may stay the last one for longer than the log is kept."""
+        with suppress(KafkaError):  # away for now: the next tick looks again
+            await asyncio.to_thread(self._pass_control)
 
     def close(self) -> None:
         """Wait for what is in flight."""

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from runtime.config import words_of
-from runtime.kafka import Cluster, Record
+from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.lifecycle import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.codec import Codec
-from schemas.events import DeadLetter, Reward, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.events import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.rewarder import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
@@ -162,6 +162,62 @@ def test_retention_that_overtakes_a_worker_is_an_error(
     told = f"source truncated: {topics.trajectories}-0 begins at offset {low}; "
     assert told in (settings.data_dir / "reward.log").read_text()
     producer.close()
+
+
+@pytest.mark.parametrize("replayed", [True, False], ids=["replayed", "lost"])
+def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
+    settings: Settings, cluster: Cluster, replayed: bool
+) -> None:
+    """A replay's transaction ends in one, at the position of a job that has read all. A record may have lain there as well."""
+    create_topics(cluster, settings)
+    topics, tid = settings.kafka.topics, cluster.topic_id(settings.kafka.topics.trajectories)
+    producer, plain = cluster.producer("a-replay"), cluster.producer()
+    value = CODEC.encode(trajectory("k", "42"))
+    sent = DeadLetterResolved(
+        topic=topics.trajectories, topic_id=tid, partition=0, offset=7, action="replayed", by="me", created_at=0,
+        sent_topic_id=tid, sent_partition=0, sent_offset=0,
+    )  # fmt: skip
+    if replayed:
+        with producer.transaction():
+            producer.put(topics.trajectories, b"k", value, partition=0)
+            producer.put(topics.dead_letters, b"k", CODEC.encode(sent))
+    else:
+        plain.put(topics.trajectories, b"k", value, partition=0)
+        plain.put(topics.trajectories, b"k", value, partition=0)
+        plain.put(topics.dead_letters, b"k", CODEC.encode(replace(sent, sent_topic_id="that of another topic")))
+    plain.flush()
+    (first, *_) = cluster.read_all(topics.trajectories, await_open=True)
+
+    async def work() -> None:
+        running, started = Rewarder(settings, cluster), Rewarder(settings, cluster)
+        await running.assigned([0])
+        await running.process(0, [first])
+        await running.tick()
+        committing = cluster.reader(f"{settings.kafka.topic_prefix}-reward", {})
+        committing.commit({(topics.trajectories, 0): 1})
+        committing.close()
+        cluster.delete_records(topics.trajectories, 0, 2)
+        assert cluster.watermarks(topics.trajectories, [0])[0] == (2, 2)
+        if replayed:
+            await started.assigned([0])
+        else:
+            with pytest.raises(SourceTruncated, match="holds offsets 2 to 1, position 1"):
+                await started.assigned([0])
+        plain.put(topics.trajectories, b"k", value, partition=0)
+        plain.flush()
+        (behind,) = cluster.read_all(topics.trajectories)
+        for job in (running, *([started] if replayed else [])):
+            if replayed:
+                assert await job.process(0, [behind]) == {topics.trajectories: 2}
+            else:
+                with pytest.raises(SourceTruncated, match="begins at offset 2; 1 was due and 2 came"):
+                    await job.process(0, [behind])
+        running.close()
+        started.close()
+
+    asyncio.run(work())
+    producer.close()
+    plain.close()
 
 
 @pytest.mark.parametrize(
