@@ -5,8 +5,9 @@ Protocol of a channel:
 2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided trajectories, rounds, policy, and
    `input_from`, where to read on. Another id of the candidates topic starts at that topic's beginning, with a warning; the same id
    with an end before the position stops the process.
-3. The candidates are read from there, and from so far before that every source partition has ticked once: event time is known again.
-   What was decided folds to nothing; the rest is what it was.
+3. The candidates are read from there, or from the run's first record behind it: a run that begins need not fold the Ticks of all the time
+   before it. And from so far before that every source partition has ticked once: event time is known again. What was decided folds to
+   nothing; the rest is what it was.
 4. The decisions of some records, in log order, are one transaction, dead letters included. So a decision is on the journal with all
    others of its step, or it was never made.
 5. Where the reader is, is committed as advice, after the transaction. No one resumes from it.
@@ -35,14 +36,13 @@ from schemas.events import (
     RunEnded,
     Tick,
 )
-from schemas.ids import RUN_ID
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, journaled_by, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
-from stream_jobs.policy_log import said_of_run
+from stream_jobs.policy_log import RunLog, is_run
 
 PROCESS = "admit"
 POLL_RECORDS = 1000
@@ -56,7 +56,10 @@ _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 class Desk:
     """Admission of one channel: what it has decided, what it reads, where it writes."""
 
-    def __init__(self, settings: Settings, channel: Channel, cluster: Cluster, decoder: Decoder) -> None:
+    def __init__(
+        self, settings: Settings, channel: Channel, cluster: Cluster, decoder: Decoder, other: Desk | None = None
+    ) -> None:
+        """other: that of the other channel; what it has read of the candidates is not read again."""
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
         self._cluster, self._decoder = cluster, decoder
         self._journal_topic = self._topics.ready_batches(self._run, channel)
@@ -68,6 +71,7 @@ class Desk:
         tickers = cluster.topics(self._topics.steps)[self._topics.steps]
         self._source = Source(cluster.topic_id(topic), partition, tickers)
         self._at = (topic, partition)
+        self._ahead: RunLog = other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
         low = cluster.watermarks(topic, [partition])[partition][0]
         self._journaled, self.past = self._read_journal(low)
         self._admission = Admission(self._run, channel, self._source, self.past)
@@ -93,7 +97,10 @@ class Desk:
     def published(self) -> Published:
         """The policies once everything that is on the log now has been read."""
         newest, of_settings, here = self.past.newest, self.past.of_settings, not self.past.renewed
-        for _, event in said_of_run(self._cluster, self._decoder, self._at, self._run, self.past.input_to):
+        self._ahead.read(min(self.past.resume_from, self.past.input_to))
+        for record, event in self._ahead.said:
+            if record.offset < self.past.input_to:
+                continue
             if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
                 newest, here = event, True
                 of_settings = event if is_of_settings(event) else of_settings
@@ -101,7 +108,9 @@ class Desk:
 
     def open(self) -> None:
         """Begin to read: at what is not decided, or as far before it as event time needs."""
-        start = self._first_tick_needed()
+        self._ahead.read(self.past.resume_from)
+        first = self._ahead.next_own(self.past.resume_from)
+        start = self._first_tick_needed(first)
         committed = self._cluster.committed(self._name).get(self._at, 0)
         self._buried_below = 0 if self.past.renewed else committed
         self._reader = self._cluster.reader(self._name, {self._at: start})
@@ -112,8 +121,18 @@ class Desk:
             undecided_from=self.past.resume_from,
         )  # fmt: skip
         opening = self._admission.opening()
-        if opening:
-            self._write(opening, [])
+        buried = self._skipped(first)
+        if opening or buried:
+            self._write(opening, buried)
+
+    def _skipped(self, first: int) -> list[DeadLetter]:
+        """Dead letters of what can't be read between what is decided and `first`: it is not folded, and perhaps no one else has read it."""
+        buried: list[DeadLetter] = []
+        for record in self._ahead.strays:
+            if self.past.resume_from <= record.offset < first:
+                self._entry(record, buried)
+        self._buried_below = max(self._buried_below, first)
+        return buried
 
     @property
     def position(self) -> int:
@@ -126,11 +145,11 @@ class Desk:
         topic, partition = self._at
         return self._cluster.watermarks(topic, [partition])[partition][1]
 
-    def _first_tick_needed(self) -> int:
-        """Lowest offset from which every source partition ticks before the start; the log's first when one never did."""
+    def _first_tick_needed(self, first: int) -> int:
+        """Lowest offset from which every source partition ticks before `first`; the log's first when one never did."""
         topic, partition = self._at
         low = self._cluster.watermarks(topic, [partition])[partition][0]
-        start = max(low, self.past.resume_from)
+        start = max(low, first)
         window, seen = 64 * self._source.tickers, set[int]()
         while start > low and len(seen) < self._source.tickers:
             stop, start = start, max(low, start - window)
@@ -191,7 +210,7 @@ class Desk:
     def _entry(self, record: Record, buried: list[DeadLetter]) -> Entry | None:
         """The record as the fold takes it. Other runs' records are passed over; what can't be read is buried."""
         mine = record.key == self._run.encode()
-        if not mine and _is_run(record.key):
+        if not mine and record.key is not None and is_run(record.key):
             return None
         try:
             event = self._decoder.decode(record.value)
@@ -243,10 +262,6 @@ class Desk:
         self._producer.close()
 
 
-def _is_run(key: bytes | None) -> bool:
-    return key is not None and RUN_ID.fullmatch(key.decode(errors="replace")) is not None
-
-
 def place_of(headers: Mapping[str, bytes]) -> Place | None:
     """Where a candidate's payload lies; None when it has none. ValueError for anything else than four whole values."""
     if not any(name in headers for name in _PLACE):
@@ -289,7 +304,9 @@ def serve(settings: Settings, stop: threading.Event) -> None:
     channels = settings.admit.channels
     create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels])
     decoder = Decoder(cluster, topics.schemas)
-    desks = [Desk(settings, channel, cluster, decoder) for channel in channels]
+    desks = list[Desk]()
+    for channel in channels:
+        desks.append(Desk(settings, channel, cluster, decoder, desks[0] if desks else None))
     publish_policy(settings, cluster, decoder, desks[0])
     for desk in desks:
         desk.open()

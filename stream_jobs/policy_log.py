@@ -5,19 +5,26 @@ Nothing here talks to admission: it reads the same log, and a policy holds from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from runtime.config import changed, value_of
 from runtime.kafka import Cluster, Record
 from runtime.records import Decoder, now_micros, publish_schemas
+from schemas.codec import MAGIC
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AdmissionPolicy, Channel, RunEnded
+from schemas.ids import RUN_ID
 from schemas.settings import PolicySettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.errors import PolicyRefused
 from stream_jobs.policy import flaw_of_policy, policy_of, settings_of
 
+HEADER_BYTES = 10
+"""Of a value in Avro single-object encoding: they name its schema."""
+STRAYS_MOST = 1000
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
@@ -30,31 +37,92 @@ class Entry(NamedTuple):
     flaw: str | None
 
 
-def said_of_run(
-    cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str, first: int
-) -> Iterator[tuple[Record, AdmissionPolicy | RunEnded]]:
-    """The policies and ends of a run from offset `first` of its candidates to the end of the log now. at: topic and partition."""
-    key, type_name = run_id.encode(), decoder.codec.type_name
-    for record in cluster.read_all(*at, first=first or None):
-        if record.key != key or record.value is None:
-            continue
+class RunLog:
+    """One run's records on the candidates: where they lie, and what its policies and its end say. Read once, and read on.
+
+    Nothing trims that log, and the Ticks of every installation are most of it: of what is not the run's own the key is looked at, no more.
+    """
+
+    def __init__(self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str) -> None:
+        self._cluster, self._decoder, self._at = cluster, decoder, at
+        self._run, self._key = run_id, run_id.encode()
+        self._runs, self._ticks = set[bytes](), set[bytes]()
+        self._from: int | None = None
+        self.read_to = 0
+        self.said: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
+        """The policies and ends, in the order of the log."""
+        self.strays: list[Record] = []
+        """What is of no run and no Tick; the first of them."""
+        self._offsets = array("q")
+
+    def read(self, first: int) -> None:
+        """Read to the end of the log; from `first` on everything is known then. 0: from its beginning."""
+        if self._from is None or first < self._from:
+            self._from = self.read_to = first
+            self.said, self.strays, self._offsets = [], [], array("q")
+        topic, partition = self._at
+        end = self._cluster.watermarks(topic, [partition])[partition][1]
+        ticks = self._ticks
+        for record in self._cluster.read_all(topic, partition, first=self.read_to or None):
+            key, value = record.key, record.value
+            if key is None and value is not None and value[:HEADER_BYTES] in ticks:
+                continue
+            self.read_to = record.offset + 1
+            if key == self._key:
+                self._offsets.append(record.offset)
+                self._hear(record)
+            elif not self._passed_over(key, value):
+                self._stray(record)
+        self.read_to = max(self.read_to, end)
+
+    def next_own(self, first: int) -> int:
+        """Offset of the run's first record that is not before `first`; where it is read to when there is none."""
+        at = bisect_left(self._offsets, first)
+        return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
+
+    def _hear(self, record: Record) -> None:
+        if record.value is None:
+            return
         try:
-            name = type_name(record.value)
+            name = self._decoder.codec.type_name(record.value)
         except UnknownSchema:
             name = "AdmissionPolicy"  # perhaps, of a newer release
         except Undecodable:
-            continue  # admission buries it
+            return  # admission buries it
         if name in ("AdmissionPolicy", "RunEnded"):
             try:
-                event = decoder.decode(record.value)
+                event = self._decoder.decode(record.value)
             except (Undecodable, UnknownSchema):
-                continue
-            if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == run_id:
-                yield record, event
+                return
+            if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == self._run:
+                self.said.append((record, event))
+
+    def _passed_over(self, key: bytes | None, value: bytes | None) -> bool:
+        """Whether it is another run's, or a Tick. The next one of that run or schema is known by its key or header alone."""
+        if key is not None:
+            if key not in self._runs and is_run(key):
+                self._runs.add(key)
+            return key in self._runs
+        found = self._decoder.codec.is_tick(value)
+        if found and value is not None and value.startswith(MAGIC):
+            self._ticks.add(value[:HEADER_BYTES])
+        return found
+
+    def _stray(self, record: Record) -> None:
+        """Keep it for admission, which buries it. Above that many the log is read from the next one on, as if it were the run's."""
+        if len(self.strays) < STRAYS_MOST:
+            self.strays.append(record)
+        else:
+            self._offsets.append(record.offset)
+
+
+def is_run(key: bytes) -> bool:
+    """Whether a key is that of some run."""
+    return RUN_ID.fullmatch(key.decode(errors="replace")) is not None
 
 
 class PolicyLog:
-    """Policies of one run. Reads all of its candidates' headers: about a second for 100,000 of them."""
+    """Policies of one run. Looks at every record of its partition of the candidates, but reads only the run's own."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self._settings, self._cluster, self._topics = settings, cluster, settings.kafka.topics
@@ -66,19 +134,18 @@ class PolicyLog:
             )
         self.partition = partition_of(settings.run_id.encode(), partitions)
         self._decoder = Decoder(cluster, self._topics.schemas)
+        self._log = RunLog(cluster, self._decoder, (self.topic, self.partition), settings.run_id)
         self.entries: list[Entry] = []
         self.ended: int | None = None
         """Offset at which the run ended."""
-        self._read_to = 0
+        self._heard = 0
         self.read()
 
     def read(self) -> None:
         """Read on to the end of the log."""
         before = self.newest
-        at, run = (self.topic, self.partition), self._settings.run_id
-        end = self._cluster.watermarks(self.topic, [self.partition])[self.partition][1]
-        for record, event in said_of_run(self._cluster, self._decoder, at, run, self._read_to):
-            self._read_to = record.offset + 1
+        self._log.read(0)
+        for record, event in self._log.said[self._heard :]:
             if isinstance(event, RunEnded):
                 self.ended = record.offset if self.ended is None else self.ended
                 continue
@@ -86,7 +153,7 @@ class PolicyLog:
             entry = Entry(record.offset, record.timestamp_ms, event, flaw)
             self.entries.append(entry)
             before = entry if flaw is None else before
-        self._read_to = max(self._read_to, end)
+        self._heard = len(self._log.said)
 
     @property
     def newest(self) -> Entry | None:

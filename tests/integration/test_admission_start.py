@@ -1,0 +1,160 @@
+"""Where admission begins to read: a new run at its own first record, however long the installation has been ticking before it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests_admit import cand, policy
+
+from runtime.kafka import Cluster
+from runtime.records import Decoder, create_topics
+from schemas.codec import Codec
+from schemas.events import DeadLetter, ReadyBatch, Refused, RunEnded, Tick
+from schemas.settings import Settings
+from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from stream_jobs.admission import Desk, publish_policy
+from stream_jobs.policy_log import STRAYS_MOST, PolicyLog
+
+CODEC = Codec()
+RUN = b"r"
+PARTITION = partition_of(RUN, CANDIDATE_PARTITIONS)
+PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}
+OLD = 6000
+"""Ticks of before the run: 1,500 seconds of 4 partitions."""
+
+
+class Log:
+    """The candidates of one installation."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self.cluster, self.topics, self.producer = cluster, settings.kafka.topics, cluster.producer()
+        self.time = 0
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.time += 1
+            self.put(None, Tick(partition=self.time % 4, event_time=self.time // 4))
+        self.producer.flush()
+
+    def put(self, key: bytes | None, *events: Any) -> None:
+        for event in events:
+            value = event if isinstance(event, bytes) else CODEC.encode(event)
+            self.producer.put(self.topics.candidates, key, value, PLACE, partition=PARTITION)
+
+    @property
+    def end(self) -> int:
+        self.producer.flush()
+        return self.cluster.watermarks(self.topics.candidates, [PARTITION])[PARTITION][1]
+
+    def decisions(self, kind: type) -> list[Any]:
+        topic = self.topics.ready_batches("r", "train")
+        return [d for r in self.cluster.read_all(topic) if isinstance(d := CODEC.decode(r.value), kind)]
+
+    def letters(self) -> list[DeadLetter]:
+        return [CODEC.decode(r.value) for r in self.cluster.read_all(self.topics.dead_letters)]
+
+
+@pytest.fixture
+def mine(settings: Settings, cluster: Cluster) -> Settings:
+    small = settings.admit.policy.model_copy(
+        update={"group_size": 2, "batch_groups": 1, "required_rewards": ("rule",), "group_deadline_s": 1.0}
+    )
+    changed = settings.model_copy(update={"run_id": "r", "admit": settings.admit.model_copy(update={"policy": small})})
+    create_topics(
+        cluster, changed, [changed.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")]
+    )
+    return changed
+
+
+@pytest.fixture
+def log(mine: Settings, cluster: Cluster) -> Log:
+    return Log(mine, cluster)
+
+
+def opened(settings: Settings, cluster: Cluster, publish: bool = True) -> tuple[Desk, Desk]:
+    """Admission of both channels, as the process begins it."""
+    decoder = Decoder(cluster, settings.kafka.topics.schemas)
+    train = Desk(settings, "train", cluster, decoder)
+    val = Desk(settings, "val", cluster, decoder, train)
+    if publish:
+        publish_policy(settings, cluster, decoder, train)
+    train.open()
+    val.open()
+    return train, val
+
+
+def read_on(desk: Desk) -> None:
+    deadline = time.monotonic() + 90
+    while desk.position < desk.end:
+        assert time.monotonic() < deadline
+        desk.step(0.1)
+
+
+def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: Cluster, log: Log) -> None:
+    log.ticks(OLD // 2)
+    log.put(b"other", cand("x", run_id="other"))
+    log.put(None, b"garbage")
+    log.ticks(OLD // 2)
+    end = log.end
+    desks = opened(mine, cluster)
+    for desk in desks:
+        assert end - 64 * 4 <= desk.position < end, "so far before that every partition has ticked"
+    assert [(d.key, d.reason) for d in log.letters()] == [(None, "undecodable")]
+    now = log.time // 4
+    log.put(RUN, cand("late", "g", closed_at=0), cand("a", "h", 1.0, closed_at=now), cand("b", "h", 0.0, closed_at=now))
+    log.ticks(4)
+    assert log.end > end
+    for desk in desks:
+        read_on(desk)
+        desk.close()
+    (batch,) = log.decisions(ReadyBatch)
+    assert [g.group_id for g in batch.groups] == ["h"]
+    (refused,) = log.decisions(Refused)
+    assert (refused.reason, refused.trajectory_ids) == ("incomplete", ("late",)), "event time was known"
+    again = opened(mine, cluster)
+    for desk in again:
+        read_on(desk)
+        desk.close()
+    assert len(log.letters()) == 1 and len(log.decisions(ReadyBatch)) == 1
+
+
+def test_what_a_run_had_long_before_its_admission_is_found(mine: Settings, cluster: Cluster, log: Log) -> None:
+    """Candidates, a policy published ahead, and the end: none of them has an age at which it is forgotten."""
+    log.ticks(8)
+    first = log.end
+    log.put(RUN, cand("a", value=1.0))
+    log.ticks(OLD // 2)
+    ahead = policy(policy_version=7, published_by="ann", reward_weights={"rule/exact": 2.0})
+    log.put(RUN, ahead)
+    log.ticks(OLD // 2)
+    log.put(RUN, cand("b", value=0.0))
+    log.ticks(8)
+    (entry,) = PolicyLog(mine, cluster).entries
+    assert entry.policy == ahead
+    train, val = opened(mine, cluster, publish=False)
+    assert train.position <= first and train.published().newest == ahead
+    read_on(train)
+    (batch,) = log.decisions(ReadyBatch)
+    assert (batch.policy_version, [m.trajectory_id for m in batch.groups[0].members]) == (7, ["a", "b"])
+    log.put(RUN, RunEnded(run_id="r", created_at=0))
+    log.ticks(OLD)
+    log.put(RUN, cand("c"))
+    policies = PolicyLog(mine, cluster)
+    assert policies.ended is not None and len(policies.entries) == 1
+    read_on(train)
+    (refused,) = log.decisions(Refused)
+    assert (refused.reason, refused.trajectory_ids) == ("run_ended", ("c",))
+    for desk in (train, val):
+        desk.close()
+
+
+def test_more_poison_than_is_kept_is_buried_all_the_same(mine: Settings, cluster: Cluster, log: Log) -> None:
+    log.ticks(8)
+    log.put(None, *(b"garbage %d" % i for i in range(STRAYS_MOST + 5)))
+    log.ticks(OLD)
+    desk, _ = opened(mine, cluster)
+    read_on(desk)
+    assert [d.value for d in log.letters()] == [b"garbage %d" % i for i in range(STRAYS_MOST + 5)]
+    desk.close()
