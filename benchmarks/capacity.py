@@ -40,10 +40,10 @@ class Assumptions:
     """Live at once, of equal size."""
     # CPU, microseconds a step
     gateway_us: float = 752.0
-    assemble_us: float = 328.0
-    reward_us: float = 110.0
-    admit_us: float = 54.0
-    lake_us: float = 193.0
+    assemble_us: float = 251.0
+    reward_us: float = 57.0
+    admit_us: float = 38.0
+    lake_us: float = 158.0
     broker_us: float = 110.0
     """Of each replica: 0.11 core at 1,000 records of 10 KB a second, paced."""
     # bytes a step
@@ -52,7 +52,7 @@ class Assumptions:
     candidates_bytes: float = 77.0
     rewards_bytes: float = 19.0
     assembly_bytes: float = 78.0
-    """The state log before it is trimmed; snapshots come to as much again."""
+    """The state log before it is trimmed, measured before trajectories had numbers there; snapshots come to as much again."""
     ready_bytes: float = 8.0
     lake_bytes: float = 2890.0
     # memory, bytes
