@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Sequence
 
+from runtime.broker import BrokerError, status
 from runtime.kafka import KafkaError
 from runtime.lag import data_lag
 from runtime.lifecycle import run_async
 from runtime.records import cluster_of
-from runtime.supervisor import ProcessSpec, Supervisor, python
+from runtime.supervisor import KILLED, ProcessSpec, Supervisor, python
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -73,8 +74,14 @@ class Installation:
         for name in names:
             self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", str(self._config))))
 
-    async def wait_for_kafka(self, timeout_s: float = 60.0) -> None:
-        """Wait until the cluster answers."""
+    async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
+        """Wait until the cluster answers, and say so while a broker of our own takes its time.
+
+        Raises KafkaError when a cluster does not answer for `timeout_s`, BrokerError when our own broker does not run after that. While
+        it runs it may take as long as it takes: after an unclean end it reads its logs first.
+        """
+        if "broker" in self.supervisor.table:
+            await self._wait_for_own_broker(timeout_s, say_every_s)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -84,6 +91,27 @@ class Installation:
                 if time.monotonic() > deadline:
                     raise
                 logger().debug("waiting_for_kafka", error=str(e))
+
+    async def _wait_for_own_broker(self, timeout_s: float, say_every_s: float) -> None:
+        started = said = time.monotonic()
+        log = self.settings.data_dir / "logs" / "broker.log"
+        while not any(node.ready for node in await asyncio.to_thread(status, self.settings.broker_dir)):
+            broker = self.supervisor.table["broker"]
+            # One that was killed did nothing wrong, and comes back.
+            killed = broker["state"] == "restarting" and broker["exit_code"] in KILLED
+            now = time.monotonic()
+            if broker["state"] != "running" and not killed and now - started > timeout_s:
+                raise BrokerError(
+                    f"the broker on {self.settings.broker_dir} does not run after {now - started:.0f} s: {broker['state']}, "
+                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts. Its log says why: {log}"
+                )
+            if now - said >= say_every_s:
+                said = now
+                hint = "it starts; after an unclean end it reads its logs first"
+                logger().info(
+                    "waiting_for_broker", seconds=round(now - started), state=broker["state"], hint=hint, log=str(log)
+                )
+            await asyncio.sleep(0.1)
 
     async def drain(self, groups: Sequence[str], what: str) -> bool:
         """Wait until every group has read all data there is, seen twice in a row; False after drain_timeout_s."""
@@ -136,6 +164,20 @@ class Installation:
         self.supervisor.release()
 
 
+async def _kafka_or_stop(installation: Installation, stop: asyncio.Event) -> bool:
+    """True once the cluster answers, False when `stop` came first: a wait without an end must be one that can be stopped."""
+    ready, stopping = asyncio.create_task(installation.wait_for_kafka()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            return False
+        await ready
+        return True
+    finally:
+        ready.cancel()
+        stopping.cancel()
+
+
 async def main(settings: Settings, stop: asyncio.Event) -> None:
     """Run everything until `stop`."""
     names = wanted(settings)
@@ -144,7 +186,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     try:
         if "broker" in names:
             installation.start("broker")
-        await installation.wait_for_kafka()
+        if not await _kafka_or_stop(installation, stop):
+            return
         installation.start(*(n for n in names if n != "broker"))
         logger().info(
             "up",

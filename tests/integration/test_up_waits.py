@@ -1,0 +1,76 @@
+"""How long `clawstream up` waits for its broker: as long as that lives, and not when it is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from tests_ports import free_port
+
+from runtime.broker import BrokerError
+from runtime.supervisor import ProcessSpec, ask_to_stop
+from runtime.up import Installation, main
+from schemas.settings import Settings
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def settings(directory: Path, port: int) -> Settings:
+    return Settings.model_validate(
+        {"data_dir": str(directory), "broker": {"port": port}, "up": {"processes": ["broker"], "restart_delay_s": 0.05}}
+    )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(tmp_path: Path) -> None:
+    """As one does that reads its logs. Once it is gone for good, the error says so."""
+
+    async def body() -> None:
+        installation = Installation(settings(tmp_path, free_port()))
+        installation.prepare()
+        supervisor = installation.supervisor
+        try:
+            supervisor.start(ProcessSpec("broker", SLEEP))
+            await until(lambda: supervisor.state("broker") == "running")
+            with capture_logs() as lines:
+                waiting = asyncio.create_task(installation.wait_for_kafka(timeout_s=0.0, say_every_s=0.0))
+                await until(lambda: len(lines) >= 3 or waiting.done())
+            assert not waiting.done()
+            assert {line["event"] for line in lines} == {"waiting_for_broker"}
+            await supervisor.stop("broker")
+            with pytest.raises(BrokerError, match=r"stopped.*broker\.log"):
+                await asyncio.wait_for(waiting, 60)
+        finally:
+            await supervisor.stop_all()
+            supervisor.release()
+
+    asyncio.run(body())
+
+
+def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None:
+    async def body(port: int) -> None:
+        stop = asyncio.Event()
+        up = asyncio.create_task(main(settings(tmp_path, port), stop))
+        table = tmp_path / "up.json"
+        await until(lambda: up.done() or (table.exists() and '"restarting"' in table.read_text()))
+        assert not up.done()
+        stop.set()
+        await asyncio.wait_for(up, 60)
+
+    with socket.socket() as taken:  # so the broker starts again and again
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        asyncio.run(body(taken.getsockname()[1]))
+    assert ask_to_stop(tmp_path) is None
