@@ -45,8 +45,8 @@ class _Post:
             return
         if error is not None:
             self.finish(translated(KafkaException(error)))
-        elif not self.outbox.grew(message):
-            self.finish(Unavailable("the log went back: its broker has lost what it had"))
+        elif (why := self.outbox.flaw_of(message)) is not None:
+            self.finish(Unavailable(f"the producer is renewed: {why}"))
         else:
             self.left -= 1
             if not self.left:
@@ -134,16 +134,14 @@ class Outbox:
         else:
             self._ticking = False
 
-    def grew(self, message: Message) -> bool:
-        """Note where a record lies; False when another one was acknowledged there or behind, or the log is another one."""
-        if self._lost is not None:
-            return False
+    def flaw_of(self, message: Message) -> str | None:
+        """Note where a record lies. Why its acknowledgement does not count: another one came there or behind, or the log is another one."""
         place, offset = (message.topic(), message.partition()), message.offset()
-        if offset <= self._ends.get(place, -1):
-            self._lost = f"{place[0]}-{place[1]} acknowledged offset {offset} after {self._ends[place]}"
-            return False
-        self._ends[place] = offset
-        return True
+        if self._lost is None and offset <= self._ends.get(place, -1):
+            self._lost = f"{place[0]}-{place[1]} acknowledged offset {offset} after {self._ends[place]}: its broker has lost what it had"
+        if self._lost is None:
+            self._ends[place] = offset
+        return self._lost
 
     def renew_soon(self, why: str) -> None:
         """From any thread: no acknowledgement that comes from now on counts. The next call of the loop takes a new producer id."""
