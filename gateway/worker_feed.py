@@ -17,7 +17,7 @@ from runtime.lifecycle import die
 from runtime.records import Decoder, create_topics, dead_letter, reason_of
 from runtime.telemetry import logger
 from schemas.codec import Codec
-from schemas.errors import Undecodable, UnknownSchema
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
 from schemas.events import WorkerStatus
 from schemas.settings import Settings
 
@@ -61,10 +61,16 @@ class WorkerFeed:
             die(error)
 
     def _keep_following(self) -> None:
+        served = False
         while not self._stop.is_set():
             try:
                 create_topics(self._cluster, self._settings)
+                served = True
                 self._follow()
+            except SettingsError as error:  # topics that were changed while calls are under way end none of them
+                if not served:
+                    raise
+                logger().error("topics_unfit", error=str(error))
             except SourceTruncated as error:
                 logger().warning("workers_topic_made_anew", error=str(error))
                 self._on_loop(self._table.forget)

@@ -23,8 +23,8 @@ EXIT_FENCED = 78
 """A newer instance took over: never restart."""
 EXIT_SOURCE = 79
 """A stored position does not fit its topic: an operator must look, never restart."""
-GC_THRESHOLD = (10_000, 20, 50)
-"""Containers more before the youngest are looked through for cycles; then how seldom the older. At Python's own 700 a tenth of the stream
+GC_THRESHOLD = (10_000, 10, 10)
+"""Containers more before the youngest are looked through for cycles; then how seldom the older, as Python has it. At Python's own 700 a tenth of the stream
 jobs' CPU went there, over long-lived state in which there are none."""
 NO_RESTART = frozenset({0, EXIT_SETTINGS, EXIT_FENCED, EXIT_SOURCE})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from runtime.kafka import Cluster, Record
 from runtime.telemetry import logger
-from runtime.topic_check import refuse_unfit
+from runtime.topic_check import partitions_of, refuse_unfit
 from schemas.codec import Codec, Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import DeadLetter, SchemaPublished
@@ -42,7 +42,7 @@ def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpe
     made = []
     for spec in specs:
         if spec.name not in there and cluster.create_topic(
-            spec.name, spec.partitions, spec.config, *settings.replication
+            spec.name, partitions_of(topics, spec, there), spec.config, *settings.replication
         ):
             made.append(spec.name)
     publish_schemas(cluster, topics.schemas)

@@ -55,7 +55,7 @@ def misfits(
     """
     topics = settings.kafka.topics
     for spec in specs:
-        partitions = there.get(topics.steps, spec.partitions) if spec.name in keyed(topics) else spec.partitions
+        partitions = partitions_of(topics, spec, there)
         if there[spec.name] != partitions:
             yield Misfit(spec.name, PARTITIONS, str(there[spec.name]), str(partitions))
         config, most = configs.get(spec.name, {}), "max.message.bytes"
@@ -65,6 +65,11 @@ def misfits(
                 yield Misfit(spec.name, setting, found, spec.config[setting])
         if int(config.get(most, spec.config[most])) < int(spec.config[most]):
             yield Misfit(spec.name, most, config[most], spec.config[most])
+
+
+def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> int:
+    """How many partitions a topic must have. there: partitions of the topics that exist."""
+    return there.get(topics.steps, spec.partitions) if spec.name in keyed(topics) else spec.partitions
 
 
 def keyed(topics: Topics) -> frozenset[str]:

@@ -67,7 +67,8 @@ class Tree:
 class _Branch:
     """A segment while the tree grows. `environment`: children written by the environment, by their first token.
 
-    above, end: only of a branch that `_descend` has made: where it hangs, and the bytes from the root to its end.
+    above, end: only of a branch that `_descend` has made: where it hangs, and the bytes from the root to its end. A tree that is done loses
+    its links of one direction: with both it would hold all its tokens until the next search for cycles.
     """
 
     tokens: bytes
@@ -150,6 +151,11 @@ def _paths(steps: Sequence[Sampled | None]) -> list[_Path | None]:
         base = _path(paths, step.base)
         asked = _descend(root if base is None else base.whole, step.prompt)
         paths.append(_Path(asked, _descend(asked, step.response)))
+    grown = [root]
+    while grown:
+        branch = grown.pop()
+        grown.extend(branch.environment.values())
+        branch.environment = {}
     return paths
 
 
@@ -273,6 +279,7 @@ def _number(root: _Branch, steps: Sequence[Sampled | None], index: dict[int, int
     stack: list[tuple[_Branch, int | None]] = [(root, None)]
     while stack:
         branch, parent = stack.pop()
+        branch.above = None
         if branch is not root:
             branch.number = len(segments)
             step = steps[branch.step] if branch.step is not None else None

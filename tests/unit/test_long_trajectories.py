@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from stream_jobs import prefix
 from stream_jobs.index import REWARDS, STEPS, Open, StepEntry, Steps
 from stream_jobs.prefix import measure
 from stream_jobs.trajectory import payload_bytes
-from stream_jobs.tree import prompt_of
+from stream_jobs.tree import _Branch, prompt_of
 from stream_jobs.trial import BUCKET, LIMITS, Worker, reward, session, step
 
 AGENT = agent_key("codex", b"", "s")
@@ -40,6 +41,22 @@ def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> No
     assert peak < 6 * unique < asked / 10
     t = w.trajectories["k"]
     assert prompt_of(t.segments, t.steps[-1].segment or 0) == pack_ids(history[:-50])
+
+
+def test_a_closing_leaves_nothing_behind_that_only_a_search_for_cycles_finds() -> None:
+    w, history = Worker(), [1, 2, 3]
+    for n in range(20):
+        w.decide([(STEPS, n, n, step("k", n, history + ([n] if n % 3 else []), [n] * 5))])
+        history += [n] * 5
+    w.decide([(STEPS, 20, 20, session("k", "completed"))])
+    gc.collect()
+    gc.disable()
+    try:
+        w.emit()
+        assert [b for b in gc.get_objects() if isinstance(b, _Branch)] == []
+    finally:
+        gc.enable()
+    assert len(w.trajectories["k"].steps) == 20
 
 
 def test_the_step_that_fills_a_trajectory_closes_it_and_what_follows_is_late() -> None:
