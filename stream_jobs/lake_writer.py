@@ -36,6 +36,8 @@ REOPEN_COMMITS = 20
 REOPEN_S = 60.0
 """A table is opened anew after so many commits, for its log grows in memory, and after so long, for an old log is cleaned up."""
 _ATTEMPTS = 8
+CLAIM_S = 60.0
+"""How long a claim is tried against writers that commit all the while."""
 
 Bury = Callable[[Row, str], None]
 """Gives a row that no column type can hold its destination: (row, why)."""
@@ -97,22 +99,34 @@ class Lake:
             self._marked_at[name] = time.monotonic()
 
     def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
-        """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew."""
+        """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew.
+
+        A claim and the commits of those it fences collide. They read, write files and see to other tables between their commits; this
+        looks and commits at once, again and again: it needs one gap between theirs.
+        """
         empty = self.tables[name].arrow([])
+        table = self._open(name)
 
-        def attempt() -> bool:
-            table = self._open(name)
+        def version_of(app: str) -> int | None:
+            here = table.transaction_version(app)
+            return here if self._hold is not None else max(here or 0, highest(app) or 0) or None
 
-            def version_of(app: str) -> int | None:
-                here = table.transaction_version(app)
-                return here if self._hold is not None else max(here or 0, highest(app) or 0) or None
-
+        collided, until = 0, time.monotonic() + CLAIM_S
+        while True:
             hold, versions = claim(self.share, self._hold, version_of)
-            commit(table, empty, versions)
-            self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
-            return True
-
-        self._until_committed(name, attempt)
+            try:
+                commit(table, empty, versions)
+                break
+            except CommitCollided as e:
+                collided += 1
+                if time.monotonic() > until:
+                    raise LakeBusy(
+                        f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {CLAIM_S:g} s"
+                    ) from e
+                table.update_incremental()
+        if collided:
+            logger().info("lake_claim_collided", table=name, collided=collided)
+        self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
 
     def _open(self, name: str) -> Delta:
         return open_table(self._uri, name, self._options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,28 @@ def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> 
     with pytest.raises(LakeTaken):
         put(alone, 0, 1, "a1", "a2")
     assert ids(tmp_path) == ["a0", "a1"]
+
+
+def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path) -> None:
+    alone = claimed(tmp_path)
+    fenced, last = threading.Event(), 0
+
+    def busy() -> None:
+        nonlocal last
+        with pytest.raises(LakeTaken):
+            while True:  # as fast as commits can be: they are empty
+                for name in ("steps", "trajectories"):
+                    alone.append(name, [], {("T", 0): last + 1}, never, mark=True)
+                last += 1
+        fenced.set()
+
+    writer = threading.Thread(target=busy, daemon=True)
+    writer.start()
+    even = claimed(tmp_path, 0, 2)
+    assert fenced.wait(60)
+    writer.join()
+    assert even.marks("trajectories", [("T", 0)]) == {("T", 0): last}
+    assert last > 0
 
 
 def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_between(tmp_path: Path) -> None:
