@@ -17,7 +17,7 @@ import orjson
 from schemas.events import Channel, Outcome, StepMarkKind
 from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
 from stream_jobs.archive import Archive
-from stream_jobs.bucket import Bucket, call_of
+from stream_jobs.bucket import Bucket
 from stream_jobs.index import (
     CURATED as CURATED,
 )
@@ -42,6 +42,7 @@ from stream_jobs.index import (
     Source,
     StepEntry,
     Waiting,
+    call_of,
 )
 from stream_jobs.retries import why_retried
 

@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from schemas.events import Step
-from stream_jobs.index import StepEntry, Steps
+from stream_jobs.index import StepEntry, Steps, call_of
 from stream_jobs.prefix import hash_of, hashes_at
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
@@ -39,11 +39,6 @@ Place = tuple[str, int]
 StepsOf = Callable[[str], Steps]
 STALE_MAX = 64
 """Places in a heap that are gone, beside as many as are there: below it a heap is not worth making anew."""
-
-
-def call_of(tail: str) -> str:
-    """The call of a step, from the part of its id behind the trajectory key."""
-    return tail.partition(".")[0]
 
 
 @dataclass(slots=True)

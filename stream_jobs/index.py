@@ -40,6 +40,11 @@ REWARD, CURATED = "r", "q"
 """The entries of the state log that bring one."""
 
 
+def call_of(tail: str) -> str:
+    """The call of a step, from the part of its id behind the trajectory key."""
+    return tail.partition(".")[0]
+
+
 class StepEntry(NamedTuple):
     """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
 
@@ -129,10 +134,13 @@ class Steps(list[StepEntry]):
         self.size += self.size_of(entry)
         super().append(entry)
 
+    def start_of(self, entry: StepEntry) -> int:
+        """How many tokens of the prompt are its base's, which is kept already; of a step that is one of them or comes next."""
+        return self[entry.base].end if entry.base is not None else 0
+
     def size_of(self, entry: StepEntry) -> int:
         """About how many bytes the payload of a step has, that is one of them or comes next."""
-        start = self[entry.base].end if entry.base is not None else 0
-        return WIDTH * (entry.prompt - start + 2 * entry.response) + (entry.reply << 10) + STEP_BYTES
+        return WIDTH * (entry.prompt - self.start_of(entry) + 2 * entry.response) + (entry.reply << 10) + STEP_BYTES
 
 
 def _insert(numbers: array[int], number: int) -> None:

@@ -20,7 +20,7 @@ from schemas.ids import (
 from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
-from stream_jobs.bucket import Bucket, call_of, choose, in_session
+from stream_jobs.bucket import Bucket, choose, in_session
 from stream_jobs.index import (
     PAYLOAD_MAX,
     REWARDS,
@@ -32,8 +32,9 @@ from stream_jobs.index import (
     Source,
     StepEntry,
     Steps,
+    call_of,
 )
-from stream_jobs.payload import Kept, metadata_of, payload_of, start_of
+from stream_jobs.payload import Kept, metadata_of, payload_of
 from stream_jobs.prefix import hash_of, measure
 from stream_jobs.provenance import REASON_CHARS, provenance
 from stream_jobs.retries import Retry, idempotency_hash, mended, request_hash, retry_of
@@ -207,7 +208,7 @@ class Judge:
         entries += [[op.RETRIED, *key, *retry] for retry in _retries(steps, entry, step)]
         if (full := self._full(steps, entry)) is not None:
             entries.append([op.CLOSED, *key, "timed_out", full, now])
-        return entries, payload_of(step, origin, start_of(entry, steps))
+        return entries, payload_of(step, origin, steps.start_of(entry))
 
     def _full(self, steps: Steps, entry: StepEntry) -> str | None:
         """Why a trajectory closes with its next step; None: there is room for more."""

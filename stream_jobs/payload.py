@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from schemas.events import SessionEvent, Step, Tag, VersionSpan
-from stream_jobs.index import StepEntry
 from stream_jobs.provenance import Provenance
 from stream_jobs.tree import WIDTH
 
@@ -54,11 +52,6 @@ def payload_of(step: Step, origin: Provenance, start: int = 0) -> Payload:
         finish_reason=step.finish_reason,
         tags=step.tags,
     )
-
-
-def start_of(entry: StepEntry, steps: Sequence[StepEntry]) -> int:
-    """How many tokens of a step's prompt are its base's, which is kept already."""
-    return steps[entry.base].end if entry.base is not None else 0
 
 
 def metadata_of(event: SessionEvent) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from schemas.events import Step
-from stream_jobs.index import StepEntry, Steps
+from stream_jobs.index import StepEntry, Steps, call_of
 from stream_jobs.prefix import hash_of
 
 
@@ -82,11 +82,11 @@ def why_retried(steps: Sequence[StepEntry], at: int) -> str:
 
 def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
     """The earlier step that the next one asks for again; of several the latest."""
-    call = entry.tail.rpartition(".")[0]
+    call = call_of(entry.tail)
 
     def may_be(at: int) -> bool:
         other = steps[at]
-        return other.retried is None and other.choice == entry.choice and other.tail.rpartition(".")[0] != call
+        return other.retried is None and other.choice == entry.choice and call_of(other.tail) != call
 
     for i in reversed(steps.keyed.get(entry.idem, ()) if entry.idem is not None else ()):
         if as_long(steps[i].prompt, entry.prompt) and may_be(i):

@@ -15,7 +15,7 @@ from schemas.events import Candidate, CandidateStep, RewardValue, Segment, StepM
 from schemas.ids import key_of_trajectory, parse_version, stable_id
 from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
 from stream_jobs.index import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
-from stream_jobs.payload import Kept, Payload, start_of
+from stream_jobs.payload import Kept, Payload
 from stream_jobs.tree import Sampled, build
 from stream_jobs.turns import reply_of, said_in
 
@@ -36,7 +36,7 @@ class Assembled:
 
 def starts_of(trajectory: Open) -> dict[int, int]:
     """Offsets on `claw.steps` whose payload the trajectory needs, each with the `start` of `payload_of`."""
-    starts = {s.offset: start_of(s, trajectory.steps) for s in trajectory.steps}
+    starts = {s.offset: trajectory.steps.start_of(s) for s in trajectory.steps}
     return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
 
 
