@@ -88,14 +88,14 @@ class Lake:
         """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back."""
         for name, table in self.tables.items():
             create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
-        before = [self._open(name) for name in self.tables]
+        before = [self._latest(name) for name in self.tables]
 
         def highest(app: str) -> int | None:
             return max((v for t in before if (v := t.transaction_version(app)) is not None), default=None)
 
         for name, table in self.tables.items():
             self._claim(name, highest)
-            self._windows[name] = self._window(table)
+            self._windows[name] = self._window(self._latest(name), table)
             self._marked_at[name] = time.monotonic()
 
     def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
@@ -105,7 +105,7 @@ class Lake:
         looks and commits at once, again and again: it needs one gap between theirs.
         """
         empty = self.tables[name].arrow([])
-        table = self._open(name)
+        table = self._latest(name)
 
         def version_of(app: str) -> int | None:
             here = table.transaction_version(app)
@@ -123,26 +123,30 @@ class Lake:
                     raise LakeBusy(
                         f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {CLAIM_S:g} s"
                     ) from e
-                table.update_incremental()
+                table = self._latest(name)
         if collided:
             logger().info("lake_claim_collided", table=name, collided=collided)
         self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
 
-    def _open(self, name: str) -> Delta:
-        return open_table(self._uri, name, self._options)
-
-    def _held(self, name: str) -> Delta:
-        """The table at its newest version, which must still be this writer's. To go on from the last version is cheaper than to open."""
+    def _latest(self, name: str) -> Delta:
+        """The table at its newest version. To go on from the last version is cheaper than to open."""
         opened = self._opened.pop(name, None)
         if opened is None or opened.commits >= REOPEN_COMMITS or time.monotonic() - opened.at > REOPEN_S:
-            opened = _Opened(self._open(name), time.monotonic(), 0)
+            opened = _Opened(open_table(self._uri, name, self._options), time.monotonic(), 0)
         else:
             opened.table.update_incremental()
-        epoch = self._claimed.get(self.share.app_id, 0)
-        if opened.table.transaction_version(self.share.app_id) != epoch:
-            raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
-        self._opened[name] = opened._replace(commits=opened.commits + 1)
+        self._opened[name] = opened
         return opened.table
+
+    def _held(self, name: str) -> Delta:
+        """The table at its newest version, which must still be this writer's, for a commit."""
+        table = self._latest(name)
+        epoch = self._claimed.get(self.share.app_id, 0)
+        if table.transaction_version(self.share.app_id) != epoch:
+            raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
+        opened = self._opened[name]
+        self._opened[name] = opened._replace(commits=opened.commits + 1)
+        return table
 
     def _until_committed(self, name: str, attempt: Callable[[], bool]) -> bool:
         for n in range(_ATTEMPTS):
@@ -163,12 +167,12 @@ class Lake:
         self._asked[name].clear()
         self._unsure.add(name)
 
-    def _window(self, table: Table) -> Window:
+    def _window(self, snapshot: Delta, table: Table) -> Window:
         """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
         window = Window(self._window_size)
         if not table.key or not (self.share.writers == 1 or self._has_marks(table.name)):
             return window
-        rows = self._newest(self._open(table.name), table).sort_by("kafka_timestamp")
+        rows = self._newest(snapshot, table).sort_by("kafka_timestamp")
         rows = rows.slice(max(0, rows.num_rows - self._window_size))
         values = zip(*(rows.column(c).to_pylist() for c in table.key), strict=True)
         window.add(digest(v) for v in values)
@@ -195,7 +199,7 @@ class Lake:
 
     def marks(self, name: str, sources: Iterable[Source]) -> Positions:
         """How far a table is in each source; sources it knows nothing of are left out."""
-        return self._read_marks(self._open(name), name, list(sources))
+        return self._read_marks(self._latest(name), name, list(sources))
 
     def _read_marks(self, table: Delta, name: str, sources: Iterable[Source]) -> dict[Source, int]:
         asked = list(sources)
@@ -236,7 +240,7 @@ class Lake:
             snapshot = self._held(name)
             marks = self._marks_on(snapshot, name, positions)
             if name in self._unsure:
-                self._windows[name] = self._window(table)
+                self._windows[name] = self._window(snapshot, table)
                 self._unsure.discard(name)
             moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
             moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
