@@ -1,7 +1,8 @@
 """Topics that are there already, held against how they would be made: what the jobs rely on is refused before it can do harm.
 
 Without the broker's time a single record from a clock that is ahead closes everything, for good. On a topic of one partition nobody
-reads a second one, and inputs of different numbers of partitions can't be joined.
+reads a second one, and inputs of different numbers of partitions can't be joined. What a broker removes by its default of seven days is
+gone without a word: rewards and candidates of a run that lives, decisions, so that they are made again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from schemas.topics import Topics, TopicSpec
 
 TIMES = "message.timestamp.type"
 PARTITIONS = "partitions"
+KEPT_MS = "retention.ms"
+FOREVER = -1
+"""As a retention, of time or bytes."""
+EXACT = (TIMES, "cleanup.policy")
+AT_LEAST = ("max.message.bytes", KEPT_MS, "retention.bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,15 @@ def misfits(
         partitions = partitions_of(topics, spec, there)
         if there[spec.name] != partitions:
             yield Misfit(spec.name, PARTITIONS, str(there[spec.name]), str(partitions))
-        config, most = configs.get(spec.name, {}), "max.message.bytes"
-        for setting in (TIMES, "cleanup.policy"):
+        config = configs.get(spec.name, {})
+        for setting in EXACT:
             found = config.get(setting, spec.config[setting])
             if found != spec.config[setting] and (setting != TIMES or settings.jobs.write_ticks):
                 yield Misfit(spec.name, setting, found, spec.config[setting])
-        if int(config.get(most, spec.config[most])) < int(spec.config[most]):
-            yield Misfit(spec.name, most, config[most], spec.config[most])
+        for setting in AT_LEAST:
+            wanted = spec.config.get(setting)
+            if wanted is not None and _less(config.get(setting, wanted), wanted):
+                yield Misfit(spec.name, setting, config[setting], wanted)
 
 
 def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> int:
@@ -77,10 +85,16 @@ def keyed(topics: Topics) -> frozenset[str]:
     return frozenset((topics.steps, topics.rewards, topics.assembly, topics.trajectories))
 
 
+def _less(found: str, wanted: str) -> bool:
+    """Whether a size or age is too small; -1 is without end."""
+    return int(found) != FOREVER and (int(wanted) == FOREVER or int(found) < int(wanted))
+
+
 def _told(found: list[Misfit], servers: str) -> Iterator[str]:
     """One line for each wrong setting, then how to mend them."""
     for m in found:
-        yield f"topic {m.topic}: {m.setting} is {m.found}, must be {m.wanted}"
+        more = " or more" if m.setting in AT_LEAST and int(m.wanted) != FOREVER else ""
+        yield f"topic {m.topic}: {m.setting} is {m.found}, must be {m.wanted}{more}"
     for topic in dict.fromkeys(m.topic for m in found if m.setting != PARTITIONS):
         wanted = ",".join(f"{m.setting}={m.wanted}" for m in found if m.topic == topic and m.setting != PARTITIONS)
         yield (
@@ -89,6 +103,8 @@ def _told(found: list[Misfit], servers: str) -> Iterator[str]:
         )
     if any(m.setting == TIMES for m in found):
         yield "copies made by `clawstream topics copy` keep their times: jobs.write_ticks=false"
+    if any(m.setting == KEPT_MS and int(m.wanted) != FOREVER for m in found):
+        yield "or keep them no longer than that: kafka.steps_retention_s, at least twice jobs.trajectory_timeout_s"
     if any(m.setting == PARTITIONS for m in found):
         yield (
             "partitions can't be taken away: delete the topic while nothing needs what it has, it is made anew; "

@@ -47,11 +47,13 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     with pytest.raises(SettingsError) as refused:
         create_topics(cluster, settings)
     said = str(refused.value).splitlines()
-    assert said[:4] == [
+    assert said[:6] == [
         f"topic {topics.steps}: message.timestamp.type is CreateTime, must be LogAppendTime",
+        f"topic {topics.steps}: retention.ms is 604800000, must be 2592000000 or more",
         f"topic {topics.rewards}: partitions is 3, must be 4",
+        f"topic {topics.rewards}: retention.ms is 604800000, must be -1",
         f"topic {topics.workers}: cleanup.policy is delete, must be compact",
-        f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760",
+        f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760 or more",
     ], said
     assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
     for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "runtime.cli", "topics", "create"]):
@@ -60,10 +62,12 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
 
     cluster.delete_topic(topics.rewards)
     commands = [line for line in said if line.startswith("mend it:")]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for line in commands:
         found = re.search(r"--entity-name (\S+) --add-config (\S+)$", line)
         assert found is not None and f"--bootstrap-server {settings.bootstrap_servers} " in line
+        if found[1] == topics.rewards:
+            continue  # deleted: its partitions could not be mended
         altered(cluster, found[1], dict(pair.split("=") for pair in found[2].split(",")))
 
     def made() -> list[str]:
