@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 import pytest
+import uvloop
 from hypothesis import settings as hypothesis_settings
 from tests_ports import free_port
 
@@ -20,6 +22,14 @@ T = TypeVar("T")
 # A busy machine makes a test slow, not wrong.
 hypothesis_settings.register_profile("unhurried", deadline=None)
 hypothesis_settings.load_profile("unhurried")
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def each_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The gateway serves on uvloop, tests and try-outs on asyncio's own loop: both write, pause and break in their own way."""
+    asyncio.set_event_loop_policy(request.param())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,142 @@
+"""Engines byte by byte over real sockets, and an upstream over them, for the tests of what the gateway asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from gateway.metrics import Metrics
+from gateway.scripted import Say
+from gateway.upstream import Upstream
+from gateway.workers import Worker, WorkerTable
+from schemas.settings import GatewaySettings
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+SOON_S = 60.0
+Answer = Callable[["Wire", bytes], Awaitable[bool | None]]
+
+
+class Wire:
+    """An engine's end of a connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def request(self) -> bytes:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next((int(h[15:]) for h in head.lower().split(b"\r\n") if h.startswith(b"content-length:")), 0)
+        return head + await self.reader.readexactly(length)
+
+    async def say(self, *parts: bytes) -> None:
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+            await asyncio.sleep(0.001)
+
+    def die(self) -> None:
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def wired(answer: Answer) -> AsyncIterator[str]:
+    """An engine that answers each request so; True: it closes the connection then. Gives its URL."""
+    tasks: set[asyncio.Task[None]] = set()
+    dead = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        wire = Wire(reader, writer)
+        if dead.is_set():  # it was accepted with the last breath
+            wire.die()
+        try:
+            while not await answer(wire, await wire.request()):
+                pass
+            writer.close()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            wire.die()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        dead.set()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def saying(*parts: bytes, close: bool = False) -> Answer:
+    async def answer(wire: Wire, _: bytes) -> bool:
+        await wire.say(*parts)
+        return close
+
+    return answer
+
+
+GIVEN: dict[str, Any] = {"worker_wait_s": SOON_S, "probe_interval_s": 0.05}
+
+
+class Rig:
+    """An upstream over some engines, and what it counts."""
+
+    def __init__(self, upstreams: list[Any], **settings: Any) -> None:
+        self.settings = GatewaySettings.model_validate(GIVEN | {"upstreams": upstreams} | settings)
+        self.table, self.metrics = WorkerTable(self.settings.upstreams), Metrics()
+        self.upstream = Upstream(self.settings, self.table, lambda: 0.0, metrics=self.metrics)
+        self.asked: list[Worker | None] = []
+
+    async def __aenter__(self) -> Rig:
+        await self.upstream.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.upstream.close()
+
+    async def ask(self, key: str = "k", **more: Any) -> tuple[int, bytes]:
+        given: dict[str, Any] = {"key": key, "run_id": "r", "model": None, "on_asking": self.asked.append}
+        async with self.upstream.ask("POST", "/v1/x", b"{}", {}, **given | more) as response:
+            return response.status, await response.read()
+
+    def count(self, name: str) -> float:
+        lines = generate_latest(self.metrics.registry).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("clawstream_gateway_" + name))
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not condition():  # noqa: ASYNC110 - the conditions are of the outside
+                await asyncio.sleep(0.005)
+
+
+def as_text(*urls: str) -> list[dict[str, str]]:
+    return [{"url": url, "kind": "text"} for url in urls]
+
+
+def run(*answers: Answer, test: Callable[..., Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with AsyncExitStack() as stack:
+            await test(*[await stack.enter_async_context(wired(a)) for a in answers])
+
+    asyncio.run(body())
+
+
+def key_of(first: str, rig: Rig) -> str:
+    """A trajectory that belongs to this engine."""
+    lanes = rig.upstream.lanes
+    for i in range(1000):
+        lane = lanes.pick(f"k{i}", ("r", None), ())
+        if lane is not None and lane.worker.base_url == first:
+            return f"k{i}"
+    raise AssertionError("no trajectory belongs to it")
+
+
+BUSY = b"HTTP/1.1 503 x\r\ncontent-length: 0\r\n\r\n"
+LIMITED = b"HTTP/1.1 429 x\r\nretry-after: 9\r\ncontent-length: 4\r\n\r\nslow"
