@@ -1,0 +1,61 @@
+"""Spools and journals on a directory, for their tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gateway.bus import MemoryBus, Message
+from gateway.journal import Journal
+from gateway.metrics import Metrics
+from gateway.spool import Spool, frame
+
+Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
+
+
+def note(n: int, key: bytes = b"k") -> Message:
+    return Message("t", key, b"%d" % n)
+
+
+def open_spool(directory: Path, max_bytes: int = 1 << 20, segment_bytes: int = 200) -> Spool:
+    spool = Spool(directory, max_bytes, segment_bytes)
+    spool.open()
+    return spool
+
+
+def append(spool: Spool, *items: Message) -> None:
+    spool.append([frame(m) for m in items])
+    spool.count(m.key for m in items)
+
+
+def drain(spool: Spool) -> list[Message]:
+    out = []
+    while (found := spool.first()) is not None:
+        out += found[1]
+        spool.remove(found[0])
+    return out
+
+
+def journal(directory: Path, body: Body, max_bytes: int = 1 << 20) -> MemoryBus:
+    """Run body over a started journal, close it, give the bus."""
+
+    async def run() -> MemoryBus:
+        bus, spool = MemoryBus(), Spool(directory, max_bytes)
+        it = Journal(bus, spool, Metrics())
+        await it.start()
+        await body(it, bus, spool)
+        await it.close()
+        return bus
+
+    return asyncio.run(run())
+
+
+def files(directory: Path) -> list[Path]:
+    return list(directory.glob("*.spool"))
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
