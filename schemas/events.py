@@ -370,7 +370,7 @@ class StepMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What admission knows of a closed trajectory, at one revision. At most 64 KiB. Key: run. Place of the payload:
+    """What admission knows of a closed trajectory, at one revision. At most 4 MiB. Key: run. Place of the payload:
     headers topic_id, partition, first_offset, last_offset.
     """
 

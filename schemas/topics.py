@@ -11,8 +11,8 @@ from schemas.ids import check_run_id
 MAX_MESSAGE_BYTES = 10 * 1024 * 1024
 """`max.message.bytes` of every topic."""
 MAX_RECORD_BYTES = 4 * 1024 * 1024
-"""A step, reward, session event, ready batch or part of a trajectory is at most this long; larger fields go to blobs."""
-MAX_CANDIDATE_BYTES = 64 * 1024
+"""A step, reward, session event, candidate, ready batch or part of a trajectory is at most this long; larger fields of what comes in go to
+blobs."""
 CANDIDATE_PARTITIONS = 4
 _FOREVER = "-1"
 REPLAYS = "replays"

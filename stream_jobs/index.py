@@ -31,7 +31,7 @@ REWARDS_MAX = 10_000
 MARKS_MAX = 10_000
 """Rewards and curation marks a trajectory keeps: without a bound a writer whose names or event ids change would grow the state for ever."""
 STEPS_MAX = 5_000
-"""Steps a trajectory has: three times what the candidate of one that is trained can name. A step's cost and what a closing takes grow with them."""
+"""Steps a trajectory has. A step's cost, what a closing takes and what a candidate says grow with them."""
 PAYLOAD_MAX = 256 << 20
 """Bytes of payload a trajectory has: all of it is in memory when it closes, and a few times as much while it is sent."""
 STEP_BYTES = 400

@@ -35,7 +35,7 @@ SNAPSHOT_BEHIND = 4
 reads at most five times the state."""
 CANDIDATE_TICK_S = 1.0
 SLICE_BYTES = 32 << 20
-"""Of payload in memory at once, when many trajectories close together. One trajectory is never cut."""
+"""Of payload in memory at once, when many trajectories close together, and of candidates. One trajectory is never cut."""
 SLICE_RECORDS = 500
 READ_LOG_TRIES = 3
 
@@ -290,7 +290,7 @@ class Owner:
         for first in range(0, len(pending.burials), SLICE_RECORDS):
             letters = await self._dead_letters(pending.burials[first : first + SLICE_RECORDS])
             await asyncio.gather(*(send(topics.dead_letters, key, value) for key, value in letters))
-        await asyncio.gather(*(self._send_candidate(key) for key in pending.revised))
+        await self._send_candidates(pending.revised)
         state.apply([op.DONE])
         self._carry = [[op.DONE], *facts]
 
@@ -313,13 +313,27 @@ class Owner:
             self._cache.drop(offset)
         return facts
 
-    def _send_candidate(self, key: Key) -> asyncio.Future[Ack]:
+    async def _send_candidates(self, keys: Iterable[Key]) -> None:
+        """Send the candidates, so many at once that they stay within bounds: one of 5,000 steps has a megabyte."""
+        sent, size = list[asyncio.Future[Ack]](), 0
+        for key in keys:
+            value, headers = self._candidate(key)
+            sent.append(
+                self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
+            )
+            size += len(value)
+            if size >= self._shared.slice_bytes:
+                await asyncio.gather(*sent)
+                sent, size = [], 0
+        await asyncio.gather(*sent)
+
+    def _candidate(self, key: Key) -> tuple[bytes, dict[str, bytes]]:
+        """Value and headers of the record."""
         closed = self._log.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")
         headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
-        value = self._encode(candidate(key, closed, self._shared.decoder.codec))
-        return self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
+        return self._encode(candidate(key, closed, self._shared.decoder.codec)), headers
 
     async def _payload(self, closings: Mapping[Key, Open]) -> dict[int, Kept]:
         """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""

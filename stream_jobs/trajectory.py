@@ -13,7 +13,7 @@ from typing import TypeVar
 from schemas.codec import Codec
 from schemas.events import Candidate, CandidateStep, RewardValue, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.ids import key_of_trajectory, parse_version, stable_id
-from schemas.topics import MAX_CANDIDATE_BYTES, MAX_RECORD_BYTES
+from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.index import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
 from stream_jobs.payload import Kept, Payload
 from stream_jobs.tree import Sampled, build
@@ -137,24 +137,22 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
 
 
 def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
-    """What admission has to know, at the revision that `closed` has come to. At most 64 KiB when encoded."""
+    """What admission has to know, at the revision that `closed` has come to. At most MAX_RECORD_BYTES when encoded."""
     folded = closed.folded
     whole, assessed = folded.marks.get("", _UNMARKED), folded.assessed
     name = key_of_trajectory(key[1])
-    steps, synced = [], list[int]()
+    steps, synced = list[CandidateStep](), set[int]()
     scores = assessed.steps if assessed is not None and len(assessed.steps) == len(closed.steps) else None
     for index, s in enumerate(closed.steps):
         marks = folded.marks.get(s.tail, _UNMARKED)
         reason = s.reason or ("curation" if marks.trainable is False else None)
         score = scores[index] if scores is not None else None
-        found = (
-            [v.sync_index for v in map(parse_version, filter(None, (s.oldest, s.newest))) if v] if not reason else []
-        )
-        synced += found
+        found = _sync_indexes(s.oldest, s.newest) if reason is None else ()
+        synced.update(found)
         steps.append(CandidateStep(
             step_id=f"{name}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
             quality=score if marks.quality is None else marks.quality,
-            tags=(*(s.tags or ()), *(t for t in marks.tags or () if t not in (s.tags or ()))),
+            tags=(*(s.tags or ()), *[t for t in marks.tags or () if t not in (s.tags or ())]),
             assessed_quality=score, oldest_sync_index=min(found, default=None),
         ))  # fmt: skip
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
@@ -197,20 +195,43 @@ def step_mark(mark: Mark) -> StepMark:
     )  # fmt: skip
 
 
+def _sync_indexes(*versions: str | None) -> list[int]:
+    """Of those that are versions of a run."""
+    return [found.sync_index for v in versions if v is not None and (found := parse_version(v)) is not None]
+
+
 def _small(record: Candidate, codec: Codec) -> Candidate:
     """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
-    strings = sum(len(s.reason or "") + sum(map(len, s.tags)) for s in record.steps) + sum(map(len, record.tags))
-    strings += sum(len(r.name) + len(r.function_version) + len(r.reason or "") for r in record.rewards)
-    ids = (len(record.steps) + len(record.rewards) + 4) * (len(record.trajectory_id) + len(record.group_id) + 100)
-    if 4 * (strings + ids) <= MAX_CANDIDATE_BYTES:  # UTF-8 has at most 4 bytes a character
+    if at_most(record) <= MAX_RECORD_BYTES or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES:
         return record
-    size = len(codec.encode(record))
-    if size <= MAX_CANDIDATE_BYTES:
-        return record
-    reason = f"candidate of {size} bytes exceeds {MAX_CANDIDATE_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
+    reason = f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
     rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
     return replace(
         record, steps=(), rewards=rewards, tags=record.tags[:50], trainable=False, reason=reason, trainable_tokens=0
+    )
+
+
+def at_most(record: Candidate) -> int:
+    """Bytes that a candidate has at the most when encoded: writing one of 5,000 steps only to count it would take a third of making it."""
+    texts = [
+        record.run_id,
+        record.trajectory_key,
+        record.trajectory_id,
+        record.group_id,
+        record.reason or "",
+        *record.tags,
+    ]
+    for s in record.steps:
+        texts += (s.step_id, s.reason or "", *s.tags)
+    for r in record.rewards:
+        texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
+    text = "".join(texts)
+    # UTF-8 has at most 4 bytes a character. Beside the texts: their lengths, numbers of at most 10 bytes, what may be null.
+    return (
+        (1 if text.isascii() else 4) * len(text)
+        + 10 * len(texts)
+        + 40 * (len(record.steps) + len(record.rewards))
+        + 200
     )
 
 

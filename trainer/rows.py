@@ -103,9 +103,9 @@ def rows_of(trajectory: Trajectory, untrainable_steps: Collection[str], advantag
     PayloadUnreadable when the tree or a trainable segment is broken.
     """
     steps = {step.index: step for step in trajectory.steps}
-    segments = trajectory.segments
+    segments, left_out = trajectory.segments, frozenset(untrainable_steps)
     _check_order(trajectory)
-    trainable = [_trainable(trajectory, i, steps, untrainable_steps) for i in range(len(segments))]
+    trainable = [_trainable(trajectory, i, steps, left_out) for i in range(len(segments))]
     inner = {segment.parent for segment in segments}
     rows: list[Row] = []
     done: set[int] = set()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kafka import Record
 from schemas.codec import Codec
-from schemas.events import Segment, Tag, Trajectory, TrajectoryStep
+from schemas.events import CandidateStep, RewardValue, Segment, Tag, Trajectory, TrajectoryStep
 from schemas.parts import joined
-from schemas.topics import MAX_CANDIDATE_BYTES
-from stream_jobs.index import STEPS, Closed, ClosedStep, Folded, Marks, RewardEntry
+from schemas.topics import MAX_RECORD_BYTES
+from stream_jobs.index import REWARDS_MAX, STEPS, STEPS_MAX, Assessed, Closed, ClosedStep, Folded, Marks, RewardEntry
 from stream_jobs.payload import Payload, PayloadCache
 from stream_jobs.rewarder import Gather
-from stream_jobs.trajectory import candidate, in_parts, payload_bytes, slices
+from stream_jobs.trajectory import at_most, candidate, in_parts, payload_bytes, slices
 from stream_jobs.trial import Worker, session, step
 
 CODEC = Codec()
@@ -116,12 +116,56 @@ def test_candidate_says_what_admission_needs() -> None:
     assert Closed.load(state.dump()) == state
 
 
+LONGEST_KEY = "k" * 200
+
+
+def test_candidate_of_any_trajectory_names_its_steps() -> None:
+    """As many steps as there can be, under the longest key, each with as many rewards as a trajectory keeps for it."""
+    state = closed(STEPS_MAX)
+    state.folded.assessed = Assessed(1, 0.5, [0.9876] * STEPS_MAX)
+    for i in range(REWARDS_MAX):
+        r = RewardEntry("judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].tail, 0.5, None, 1)
+        state.folded.rewards[r.slot] = r
+    c = candidate(("r", LONGEST_KEY), state, CODEC)
+    assert c.trainable and (len(c.steps), len(c.rewards)) == (STEPS_MAX, REWARDS_MAX)
+    assert 0.9 * MAX_RECORD_BYTES < len(CODEC.encode(c)) <= MAX_RECORD_BYTES
+
+
 def test_candidate_above_its_bound_is_not_trained() -> None:
-    key = ("r", "k" * 200)
-    c = candidate(key, closed(2000, "x" * 200), CODEC)
-    assert len(CODEC.encode(c)) <= MAX_CANDIDATE_BYTES
+    state = closed(2000)
+    for i, s in enumerate(state.steps):
+        state.folded.marks[s.tail] = Marks(tags=[f"{i} {j} {'x' * 180}" for j in range(50)])
+    c = candidate(("r", LONGEST_KEY), state, CODEC)
+    assert len(CODEC.encode(c)) <= MAX_RECORD_BYTES and c.steps == ()
     assert not c.trainable and c.reason is not None and "2000 steps" in c.reason
-    assert len(candidate(key, closed(100), CODEC).steps) == 100
+
+
+TEXT = st.text(st.sampled_from("a\u00e9\U0001f600"), max_size=200)
+NUMBER = st.sampled_from([0, 1, 2**31 - 1])
+LONG = st.sampled_from([None, 0, 2**63 - 1, -(2**63)])
+SCORE = st.sampled_from([None, 0.5])
+STEP = st.builds(
+    CandidateStep, step_id=TEXT, index=NUMBER, response_tokens=NUMBER, trainable=st.booleans(), reason=st.none() | TEXT,
+    quality=SCORE, assessed_quality=SCORE, tags=st.lists(TEXT, max_size=3).map(tuple), oldest_sync_index=LONG,
+)  # fmt: skip
+REWARD = st.builds(
+    RewardValue, source=st.just("next_state"), name=TEXT, function_version=TEXT, step_id=st.none() | TEXT, value=SCORE,
+    reason=st.none() | TEXT, reward_revision=st.just(2**63 - 1),
+)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.lists(STEP, max_size=5), st.lists(REWARD, max_size=5), TEXT, st.sampled_from([0, 2**62]))
+def test_candidate_never_takes_more_than_is_counted(
+    steps: list[CandidateStep], rewards: list[RewardValue], text: str, high: int
+) -> None:
+    c = replace(
+        candidate(("r", "k"), closed(1), CODEC), trajectory_key=text, trajectory_id=text, group_id=text, reason=text, tags=(text,),
+        steps=tuple(steps), rewards=tuple(rewards), revision=high, opened_at=high, closed_at=high, prompt_tokens=high,
+        trainable_tokens=high, oldest_sync_index=high, newest_sync_index=high, quality=0.5, assessed_quality=0.5,
+        assessment_revision=high, round=2**31 - 1, group_size=2**31 - 1,
+    )  # fmt: skip
+    assert len(CODEC.encode(c)) <= at_most(c)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 400)), max_size=40))

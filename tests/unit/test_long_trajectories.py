@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_admit import SOURCE, cand, policy
 
+from schemas.codec import Codec
+from schemas.events import Place, ReadyBatch, Tag
 from schemas.ids import agent_key
 from schemas.tokens import pack_ids
 from stream_jobs import prefix
+from stream_jobs.admit import Admission
 from stream_jobs.index import REWARDS, STEPS, Open, StepEntry, Steps
+from stream_jobs.journal import Entry
 from stream_jobs.prefix import measure
 from stream_jobs.trajectory import payload_bytes
 from stream_jobs.tree import _Branch, prompt_of
-from stream_jobs.trial import BUCKET, LIMITS, Worker, reward, session, step
+from stream_jobs.trial import BUCKET, LIMITS, Worker, curation, reward, session, step
+from trainer.rows import rows_of
 
 AGENT = agent_key("codex", b"", "s")
 SHORT = replace(LIMITS, steps_max=3)
@@ -97,6 +103,41 @@ def test_a_trajectory_has_a_bounded_payload() -> None:
     w.feed(*((STEPS, n, step("k", n, [1], [2] * 500)) for n in range(4)))
     t = w.trajectories["k"]
     assert (t.outcome, len(t.steps)) == ("timed_out", 3) and str(t.reason).endswith("bytes of payload")
+
+
+def test_one_of_thousands_of_steps_is_trained() -> None:
+    """Under the longest key: from the steps to the rows that a trainer takes. Each tenth is left out by a person, one by the gateway's
+    tag; the conversation is compacted now and then."""
+    key, count = "k" * 200, 2500
+    ids = [f"{key}~{n:026d}.0" for n in range(count)]
+    title, w, prompt = (Tag(name="title", evidence="e"),), Worker(), [0]
+    for n in range(count):
+        made = step(key, n, prompt, [n, n], step_id=ids[n], call_id=ids[n][:-2], tags=title if n == 7 else ())
+        w.decide([(STEPS, n, n, made)])
+        prompt = [*prompt, n, n, 1] if n % 100 < 99 else [0, n]
+    w.decide([(STEPS, count, count, session(key, "completed"))])
+    w.emit()
+    marks = (
+        (REWARDS, n, replace(curation(key, f"e{n}", trainable=False), step_id=ids[n])) for n in range(0, count, 10)
+    )
+    w.feed((REWARDS, 1, reward(key, 0.5)), *marks)
+    w.feed(*((REWARDS, n, replace(reward(key, n / count), step_id=ids[n])) for n in range(count)))
+
+    last = w.last(key)
+    found, place = Codec().decode(Codec().encode(last)), Place(topic_id="T", partition=0, first_offset=0, last_offset=9)
+    admission = Admission("r", "train", SOURCE)
+    of_run = policy(required_rewards=("env",), untrained_tags=("title",), drop_zero_variance=False)
+    log = [of_run, found, cand("other", key, rewards=found.rewards[:1])]
+    decided = [d for i, e in enumerate(log) for d in admission.fold(Entry(i, e, place))]
+    (batch,) = (d for d in decided if isinstance(d, ReadyBatch))
+    (member,) = (m for m in batch.groups[0].members if m.trajectory_id == key)
+    left_out = {*ids[::10], ids[7]}
+    assert (set(member.untrainable_steps), len(member.rewards)) == (left_out, 1 + count)
+    assert member.trainable_tokens == 2 * (count - len(left_out)) == 2 * 2249
+
+    rows = rows_of(w.trajectories[key], member.untrainable_steps, 1.0)
+    trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
+    assert sorted(trained) == sorted(n for n in range(count) if ids[n] not in left_out for _ in range(2))
 
 
 # ---------------------------------------------------------------- look-ups
