@@ -40,7 +40,8 @@ from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import PolicyRefused, TopicReplaced
-from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Past, Source, journaled_by, past_of
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
+from stream_jobs.ledger import Past, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 from stream_jobs.policy_log import RunLog, is_run
 

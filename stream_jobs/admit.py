@@ -2,7 +2,7 @@
 
 `Admission.fold` takes the records of one partition of the candidates topic in offset order and returns what is to be journaled. It
 knows no clock but the ticks on that log, so the same log gives the same batches. All that it has decided is in the journal
-(`stream_jobs.journal`); the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
+(`stream_jobs.ledger`); the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from schemas.events import (
     Tick,
 )
 from stream_jobs.deadlines import Deadline, Deadlines
-from stream_jobs.group import Group, GroupKey, Member, batch_group, judge
-from stream_jobs.journal import Decided, Decision, Entry, Invalid, Journaled, Past, Source, content_hash
+from stream_jobs.group import Group, Member, batch_group, judge, record_sized
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, content_hash
+from stream_jobs.ledger import Decided, Past
 from stream_jobs.open_batches import OpenBatches
+from stream_jobs.open_groups import OpenGroups
 from stream_jobs.policy import flaw_of_policy
-from stream_jobs.rounds import Rounds
 
 
 class Admission:
@@ -42,11 +43,10 @@ class Admission:
         self.policy = past.policy
         self.now: int | None = None
         """Event time, milliseconds; None until every source partition has ticked."""
-        self._past = past
-        self._decided, self._rounds, self._next_seq = past.decided, past.rounds, past.next_seq
+        self._past, self._ledger = past, past.ledger
         self._input_to, self._step = past.input_to, past.resume_from - 1
         self._ticks: dict[int, int] = {}
-        self._groups: dict[GroupKey, Group] = {}
+        self._groups = OpenGroups(self._ledger)
         self._pending: OrderedDict[str, Group] = OrderedDict()  # by first offset: its head is where a restart reads on
         self._batches = OpenBatches(channel)
         self._deadlines = Deadlines()
@@ -58,7 +58,9 @@ class Admission:
         """What is to be journaled before the first fold: in a candidates topic made anew, the policy that goes on."""
         if not self._past.renewed or self.policy is None:
             return []
-        return [self._policy_applied(self.policy, self._past.resume_from)]
+        applied = self._policy_applied(self.policy, self._past.resume_from)
+        self._ledger.take(applied)
+        return [applied]
 
     def fold(self, entry: Entry) -> list[Decision]:
         """Take the next record; returns the decisions that it brings about, in order.
@@ -135,7 +137,7 @@ class Admission:
             if c.revision > old.candidate.revision:
                 self._join(group, Member(c, entry.place, old.first_offset))
             return
-        decided = self._decided.get(c.trajectory_id)
+        decided = self._ledger.decided(c.trajectory_id)
         if decided is not None:
             self._again(c, decided)
         elif self._ended is not None:
@@ -153,12 +155,11 @@ class Admission:
         if c.opened_at > decided.at:
             self._refuse_one(c, None, "duplicate", f"opened at {c.opened_at}, decided at {decided.at}")
         elif c.revision > decided.revision:
-            self._decided[c.trajectory_id] = decided._replace(revision=c.revision)
             late = Late(
                 run_id=self.run_id, channel=self.channel, trajectory_id=c.trajectory_id, revision=c.revision,
                 missed_batch_seq=decided.batch_seq, input_to=self._input_to,
             )  # fmt: skip
-            self._out.append(late)
+            self._journal(late)
 
     def _take_policy(self, policy: AdmissionPolicy) -> None:
         flaw = flaw_of_policy(policy, self.policy)
@@ -169,10 +170,10 @@ class Admission:
             return  # sent again
         first, self.policy = self.policy is None, policy
         if self._past.newest is None or policy.policy_version > self._past.newest.policy_version:
-            self._out.append(self._policy_applied(policy, self._step))
+            self._journal(self._policy_applied(policy, self._step))
         if first:
             return self._take_early()
-        for group in self._groups.values():
+        for group in self._groups:
             group.weigh(policy)
         self._plan_again()
         self._consider_all()
@@ -192,7 +193,7 @@ class Admission:
 
     def _consider_all(self) -> None:
         """Judge every open group before any batch is closed: what is in a batch may have to leave it."""
-        for group in list(self._groups.values()):
+        for group in list(self._groups):
             self._consider(group, close=False)
         for key in self._batches.open():
             self._close(key, all_of_it=self._ended is not None)
@@ -201,33 +202,15 @@ class Admission:
 
     def _group_for(self, c: Candidate) -> Group | None:
         """The group that the trajectory belongs to; None when its round takes no more and it was refused for that."""
-        rounds = self._rounds.setdefault(c.group_id, Rounds())
-        if c.round is not None:
-            number = c.round
-            group = self._groups.get((c.group_id, number))
-            if rounds.closed(number) or (group is not None and group.closed_to_more):
-                self._turn_away(c, number)
-                return None
-        else:
-            missed = None if self.replaying else rounds.missed_by(c.opened_at)
-            if missed is not None:
-                self._turn_away(c, missed)
-                return None
-            while rounds.closed(rounds.current) or (
-                (group := self._groups.get((c.group_id, rounds.current))) is not None and group.closed_to_more
-            ):
-                rounds.current += 1
-            number = rounds.current
-            group = self._groups.get((c.group_id, number))
+        number, takes = self._groups.round_of(c, None if self.replaying else c.opened_at)
+        if not takes:
+            self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
+            return None
+        group = self._groups.get((c.group_id, number))
         if group is None:
-            key = (c.group_id, number)
             n = c.group_size if c.group_size is not None else self._in_force.group_size
-            group = self._groups[key] = Group(key, max(1, n), gone=self._past.gone.pop(key, 0))
+            group = self._groups.begin((c.group_id, number), max(1, n))
         return group
-
-    def _turn_away(self, c: Candidate, number: int) -> None:
-        self._rounds[c.group_id].turned_away(number)
-        self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
 
     def _join(self, group: Group, member: Member) -> None:
         """A member comes, or a new revision of one."""
@@ -249,9 +232,7 @@ class Admission:
             group.verdict = None
             return
         if group.sealed_at is None and group.arrived < group.n and self.now is not None:
-            group.sealed_at = self.now
-            left = group.n - group.arrived - self._past.turned.pop(group.key, 0)
-            self._rounds[group.key[0]].seal(group.key[1], self.now, left)
+            self._groups.seal(group, self.now)
         if verdict.refusal is not None:
             self._refuse(group, verdict.refusal, verdict.detail)
             return
@@ -272,10 +253,11 @@ class Admission:
         oldest = verdict.oldest_sync_index if verdict is not None else None
         if self.channel == "val" or limit is None or oldest is None:
             return None
-        trains = self._next_seq // self._in_force.sync_every
+        seq = self._ledger.next_seq
+        trains = seq // self._in_force.sync_every
         if trains - oldest <= limit:
             return None
-        return f"batch {self._next_seq} trains version {trains}, oldest token is of {oldest}, limit {limit}"
+        return f"batch {seq} trains version {trains}, oldest token is of {oldest}, limit {limit}"
 
     # -- deadlines
 
@@ -287,7 +269,7 @@ class Admission:
     def _plan_again(self) -> None:
         """All deadlines anew: the policy has changed, or most are of groups long decided."""
         policy, due = self._in_force, []
-        for group in self._groups.values():
+        for group in self._groups:
             due.append(Deadline(group.deadline(policy), False, group.key))
             due += [Deadline(at, False, group.key) for at in group.reward_deadlines(policy)]
         if self.channel == "val":
@@ -308,7 +290,7 @@ class Admission:
 
     def _admit(self, groups: list[Group]) -> None:
         """The point of no return: what is dropped is refused one by one, then the batch."""
-        policy, seq, topic = self._in_force, self._next_seq, self.source
+        policy, seq, topic = self._in_force, self._ledger.next_seq, self.source
         built = []
         usable: list[Member] = []
         for group in groups:
@@ -320,11 +302,8 @@ class Admission:
             usable += group.verdict.usable
             built.append(batch_group(group, group.verdict.usable))
         at = self._log_time(m.candidate for m in usable)
-        for member in usable:
-            self._decide(member.candidate, seq, at)
         for group in groups:
-            self._forget(group, at)
-        self._next_seq += 1
+            self._forget(group)
         batch = ReadyBatch(
             run_id=self.run_id, channel=self.channel, batch_seq=seq, groups=tuple(built),
             policy_version=policy.policy_version, sync_every=policy.sync_every, algorithm=policy.algorithm,
@@ -332,31 +311,32 @@ class Admission:
             input_from=self.input_from, input_to=self._input_to, content_hash="", created_at_event_time=at,
             trainable_tokens=sum(m.candidate.trainable_tokens for m in usable),
         )  # fmt: skip
-        self._out.append(dataclasses.replace(batch, content_hash=content_hash(batch)))
+        self._journal(dataclasses.replace(batch, content_hash=content_hash(batch)))
 
     def _refuse(self, group: Group, reason: str, detail: str | None) -> None:
-        """Refuse a whole group; it asks for n new trajectories."""
+        """Refuse a whole group; it asks for n new trajectories. What no record takes is refused before, member by member of that round."""
         self._batches.remove(group)
         members = [group.members[tid].candidate for tid in sorted(group.members)]
+        self._forget(group)
         at = self._log_time(members)
-        for c in members:
-            self._decide(c, None, at)
-        self._forget(group, at)
-        self._out.append(self._refused(group.key, members, reason, detail, at, group.n))
+        *first, last = record_sized(members)
+        for some in first:
+            self._journal(self._refused(group.key, some, reason, detail, at, None))
+        self._journal(self._refused(group.key, last, reason, detail, at, group.n))
 
     def _refuse_one(self, c: Candidate, number: int | None, reason: str, detail: str | None) -> None:
         """Refuse one trajectory. number: the round in which it counts as one of its members; None: in none."""
-        at = self._log_time([c])
-        self._decide(c, None, at)
-        self._out.append(self._refused((c.group_id, number), [c], reason, detail, at, None))
-
-    def _decide(self, c: Candidate, batch_seq: int | None, at: int) -> None:
-        self._decided[c.trajectory_id] = Decided(c.revision, batch_seq, at)
         self._pending.pop(c.trajectory_id, None)
+        self._journal(self._refused((c.group_id, number), [c], reason, detail, self._log_time([c]), None))
 
-    def _forget(self, group: Group, at: int) -> None:
-        del self._groups[group.key]
-        self._rounds[group.key[0]].close(group.key[1], at)
+    def _forget(self, group: Group) -> None:
+        self._groups.remove(group)
+        for tid in group.members:
+            self._pending.pop(tid, None)
+
+    def _journal(self, decision: Journaled) -> None:
+        self._ledger.take(decision)
+        self._out.append(decision)
 
     def _refused(
         self, key: tuple[str, int | None], members: list[Candidate], reason: str, detail: str | None, at: int,

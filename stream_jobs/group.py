@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quality.readiness import Lack, awaited, flaws, trained_part
 from schemas.events import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
 from schemas.reward_value import SMALLEST_GROUP, training_reward
-from schemas.topics import MAX_MESSAGE_BYTES
+from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 
 GroupKey = tuple[str, int]
 """Group id and round."""
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
 """A group that is alone in its batch. The rest is for what a batch says besides, above all the reward weights."""
-_GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES = 24, 80, 24, 3
+_GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES, _REFUSED_BYTES = 24, 80, 24, 3, 20
 """The most that Avro takes for one of them, strings and the revision of a reward apart."""
 
 
@@ -191,6 +191,19 @@ def judge(
         detail = f"{len(usable)} members with {values} rewards are {size} bytes, one record takes {MAX_GROUP_BYTES}"
         return Verdict((), (), "too_large", detail)
     return verdict
+
+
+def record_sized(members: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Members of a group that is refused, parted so that each part fits into one record: nearly always one."""
+    parts: list[list[Candidate]] = [[]]
+    size = 0
+    for c in members:
+        size += (taken := _REFUSED_BYTES + _bytes(c.trajectory_id))
+        if size > MAX_RECORD_BYTES:
+            parts.append([])
+            size = taken
+        parts[-1].append(c)
+    return parts
 
 
 def _bytes(text: str) -> int:

@@ -19,7 +19,8 @@ from schemas.topics import partition_of
 from stream_jobs.admission import place_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import StreamJobError
-from stream_jobs.journal import Entry, Journaled, Past, Source, past_of
+from stream_jobs.journal import Entry, Journaled, Source
+from stream_jobs.ledger import Past, past_of
 from stream_jobs.policy import policy_of
 from stream_jobs.replay_outcome import Outcome, described, journal
 

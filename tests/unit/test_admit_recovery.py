@@ -24,7 +24,8 @@ from schemas.events import (
     Tick,
 )
 from stream_jobs.admit import Admission
-from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, past_of
+from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source
+from stream_jobs.ledger import past_of
 
 SOURCE = Source("topic-1", 0, 2)
 SEED = st.integers(0, 2**32)

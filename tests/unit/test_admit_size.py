@@ -11,7 +11,8 @@ from schemas.events import Candidate, CandidateStep, Place, ReadyBatch, Refused,
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.admit import Admission
 from stream_jobs.group import Group, Member, Verdict, batch_group
-from stream_jobs.journal import Entry, Journaled, past_of
+from stream_jobs.journal import Entry, Journaled
+from stream_jobs.ledger import past_of
 
 SCORES = tuple(
     dataclasses.replace(reward(i / 7, name="score"), function_version="1" * 64, step_id=f"session-0123456789~{i:05d}.0")

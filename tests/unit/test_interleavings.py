@@ -20,8 +20,9 @@ from tests_interleavings import AGENT, LIMITS, Logs, Rig, chaos, disturbed, dupl
 from schemas.events import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
 from stream_jobs.admit import Admission
 from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.journal import Entry, Invalid, Journaled, Source, past_of
+from stream_jobs.journal import Entry, Invalid, Journaled, Source
 from stream_jobs.judge import Limits
+from stream_jobs.ledger import past_of
 from stream_jobs.trial import BUCKET, Worker, curation, reward, session, spoken, step
 
 SEED = st.integers(0, 2**32)

@@ -1,0 +1,99 @@
+"""Three whole numbers by name, for tens of millions of names, in a fifth of what a dict of tuples takes. No I/O."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+
+BUCKETS = 1 << 16
+CHUNK = 256
+"""Buckets that are written at once."""
+_KEY_BYTES = 14
+_ENTRY = struct.Struct("<14sqqi")
+_VALUES = struct.Struct("<qqi")
+WIDTH = _ENTRY.size
+LARGEST_THIRD = (1 << 31) - 1
+
+Values = tuple[int, int, int]
+"""Two of 64 bits, one of 32, all signed."""
+
+
+class Packed:
+    """A name is known by 128 bits of its BLAKE2b: two that are alike are not met in any run. It can't be found out from them.
+
+    The first two bytes of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched by `bytes.find`. Nothing is ever
+    built anew, so there is no pause; and as buckets are immutable, a list of them is a picture of one moment.
+    """
+
+    def __init__(self, buckets: list[bytes] | None = None) -> None:
+        self._buckets = [b""] * BUCKETS if buckets is None else buckets
+        self._count = sum(map(len, self._buckets)) // WIDTH
+
+    def __len__(self) -> int:
+        return self._count
+
+    def get(self, name: str) -> Values | None:
+        """The numbers of a name."""
+        digest = blake2b(name.encode(), digest_size=16).digest()
+        bucket = self._buckets[digest[0] | digest[1] << 8]
+        at = _find(bucket, digest[2:])
+        if at < 0:
+            return None
+        first, second, third = _VALUES.unpack_from(bucket, at + _KEY_BYTES)
+        return first, second, third
+
+    def put(self, name: str, values: Values) -> None:
+        """Set the numbers of a name. Raises struct.error when one is too large."""
+        digest = blake2b(name.encode(), digest_size=16).digest()
+        number, key = digest[0] | digest[1] << 8, digest[2:]
+        bucket, entry = self._buckets[number], _ENTRY.pack(key, *values)
+        at = _find(bucket, key)
+        if at < 0:
+            self._buckets[number] = bucket + entry
+            self._count += 1
+        else:
+            self._buckets[number] = bucket[:at] + entry + bucket[at + WIDTH :]
+
+    def discard(self, name: str) -> None:
+        """Forget a name; no effect on one that is not there."""
+        digest = blake2b(name.encode(), digest_size=16).digest()
+        number = digest[0] | digest[1] << 8
+        bucket = self._buckets[number]
+        at = _find(bucket, digest[2:])
+        if at >= 0:
+            self._buckets[number] = bucket[:at] + bucket[at + WIDTH :]
+            self._count -= 1
+
+    def copy(self) -> Packed:
+        """As it is now, whatever is put into this one later. Costs half a millisecond."""
+        twin = Packed.__new__(Packed)
+        twin._buckets, twin._count = self._buckets.copy(), self._count
+        return twin
+
+    def chunks(self) -> Iterator[bytes]:
+        """All of it as bytes, for `of_bytes`: how many entries each bucket has, then the buckets."""
+        yield struct.pack(f"<{BUCKETS}I", *(len(b) // WIDTH for b in self._buckets))
+        for first in range(0, BUCKETS, CHUNK):
+            yield b"".join(self._buckets[first : first + CHUNK])
+
+    @classmethod
+    def of_bytes(cls, data: memoryview) -> tuple[Packed, memoryview]:
+        """What `chunks` gave, and what follows it. Raises struct.error or ValueError when it is not all there."""
+        head = struct.Struct(f"<{BUCKETS}I")
+        buckets, at = list[bytes](), head.size
+        for count in head.unpack_from(data):
+            end = at + count * WIDTH
+            buckets.append(bytes(data[at:end]))
+            at = end
+        if at > len(data):
+            raise ValueError(f"{at} bytes of packed numbers, {len(data)} are there")
+        return cls(buckets), data[at:]
+
+
+def _find(bucket: bytes, key: bytes) -> int:
+    """Where the entry of a key begins; -1 when there is none. What only looks like the key lies across two entries or in the numbers."""
+    at = bucket.find(key)
+    while at > 0 and at % WIDTH:
+        at = bucket.find(key, at + 1)
+    return at
