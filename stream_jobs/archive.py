@@ -15,6 +15,8 @@ from stream_jobs.index import Closed, Key
 
 IN_HAND_MAX = 20_000
 """Steps, rewards and marks that are in hand, roughly, before all are packed: a bound on memory, about 10 MB."""
+ONE_BYTES = 4096
+"""Of a trajectory that counts as one, packed: some 40 steps, or 20 with a reward on each. A longer one counts as several."""
 
 
 class Archive:
@@ -23,6 +25,8 @@ class Archive:
 
     def __init__(self, packed: Iterable[tuple[Key, bytes]] = ()) -> None:
         self._packed = OrderedDict(packed)
+        self.counted = sum(map(_count, self._packed.values()))
+        """How many trajectories these count as: a bound on it is one on memory."""
         self._in_hand: dict[Key, Closed] = {}
         self._changed: dict[Key, None] = {}
         self._weight = 0
@@ -50,7 +54,7 @@ class Archive:
     def add(self, key: Key, closed: Closed) -> None:
         """One more; it is the archive's own from now on."""
         self._hold(key, closed)
-        self._packed[key] = b""
+        self._put(key, b"")
         self._changed[key] = None
 
     def change(self, key: Key) -> Closed:
@@ -63,14 +67,15 @@ class Archive:
     def pop(self, key: Key) -> Closed:
         """Take one out. Raises KeyError."""
         closed = self[key]
-        del self._packed[key], self._in_hand[key]
+        self.counted -= _count(self._packed.pop(key))
+        del self._in_hand[key]
         self._changed.pop(key, None)
         return closed
 
     def pack(self) -> None:
         """Have nothing in hand."""
         for key in self._changed:
-            self._packed[key] = self._in_hand[key].dump()
+            self._put(key, self._in_hand[key].dump())
         self._in_hand.clear()
         self._changed.clear()
         self._weight = 0
@@ -80,6 +85,11 @@ class Archive:
         self.pack()
         return [[*key, orjson.Fragment(packed)] for key, packed in self._packed.items()]
 
+    def _put(self, key: Key, packed: bytes) -> None:
+        old = self._packed.get(key)
+        self.counted += _count(packed) - (_count(old) if old is not None else 0)
+        self._packed[key] = packed
+
     def _hold(self, key: Key, closed: Closed) -> Closed:
         if self._weight > IN_HAND_MAX:
             self.pack()
@@ -87,3 +97,7 @@ class Archive:
         self._weight += 1 + len(closed.steps) + len(folded.rewards) + len(folded.seen)
         self._in_hand[key] = closed
         return closed
+
+
+def _count(packed: bytes) -> int:
+    return 1 + len(packed) // ONE_BYTES

@@ -126,7 +126,7 @@ class Fold:
             if self._oldest_closed is None or self._oldest_closed[0] != key:
                 self._oldest_closed = (key, state.closed[key].closed_at)
             expired = state.event_time > self._oldest_closed[1] + self.limits.closed_horizon
-            if not expired and len(state.closed) <= self.limits.closed_max:
+            if not expired and state.closed.counted <= self.limits.closed_max:
                 return
             if key in self._changed or key in state.pending.closings or key in state.pending.revised:
                 return

@@ -50,8 +50,8 @@ TOPIC_WORD = ("claw.steps", "claw.rewards")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition. steps_max, payload_max: steps and bytes
-    a trajectory; the step that reaches one closes it.
+    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition (a long trajectory counts as several).
+    steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it.
     """
 
     trajectory_timeout: int

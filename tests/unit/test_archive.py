@@ -45,6 +45,20 @@ def test_what_is_in_hand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kept["r", str(i)].revision for i in range(100)] == [0] * 100
 
 
+def test_a_long_one_counts_as_several() -> None:
+    kept = Archive()
+    kept.add(("r", "long"), closed(1000))
+    kept.add(("r", "short"), closed(8))
+    kept.pack()
+    long = kept.counted - 1
+    assert 10 <= long <= 20 and Archive(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
+    kept.change(("r", "short")).late += range(10**6, 10**6 + 1000)
+    kept.pack()
+    assert kept.counted == long + 3
+    kept.pop(("r", "long"))
+    assert kept.counted == 3 and kept.pop(("r", "short")).revision == -1 and kept.counted == 0
+
+
 def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Worker().feed(*((STEPS, 0, step("k", n, (n + 5,))) for n in range(20)), (STEPS, 1, session("k", "completed")))
     loads: list[bytes] = []

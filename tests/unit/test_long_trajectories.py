@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests_admit import SOURCE, cand, policy
 
 from schemas.codec import Codec
-from schemas.events import Place, ReadyBatch, Tag
+from schemas.events import Place, ReadyBatch, Tag, Tick
 from schemas.ids import agent_key
 from schemas.tokens import pack_ids
 from stream_jobs import prefix
@@ -103,6 +103,15 @@ def test_a_trajectory_has_a_bounded_payload() -> None:
     w.feed(*((STEPS, n, step("k", n, [1], [2] * 500)) for n in range(4)))
     t = w.trajectories["k"]
     assert (t.outcome, len(t.steps)) == ("timed_out", 3) and str(t.reason).endswith("bytes of payload")
+
+
+def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> None:
+    w = Worker(replace(LIMITS, closed_max=15))
+    for i in range(10):
+        w.feed(*((STEPS, i, step(f"k{i}", n)) for n in range(300)), (STEPS, i, session(f"k{i}", "completed")))
+    w.feed((STEPS, 10, Tick(partition=0)))
+    assert [key for _, key in w.state.closed] == [f"k{i}" for i in range(5, 10)]
+    assert 10 * 4096 < sum(len(w.state.closed[key].dump()) for key in w.state.closed) < 15 * 4096
 
 
 def test_one_of_thousands_of_steps_is_trained() -> None:
