@@ -20,6 +20,7 @@ from stream_jobs.admission import place_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import StreamJobError
 from stream_jobs.journal import Entry, Journaled, Source
+from stream_jobs.journal_start import check_whole
 from stream_jobs.ledger import Past, past_of
 from stream_jobs.policy import policy_of
 from stream_jobs.replay_outcome import Outcome, described, journal
@@ -81,6 +82,7 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
     partition = partition_of(run.encode(), there[topic])
     source = Source(cluster.topic_id(topic), partition, there[topics.steps])
     low = cluster.watermarks(topic, [partition])[partition][0]
+    check_whole(cluster, journal_topic)
     whole = list(journal(cluster, decoder, journal_topic))
     first = next(
         (i for i, r in enumerate(whole) if not isinstance(r, Late) and r.input_topic_id == source.topic_id), None
