@@ -41,6 +41,7 @@ from schemas.topics import partition_of
 from stream_jobs.admit import Admission
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
+from stream_jobs.journal_start import check_whole
 from stream_jobs.ledger import Past, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 from stream_jobs.policy_log import RunLog, is_run
@@ -78,6 +79,7 @@ class Desk:
         self._admission = Admission(self._run, channel, self._source, self.past)
 
     def _read_journal(self, low: int) -> tuple[int, Past]:
+        check_whole(self._cluster, self._journal_topic)
         count = 0
 
         def records() -> Iterable[Journaled]:
