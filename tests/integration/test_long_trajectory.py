@@ -1,0 +1,82 @@
+"""A trajectory of thousands of steps on a real Kafka, through the real jobs, to the rows that a trainer takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests_jobs import Eventually, Jobs, reward, running, session, step
+
+from runtime.config import words_of
+from runtime.kafka import Cluster
+from runtime.records import Decoder
+from schemas.events import Candidate, ReadyBatch
+from schemas.settings import Settings
+from stream_jobs.journal import journaled_by
+from trainer.payload import read_payload
+from trainer.rows import rows_of
+
+ROOT = Path(__file__).parents[2]
+ADMIT = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
+KEY = "swe-" + "repository-issue." * 11
+STEPS = 2100
+REPLY = b'{"content":"' + b"x" * 2500 + b'"}'
+"""With replies like this the payload takes two records."""
+
+
+@pytest.fixture
+def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+    """An installation with groups of two, which wait for a reward."""
+    policy = settings.admit.policy.model_copy(
+        update={"group_size": 2, "batch_groups": 1, "required_rewards": ("env/score",)}
+    )
+    admit = settings.admit.model_copy(update={"channels": ("train",), "policy": policy})
+    tuned = settings.model_copy(update={"run_id": "run", "admit": admit})
+    with running(tuned, cluster, tmp_path) as made:
+        yield made
+
+
+def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
+    jobs: Jobs, tmp_path: Path, eventually: Eventually
+) -> None:
+    jobs.start()
+    with (tmp_path / "admit.log").open("wb") as log:
+        jobs.workers.append(
+            subprocess.Popen([sys.executable, "-c", ADMIT, *words_of(jobs.settings)], cwd=ROOT, stderr=log)
+        )
+    for key in (KEY, "short"):
+        jobs.put(session(key, "opened", group_id="g", group_size=2))
+    jobs.put(step("short", [1], [2]), session("short", "completed"), reward("short", 0.0))
+    prompt, ids = [0], []
+    for n in range(STEPS):
+        made = replace(step(KEY, prompt, [n, n]), response_json=REPLY)
+        jobs.put(made)
+        ids.append(made.step_id)
+        prompt = [*prompt, n, n, 1] if n % 100 < 99 else [0, n]
+    jobs.put(session(KEY, "completed"), reward(KEY, 1.0))
+    jobs.put(*(reward(KEY, 0.5, step_id=ids[n]) for n in range(0, STEPS, 3)))
+    jobs.producer.flush()
+
+    journal = jobs.topics.ready_batches("run", "train")
+    decoder = Decoder(jobs.cluster, jobs.topics.schemas)
+
+    def batches() -> list[ReadyBatch]:
+        records = jobs.cluster.read_all(journal) if jobs.cluster.topics(journal) else ()
+        return [d for r in records if isinstance(d := journaled_by(decoder, r), ReadyBatch)]
+
+    (batch,) = eventually(batches)
+    (member,) = (m for m in batch.groups[0].members if m.trajectory_id == KEY)
+    assert (member.untrainable_steps, member.trainable_tokens) == ((), 2 * STEPS)
+    assert member.place.last_offset > member.place.first_offset
+    sizes = [len(r.value or b"") for r, c in jobs.records(jobs.topics.candidates, Candidate) if c.trajectory_id == KEY]
+    assert min(sizes) > 200 * STEPS
+
+    trajectory = read_payload(jobs.cluster, decoder, jobs.topics.trajectories, "test", batch)[KEY]
+    assert [s.step_id for s in trajectory.steps] == ids
+    rows = rows_of(trajectory, member.untrainable_steps, 1.0)
+    trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
+    assert sorted(trained) == sorted(n for n in range(STEPS) for _ in range(2))
