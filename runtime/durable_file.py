@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,13 +19,13 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def fsynced_draft(path: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
+def fsynced_draft(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> Iterator[Path]:
     """A hidden file beside `path` with these bytes, on disk; gone at the end of the block unless it was moved. mode: less the umask."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(fd, "wb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(fd)
         yield draft
@@ -33,8 +33,11 @@ def fsynced_draft(path: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Put a file in its place, or replace it, as a whole: durable when this returns. The directory is there. Raises OSError."""
+def write_durably(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> None:
+    """Put a file in its place, or replace it, as a whole: durable when this returns. The directory is there. Raises OSError.
+
+    data: what does not fit into memory twice comes piece by piece.
+    """
     with fsynced_draft(path, data, mode) as draft:
         draft.replace(path)
     fsync_path(path.parent)

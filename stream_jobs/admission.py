@@ -3,14 +3,15 @@
 Protocol of a channel:
 1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open transaction is rolled back.
 2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided trajectories, rounds, policy, and
-   `input_from`, where to read on. Another id of the candidates topic starts at that topic's beginning, with a warning; the same id
-   with an end before the position stops the process.
+   `input_from`, where to read on. What a file has kept of it (`stream_jobs.checkpoint`) is not read again. Another id of the candidates
+   topic starts at that topic's beginning, with a warning; the same id with an end before the position stops the process.
 3. The candidates are read from there, or from the run's first record behind it: a run that begins need not fold the Ticks of all the time
    before it. And from so far before that every source partition has ticked once: event time is known again. What was decided folds to
    nothing; the rest is what it was.
 4. The decisions of some records, in log order, are one transaction, dead letters included. So a decision is on the journal with all
    others of its step, or it was never made.
-5. Where the reader is, is committed as advice, after the transaction. No one resumes from it.
+5. Where the reader is, is committed after the transaction as advice, but inside of one that has dead letters: below that position a
+   restart writes none. No one resumes from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
+from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
 from runtime.lifecycle import run_sync
 from runtime.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
@@ -39,10 +40,11 @@ from schemas.events import (
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
+from stream_jobs.checkpoint import CheckpointFile, Mark
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
 from stream_jobs.journal_start import check_whole
-from stream_jobs.ledger import Past, past_of
+from stream_jobs.ledger import Ledger, Past, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 from stream_jobs.policy_log import RunLog, is_run
 
@@ -52,6 +54,8 @@ IDLE_S = 0.05
 COMMIT_INTERVAL_S = 0.5
 CHECK_INTERVAL_S = 5.0
 PUBLISHED_MOST = 10
+PUT_MOST = 1000
+"""Decisions of a transaction that are on their way at once: the client takes 100,000."""
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
@@ -75,27 +79,48 @@ class Desk:
         self._at = (topic, partition)
         self._ahead: RunLog = other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
         low = cluster.watermarks(topic, [partition])[partition][0]
-        self._journaled, self.past = self._read_journal(low)
+        self._journal_id = cluster.topic_id(self._journal_topic)
+        path = settings.data_dir / "admit" / f"{self._name}.ledger"
+        self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
+        self._mark: Mark | None = None
+        self.journaled, self.past = self._read_journal(low)
+        """Records of the journal that were read, and what they and the checkpoint tell."""
         self._admission = Admission(self._run, channel, self._source, self.past)
 
     def _read_journal(self, low: int) -> tuple[int, Past]:
         check_whole(self._cluster, self._journal_topic)
-        count = 0
+        ledger, self._mark = self._kept()
+        count, last = 0, None
 
         def records() -> Iterable[Journaled]:
-            nonlocal count
-            for record in self._cluster.read_all(self._journal_topic):
+            nonlocal count, last
+            first = None if self._mark is None else self._mark.offset + 1
+            for record in self._cluster.read_all(self._journal_topic, first=first):
                 yield journaled_by(self._decoder, record)
-                count += 1
+                count, last = count + 1, record
 
-        past = past_of(records(), self._source.topic_id, low)
+        past = past_of(records(), self._source.topic_id, low, ledger)
+        if last is not None:
+            self._mark = Mark.of(self._journal_id, last.offset, last.value)
         topic, partition = self._at
         if past.renewed:
             self._log.warning("candidates_made_anew", topic=topic, topic_id=self._source.topic_id, next=past.next_seq)
-        elif count:
+        elif ledger.topic_id is not None:
             for position in (past.resume_from, past.input_to):
                 self._cluster.check_position(topic, self._source.topic_id, partition, position)
         return count, past
+
+    def _kept(self) -> tuple[Ledger, Mark | None]:
+        """What the checkpoint has of this journal, if that still has the last record that the checkpoint knows."""
+        topic = self._journal_topic
+        found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
+        if found is not None:
+            at = found[1].offset
+            there = [Mark.of(self._journal_id, r.offset, r.value) for r in self._cluster.read_range(topic, 0, at, at)]
+            if there == [found[1]]:
+                return found
+            self._checkpoint.refuse(f"the journal has another record at offset {at}")
+        return Ledger(), None
 
     def published(self) -> Published:
         """The policies once everything that is on the log now has been read."""
@@ -120,13 +145,14 @@ class Desk:
         self._committed, self._committed_at = -1, 0.0
         self._checked_at = time.monotonic()
         self._log.info(
-            "admission_starts", next_batch=self.past.next_seq, journal=self._journaled, reads_from=start,
-            undecided_from=self.past.resume_from,
+            "admission_starts", next_batch=self.past.next_seq, journal=self.journaled, reads_from=start,
+            undecided_from=self.past.resume_from, decided=len(self.past.ledger.decisions),
         )  # fmt: skip
         opening = self._admission.opening()
         buried = self._skipped(first)
         if opening or buried:
-            self._write(opening, buried)
+            self._write(opening, buried, first)
+        self._keep()
 
     def _skipped(self, first: int) -> list[DeadLetter]:
         """Dead letters of what can't be read between what is decided and `first`: it is not folded, and perhaps no one else has read it."""
@@ -176,7 +202,8 @@ class Desk:
             if entry is not None:
                 self._sort(self._admission.fold(entry), record, decisions, buried)
         if decisions or buried:
-            self._write(decisions, buried)
+            self._write(decisions, buried, self.position if buried else None)
+            self._keep()
         self._commit()
         return bool(records)
 
@@ -235,13 +262,21 @@ class Desk:
         self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
         buried.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
 
-    def _write(self, decisions: list[Journaled], buried: list[DeadLetter]) -> None:
-        encode, key = self._decoder.codec.encode, self._run.encode()
+    def _write(self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None) -> None:
+        """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
+        encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
         with self._producer.transaction():
-            for decision in decisions:
-                self._producer.put(self._journal_topic, key, encode(decision), partition=0)
+            for number, decision in enumerate(decisions, 1):
+                value, on_ack = encode(decision), acks.append if number == len(decisions) else None
+                self._producer.put(self._journal_topic, key, value, partition=0, on_ack=on_ack)
+                if number % PUT_MOST == 0:
+                    self._producer.flush()
             for letter in buried:
                 self._producer.put(self._topics.dead_letters, letter.key, encode(letter))
+            if position is not None:
+                self._producer.commit_positions(self._reader, {self._at: position})
+        if acks:
+            self._mark = Mark.of(self._journal_id, acks[0].offset, value)
         for decision in decisions:
             if isinstance(decision, ReadyBatch):
                 self._log.info(
@@ -250,6 +285,10 @@ class Desk:
                 )  # fmt: skip
             elif isinstance(decision, Refused):
                 self._log.debug("refused", group=decision.group_id, reason=decision.reason, detail=decision.detail)
+
+    def _keep(self) -> None:
+        if self._mark is not None:
+            self._checkpoint.keep(self.past.ledger, self._mark)
 
     def _commit(self, now: bool = False) -> None:
         position = self._reader.positions[self._at]
@@ -263,6 +302,7 @@ class Desk:
         self._commit(now=True)
         self._reader.close()
         self._producer.close()
+        self._checkpoint.close(self.past.ledger, self._mark)
 
 
 def place_of(headers: Mapping[str, bytes]) -> Place | None:

@@ -43,10 +43,10 @@ class Admission:
         self.policy = past.policy
         self.now: int | None = None
         """Event time, milliseconds; None until every source partition has ticked."""
-        self._past, self._ledger = past, past.ledger
+        self._past, self.ledger = past, past.ledger
         self._input_to, self._step = past.input_to, past.resume_from - 1
         self._ticks: dict[int, int] = {}
-        self._groups = OpenGroups(self._ledger)
+        self._groups = OpenGroups(self.ledger)
         self._pending: OrderedDict[str, Group] = OrderedDict()  # by first offset: its head is where a restart reads on
         self._batches = OpenBatches(channel)
         self._deadlines = Deadlines()
@@ -59,7 +59,7 @@ class Admission:
         if not self._past.renewed or self.policy is None:
             return []
         applied = self._policy_applied(self.policy, self._past.resume_from)
-        self._ledger.take(applied)
+        self.ledger.take(applied)
         return [applied]
 
     def fold(self, entry: Entry) -> list[Decision]:
@@ -137,7 +137,7 @@ class Admission:
             if c.revision > old.candidate.revision:
                 self._join(group, Member(c, entry.place, old.first_offset))
             return
-        decided = self._ledger.decided(c.trajectory_id)
+        decided = self.ledger.decided(c.trajectory_id)
         if decided is not None:
             self._again(c, decided)
         elif self._ended is not None:
@@ -253,7 +253,7 @@ class Admission:
         oldest = verdict.oldest_sync_index if verdict is not None else None
         if self.channel == "val" or limit is None or oldest is None:
             return None
-        seq = self._ledger.next_seq
+        seq = self.ledger.next_seq
         trains = seq // self._in_force.sync_every
         if trains - oldest <= limit:
             return None
@@ -290,7 +290,7 @@ class Admission:
 
     def _admit(self, groups: list[Group]) -> None:
         """The point of no return: what is dropped is refused one by one, then the batch."""
-        policy, seq, topic = self._in_force, self._ledger.next_seq, self.source
+        policy, seq, topic = self._in_force, self.ledger.next_seq, self.source
         built = []
         usable: list[Member] = []
         for group in groups:
@@ -335,7 +335,7 @@ class Admission:
             self._pending.pop(tid, None)
 
     def _journal(self, decision: Journaled) -> None:
-        self._ledger.take(decision)
+        self.ledger.take(decision)
         self._out.append(decision)
 
     def _refused(

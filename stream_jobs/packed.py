@@ -12,6 +12,7 @@ CHUNK = 256
 _KEY_BYTES = 14
 _ENTRY = struct.Struct("<14sqqi")
 _VALUES = struct.Struct("<qqi")
+_LENGTHS = struct.Struct(f"<{BUCKETS}I")
 WIDTH = _ENTRY.size
 LARGEST_THIRD = (1 << 31) - 1
 
@@ -28,7 +29,7 @@ class Packed:
 
     def __init__(self, buckets: list[bytes] | None = None) -> None:
         self._buckets = [b""] * BUCKETS if buckets is None else buckets
-        self._count = sum(map(len, self._buckets)) // WIDTH
+        self._count = 0 if buckets is None else sum(map(len, buckets)) // WIDTH
 
     def __len__(self) -> int:
         return self._count
@@ -72,20 +73,18 @@ class Packed:
         return twin
 
     def chunks(self) -> Iterator[bytes]:
-        """All of it as bytes, for `of_bytes`: how many entries each bucket has, then the buckets."""
-        yield struct.pack(f"<{BUCKETS}I", *(len(b) // WIDTH for b in self._buckets))
+        """All of it as bytes, for `of_bytes`: the length of each bucket, then the buckets."""
+        yield _LENGTHS.pack(*map(len, self._buckets))
         for first in range(0, BUCKETS, CHUNK):
             yield b"".join(self._buckets[first : first + CHUNK])
 
     @classmethod
     def of_bytes(cls, data: memoryview) -> tuple[Packed, memoryview]:
         """What `chunks` gave, and what follows it. Raises struct.error or ValueError when it is not all there."""
-        head = struct.Struct(f"<{BUCKETS}I")
-        buckets, at = list[bytes](), head.size
-        for count in head.unpack_from(data):
-            end = at + count * WIDTH
-            buckets.append(bytes(data[at:end]))
-            at = end
+        buckets, at = list[bytes](), _LENGTHS.size
+        for length in _LENGTHS.unpack_from(data):
+            buckets.append(bytes(data[at : at + length]) if length else b"")
+            at += length
         if at > len(data):
             raise ValueError(f"{at} bytes of packed numbers, {len(data)} are there")
         return cls(buckets), data[at:]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError as Code
-from confluent_kafka import KafkaException, Message
+from confluent_kafka import KafkaException, Message, TopicPartition
 from confluent_kafka import Producer as _Producer
 
 from runtime.kafka.errors import Unavailable, translated
+from runtime.kafka.reader import Reader
 from runtime.kafka.record import Ack
 
 FLUSH_TIMEOUT_S = 30.0
@@ -141,14 +142,18 @@ class Producer:
         headers: Mapping[str, bytes] | None = None,
         partition: int | None = None,
         timestamp_ms: int | None = None,
+        on_ack: Callable[[Ack], None] | None = None,
     ) -> None:
         """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises what failed.
 
-        timestamp_ms: counts on topics with CreateTime only; None: now.
+        timestamp_ms: counts on topics with CreateTime only; None: now. on_ack: is told where the record lies, before that returns.
         """
 
-        def delivered(err: Code | None, _: Message) -> None:
-            if err is not None and self._failed is None:
+        def delivered(err: Code | None, msg: Message) -> None:
+            if err is None:
+                if on_ack is not None:
+                    on_ack(Ack(msg.partition(), msg.offset()))
+            elif self._failed is None:
                 self._failed = KafkaException(err)
 
         self._produce(topic, key, value, headers, partition, delivered, timestamp_ms)
@@ -180,6 +185,11 @@ class Producer:
             self._raise_failed()
         except KafkaException as e:
             raise translated(e) from e
+
+    def commit_positions(self, reader: Reader, positions: Mapping[tuple[str, int], int]) -> None:
+        """Inside of a transaction: the group of a reader is here, if and only if the transaction comes about. positions: of `Reader.positions`."""
+        offsets = [TopicPartition(t, p, o) for (t, p), o in positions.items()]
+        self._producer.send_offsets_to_transaction(offsets, reader.group_metadata, FLUSH_TIMEOUT_S)
 
     def _produce(
         self,

@@ -116,6 +116,11 @@ class Reader:
         """Whether every partition was read to the end it had when last looked at."""
         return self._ends >= self._next.keys()
 
+    @property
+    def group_metadata(self) -> Any:
+        """The group, as `Producer.commit_positions` names it to Kafka."""
+        return self._consumer.consumer_group_metadata()
+
     def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
         """Tell Kafka how far the group is. Advice only: no one resumes from it, and failure is not an error.
 

@@ -11,10 +11,12 @@ from tests_admit import cand, policy
 from runtime.kafka import Cluster
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
-from schemas.events import DeadLetter, ReadyBatch, Refused, RunEnded, Tick
+from schemas.events import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import Desk, publish_policy
+from stream_jobs.admission import PUT_MOST, Desk, publish_policy
+from stream_jobs.checkpoint import WORTH_IT, Mark, written
+from stream_jobs.ledger import Ledger
 from stream_jobs.policy_log import STRAYS_MOST, PolicyLog
 
 CODEC = Codec()
@@ -157,4 +159,96 @@ def test_more_poison_than_is_kept_is_buried_all_the_same(mine: Settings, cluster
     desk, _ = opened(mine, cluster)
     read_on(desk)
     assert [d.value for d in log.letters()] == [b"garbage %d" % i for i in range(STRAYS_MOST + 5)]
+    desk.close()
+
+
+def test_a_checkpoint_spares_the_journal_and_is_never_needed(
+    mine: Settings, cluster: Cluster, log: Log, eventually: Any
+) -> None:
+    """Left at the orderly end and used; then of another journal, damaged, and impossible to write: each time the same admission."""
+    log.ticks(4)
+    groups = WORTH_IT // 2
+    log.put(RUN, *(cand(f"{g}-{i}", f"g{g}", float(i)) for g in range(groups) for i in (0, 1)))
+    log.producer.flush()
+    first, other = opened(mine, cluster)
+    read_on(first)
+    eventually(lambda: len(log.decisions(ReadyBatch)) == groups)
+    files = [mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.{c}.ledger" for c in ("train", "val")]
+    for desk in (first, other):
+        desk.close()
+    assert [f.exists() for f in files] == [True, False], "channel val has decided nothing"
+    whole = files[0].read_bytes()
+    for revision, damage in enumerate((None, whole.replace(b"]", b")", 1), whole, b""), 1):
+        if damage is not None:
+            files[0].write_bytes(damage)
+        if damage == b"":
+            files[0].unlink()
+            files[0].parent.rmdir()
+            files[0].parent.write_bytes(b"no directory")
+        read_before = len(log.decisions(object))
+        desk, other = opened(mine, cluster)
+        assert desk.journaled == {1: 0, 2: read_before, 3: 1 + 1, 4: read_before}[revision]
+        assert desk.past.next_seq == groups and len(desk.past.ledger.decisions) == 2 * groups
+        log.put(RUN, cand("7-0", "g7", 1.0, revision=revision))
+        log.producer.flush()
+        read_on(desk)
+        eventually(lambda n=revision: len(log.decisions(Late)) >= n)
+        assert [d.revision for d in log.decisions(Late)] == list(range(1, revision + 1))
+        for it in (desk, other):
+            it.close()
+
+
+def test_a_journal_that_lost_its_end_is_read_from_its_beginning(mine: Settings, cluster: Cluster, log: Log) -> None:
+    """The same topic with other records: a checkpoint of what is no more would know decisions that nobody has made."""
+    log.ticks(4)
+    log.put(RUN, cand("a", "g", 0.0), cand("b", "g", 1.0))
+    log.producer.flush()
+    desks = opened(mine, cluster)
+    read_on(desks[0])
+    for desk in desks:
+        desk.close()
+    path = mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.train.ledger"
+    journal = mine.kafka.topics.ready_batches("r", "train")
+    foreign = Ledger(next_seq=99)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(written(foreign, Mark.of(cluster.topic_id(journal), 1, b"what stood there"), CODEC)))
+    desks = opened(mine, cluster)
+    assert desks[0].past.next_seq == 1 and len(desks[0].past.ledger.decisions) == 2
+    for desk in desks:
+        desk.close()
+
+
+def test_poison_is_buried_once_whenever_admission_is_killed(
+    mine: Settings, cluster: Cluster, log: Log, eventually: Any
+) -> None:
+    """Its position is in the transaction with the letter: no commit has to come after it."""
+    log.ticks(8)
+    log.put(None, b"garbage 1")
+    log.ticks(OLD)
+    for _ in range(3):
+        desk, _ = opened(mine, cluster)
+        eventually(log.letters)
+        assert [d.value for d in log.letters()] == [b"garbage 1"], "killed before it has read anything"
+    log.put(RUN, b"garbage 2")
+    log.put(RUN, b"garbage 3")
+    for _ in range(3):
+        while len(log.letters()) < 3:
+            desk.step(0.1)
+        desk, _ = opened(mine, cluster)
+    read_on(desk)
+    assert [d.value for d in log.letters()] == [b"garbage 1", b"garbage 2", b"garbage 3"]
+    desk.close()
+
+
+def test_group_of_which_a_batch_drops_thousands(mine: Settings, cluster: Cluster, log: Log, eventually: Any) -> None:
+    """Each of them is a record of one transaction: more than are put at once."""
+    n, dropped = PUT_MOST + 1200, PUT_MOST + 1000
+    small = mine.admit.policy.model_copy(update={"group_size": n, "min_members": 2})
+    huge = mine.model_copy(update={"admit": mine.admit.model_copy(update={"policy": small})})
+    log.put(RUN, *(cand(f"t{i}", "g", None if i < dropped else float(i)) for i in range(n)))
+    log.producer.flush()
+    desk, _ = opened(huge, cluster)
+    read_on(desk)
+    (batch,) = eventually(lambda: log.decisions(ReadyBatch))
+    assert len(batch.groups[0].members) == n - dropped and len(log.decisions(Refused)) == dropped
     desk.close()

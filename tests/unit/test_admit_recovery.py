@@ -7,9 +7,11 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.codec import Codec
 from schemas.events import (
     AdmissionPolicy,
     Candidate,
@@ -24,12 +26,15 @@ from schemas.events import (
     Tick,
 )
 from stream_jobs.admit import Admission
+from stream_jobs.checkpoint import CheckpointFlaw, Mark, read, written
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source
-from stream_jobs.ledger import past_of
+from stream_jobs.ledger import Ledger, past_of
 
 SOURCE = Source("topic-1", 0, 2)
 SEED = st.integers(0, 2**32)
 LENGTH = st.integers(5, 120)
+CODEC = Codec()
+MARK = Mark.of("journal-1", 7, b"its last record")
 
 
 def policy(version: int = 1, **changes: Any) -> AdmissionPolicy:
@@ -223,6 +228,47 @@ def test_cut_at_any_decision_decides_each_trajectory_once(seed: int, length: int
         decided = {m.trajectory_id for b in journal if isinstance(b, ReadyBatch) for g in b.groups for m in g.members}
         decided |= {t for d in journal if isinstance(d, Refused) for t in d.trajectory_ids}
         assert decided == closed, "none is lost"
+
+
+def kept(ledger: Ledger) -> bytes:
+    """A checkpoint. Two ledgers that know the same have the same bytes: they were told it in the same order."""
+    return b"".join(written(ledger, MARK, CODEC))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
+def test_checkpoint_and_the_rest_are_the_whole_journal(seed: int, length: int, channel: Any, ended: bool) -> None:
+    """Killed behind any record of the journal, with a checkpoint of any moment before: the same past, and the same decisions after it."""
+    rng = random.Random(seed)
+    log = log_of(ops_of(rng, length), channel, ended)
+    live = Admission("r", channel, SOURCE)
+    stop = rng.randint(0, len(log))
+    journal = [d for step in run(live, log[:stop]) for d in step]
+    early, cut = Ledger(), rng.randint(0, len(journal))
+    past_of(journal[:cut], SOURCE.topic_id, 0, early)
+    ledger, mark = read(kept(early), CODEC)
+    assert mark == MARK
+    past, whole = past_of(journal[cut:], SOURCE.topic_id, 0, ledger), past_of(journal, SOURCE.topic_id, 0)
+    assert kept(past.ledger) == kept(whole.ledger) == kept(live.ledger), "and what wrote it goes on with no other"
+    assert dataclasses.replace(past, ledger=whole.ledger) == whole
+    resumed = run(Admission("r", channel, SOURCE, past), log)
+    assert resumed == run(Admission("r", channel, SOURCE, whole), log)
+
+
+def test_checkpoint_that_is_damaged_or_of_another_release_is_refused() -> None:
+    log = log_of(ops_of(random.Random(3), 120), "train", False)
+    live = Admission("r", "train", SOURCE)
+    run(live, log)
+    assert live.ledger.told > 10
+    whole = kept(live.ledger)
+    assert kept(read(whole, CODEC)[0]) == whole
+    rng = random.Random(0)
+    for at in [0, 18, 25, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]:
+        with pytest.raises(CheckpointFlaw):
+            read(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], CODEC)
+    for cut in (b"", whole[:10], whole[:-1], whole[: len(whole) // 2]):
+        with pytest.raises(CheckpointFlaw):
+            read(cut, CODEC)
 
 
 @settings(max_examples=100, deadline=None)

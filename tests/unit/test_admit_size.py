@@ -6,6 +6,7 @@ import dataclasses
 
 from tests_admit import SOURCE, cand, entries, fold, groups, policy, reward
 
+from gateway.demand import Demand
 from schemas.codec import Codec
 from schemas.events import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
 from schemas.topics import MAX_RECORD_BYTES
@@ -13,6 +14,7 @@ from stream_jobs.admit import Admission
 from stream_jobs.group import Group, Member, Verdict, batch_group
 from stream_jobs.journal import Entry, Journaled
 from stream_jobs.ledger import past_of
+from stream_jobs.rounds import Rounds
 
 SCORES = tuple(
     dataclasses.replace(reward(i / 7, name="score"), function_version="1" * 64, step_id=f"session-0123456789~{i:05d}.0")
@@ -96,3 +98,30 @@ def test_what_an_open_batch_counts_follows_a_policy_that_trains_other_steps() ->
     after = policy(policy_version=2, batch_groups=9, batch_tokens=80)
     (*_, batch) = fold(before, *first, after, cand("c", "h", 1.0), cand("d", "h", 0.0))
     assert isinstance(batch, ReadyBatch) and batch.trainable_tokens == 80
+
+
+def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one() -> None:
+    """Ids are as long as they may be: in one record they would be 11 MB."""
+    n = 50_000
+    like = cand("x", "big", 1.0, group_size=n)
+    members = [dataclasses.replace(like, trajectory_id=f"{i:05d}" + "x" * 222) for i in range(n)]
+    state = Admission("r", "train", SOURCE)
+    log = entries(policy(), *members, *(cand(t, "h", float(i)) for i, t in enumerate("ab")))
+    _, *decisions = decided(log, state)
+    *refused, batch = decisions
+    assert isinstance(batch, ReadyBatch) and len(refused) == 3
+    assert max(len(Codec().encode(r)) for r in refused) <= MAX_RECORD_BYTES
+    parts = [r for r in refused if isinstance(r, Refused)]
+    assert [(r.whole_group, r.n, r.reason, r.round) for r in parts] == [
+        (False, 0, "zero_variance", 0), (False, 0, "zero_variance", 0), (True, n, "zero_variance", 0)
+    ]  # fmt: skip
+    assert [t for r in parts for t in r.trajectory_ids] == [c.trajectory_id for c in members]
+    past = past_of(decisions, SOURCE.topic_id, 0)
+    assert past.ledger.rounds.of("big") == Rounds(1) == state.ledger.rounds.of("big"), "nobody is owed"
+    assert past.ledger.gone == {} and len(past.ledger.decisions) == n + 2
+    demand = Demand("r")
+    for offset, record in enumerate(decisions):
+        demand.take(offset, record)
+    standing = demand.standing()
+    assert (standing.groups_refused, standing.replacements) == (1, {"zero_variance": n})
+    assert [(r.offset, r.n) for r in standing.refusals] == [(2, n)]

@@ -1,0 +1,99 @@
+"""Packed numbers: as a dict, in bytes, and as a picture of one moment."""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_jobs.packed import BUCKETS, WIDTH, Packed
+from stream_jobs.rounds import ClosedRounds, Owed, Rounds
+
+NUMBERS = st.tuples(
+    st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1)
+)
+NAMES = st.text(max_size=3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(NAMES, st.none() | NUMBERS), max_size=60))
+def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> None:
+    packed, plain = Packed(), dict[str, tuple[int, int, int]]()
+    for name, values in changes:
+        if values is None:
+            packed.discard(name)
+            plain.pop(name, None)
+        else:
+            packed.put(name, values)
+            plain[name] = values
+        assert len(packed) == len(plain)
+    assert {name: packed.get(name) for name, _ in changes} == {name: plain.get(name) for name, _ in changes}
+    again, rest = Packed.of_bytes(memoryview(b"".join(packed.chunks()) + b"more"))
+    assert bytes(rest) == b"more" and len(again) == len(plain)
+    assert all(again.get(name) == values for name, values in plain.items())
+
+
+def test_what_looks_like_a_key_but_is_none() -> None:
+    """Another name's entry whose numbers hold the sought key; both are of one bucket."""
+    digest = blake2b(b"sought", digest_size=16).digest()
+    number = digest[0] | digest[1] << 8
+    false = b"\1" * 14 + digest[2:] + b"\2" * 6
+    assert len(false) == WIDTH
+    buckets = [b""] * BUCKETS
+    buckets[number] = false * 2
+    packed = Packed(buckets)
+    assert packed.get("sought") is None and len(packed) == 2
+    packed.put("sought", (1, 2, 3))
+    assert packed.get("sought") == (1, 2, 3) and len(packed) == 3
+    packed.discard("sought")
+    assert packed.get("sought") is None and len(packed) == 2
+
+
+def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
+    packed = Packed()
+    packed.put("a", (1, 2, 3))
+    before = packed.copy()
+    packed.put("a", (4, 5, 6))
+    packed.put("b", (7, 8, 9))
+    assert (before.get("a"), before.get("b"), len(before)) == ((1, 2, 3), None, 1)
+    whole = b"".join(packed.chunks())
+    for cut in (whole[:-1], whole[:100]):
+        with pytest.raises((ValueError, struct.error)):
+            Packed.of_bytes(memoryview(cut))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 99), st.integers(-1, 2)), max_size=30)
+)
+def test_closed_rounds_are_what_was_put(closings: list[tuple[str, int, int, int]]) -> None:
+    """Whether they are packed or not; members that come later take back what a round is owed."""
+    store, plain = ClosedRounds(), {"a": Rounds(), "b": Rounds()}
+    for group_id, number, at, left in closings:
+        for rounds in (store.of(group_id), plain[group_id]):
+            if rounds.closed(number):
+                rounds.turned_away(number)
+            else:
+                rounds.close(number, at, left)
+            if rounds is not plain[group_id]:
+                store.put(group_id, rounds)
+        assert {g: store.of(g) for g in plain} == plain
+
+
+def test_most_group_ids_are_packed() -> None:
+    store = ClosedRounds()
+    for group_id, left in (("full", 0), ("short", 1)):
+        rounds = store.of(group_id)
+        rounds.close(0, 7, left)
+        store.put(group_id, rounds)
+    assert store.others == {} and store.of("short") == Rounds(1, owed=(Owed(0, 7, 1),))
+    rounds = store.of("short")
+    rounds.close(1, 9, 0)
+    store.put("short", rounds)
+    assert list(store.others) == ["short"] and len(store.packed) == 1
+    rounds.turned_away(0)
+    store.put("short", rounds)
+    assert store.others == {} and store.of("short") == Rounds(2)
