@@ -1,10 +1,11 @@
-"""Reading records from Avro binary, compiled once for a schema: a fifth of what fastavro and a frozen dataclass take for a step.
+"""Reading records from Avro binary, compiled once for a pair of schemas, the writer's and what is wanted: a fifth of what fastavro takes.
 
 Value for value what fastavro reads (a test holds both against each other), but strict: a negative branch of a union or a number of more
-than 64 bits, which no writer writes, is refused, and so are more than 100,000 records in one array: one of two bytes would become
-sixty. Only the types that our schemas use. For each record one
-function is written out, as `dataclasses` does: a call for each field would cost more than the field. Every consumer reads every record
-through here; only what an older version of us wrote goes through fastavro, which knows how schemas resolve.
+than 64 bits, which no writer writes, is refused, and so are more than 100,000 records in one array: one of two bytes would become sixty.
+Only the types that our schemas use; a pair that needs more is a ValueError. For each pair one function is written out, as `dataclasses`
+does: a call for each field would cost more than the field. What is not wanted is stepped over, what was not written has its default.
+
+Format: https://avro.apache.org/docs/1.12.0/specification/#binary-encoding, and #schema-resolution there.
 """
 
 from __future__ import annotations
@@ -12,48 +13,109 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
-Read = Callable[[bytes, int], tuple[Any, int]]
-"""From bytes and a position: the value, and the position behind it, which may be behind the end where bytes are missing.
+from schemas.avro_types import Schema, kind_of, not_null, plain_name, takes_nothing
 
-Raises IndexError, ValueError or struct.error.
-"""
+Read = Callable[[bytes, int], Any]
+"""From bytes and the position of the record in them: the record, which must end with them. Raises one of MALFORMED."""
 ClassOf = Callable[[str], type]
 """The dataclass of a record, by its name in the schema: frozen, with slots, with the fields of the schema in its order."""
 
+MALFORMED = (IndexError, ValueError, struct.error, MemoryError, OverflowError)
+"""What a `Read` raises for bytes that are no such record."""
 ITEMS_MAX = 100_000
 """Records in one array. What we write has far fewer: its records have a bound of bytes."""
 
-_PACKED = {"float": struct.Struct("<f"), "double": struct.Struct("<d")}
+_SIZES = {"boolean": 1, "float": 4, "double": 8}
+_float, _double = struct.Struct("<f").unpack_from, struct.Struct("<d").unpack_from
 
 
-def reader_of(schema: Mapping[str, Any], class_of: ClassOf) -> Read:
-    """Compile the schema of a record. Raises ValueError for a type that no schema of ours has."""
-    return _Compiler(class_of).record(schema)
+class Made(Protocol):
+    """What becomes of what is read. empty: code of an array of nothing; strict: no null where none is wanted, no other names of types."""
+
+    empty: str
+    strict: bool
+
+    def record(self, code: Code, schema: Schema, depth: int) -> tuple[str, dict[str, str], list[str]]:
+        """Code of it; where each wanted field goes; lines behind them."""
+
+    def array(self, found: str) -> str:
+        """Code of an array, from that of a list."""
+
+    def map(self) -> tuple[str, str]:
+        """Code of an empty map, and of what adds to a map, of its name, key and value, to be formatted."""
 
 
-def _long(data: bytes, at: int) -> tuple[int, int]:
-    """A long, zig-zag, seven bits a byte."""
-    byte = data[at]
-    n, shift = byte & 127, 7
-    if byte < 128:
+class Records:
+    """Dataclasses, tuples and dicts. class_of: by name.
+
+    A frozen record is filled field by field through object.__setattr__: that takes longer than reading it. So a twin is filled, whose
+    slots lie in the same places, and then becomes the record.
+    """
+
+    empty, strict = "()", True
+
+    def __init__(self, class_of: ClassOf) -> None:
+        self._class_of = class_of
+
+    def record(self, code: Code, schema: Schema, depth: int) -> tuple[str, dict[str, str], list[str]]:
+        name, cls = plain_name(schema["name"]), self._class_of(plain_name(schema["name"]))
+        names = [f["name"] for f in schema["fields"]]
+        if names != [f.name for f in fields(cls)]:
+            raise ValueError(f"{cls.__name__} and its schema have other fields")
+        record, twin = code.name(), code.constant(type(name, (), {"__slots__": tuple(names)}))
+        code.add(depth, f"{record} = new({twin})")
+        return record, {n: f"{record}.{n}" for n in names}, [f"{record}.__class__ = {code.constant(cls)}"]
+
+    def array(self, found: str) -> str:
+        return f"tuple({found})"
+
+    def map(self) -> tuple[str, str]:
+        return "{}", "{0}[{1}] = {2}"
+
+
+def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
+    """Compile. writer, wanted: record schemas, `expanded`. Raises ValueError for a pair that is not read here."""
+    code = Code(made)
+    record = code.record(writer, wanted, 1)
+    code.add(1, "if at != len(data): raise ValueError(f'the record ends at byte {at} of {len(data)}')")
+    code.add(1, f"return {record}")
+    names: dict[str, Any] = code.constants | {
+        "long": long, "size": size, "items": items, "bad": _bad, "float_at": _float, "double_at": _double, "new": object.__new__,
+    }  # fmt: skip
+    source = "def read(data, at):\n" + "\n".join(code.lines)
+    try:
+        exec(compile(source, f"<reader of {writer['name']}>", "exec"), names)
+    except (SyntaxError, RecursionError, MemoryError) as e:  # Python nests at most 20 loops, and two are an array
+        raise ValueError(f"types nested so deeply are not read here: {e}") from e
+    return names["read"]  # type: ignore[no-any-return]
+
+
+def long(data: bytes, at: int) -> tuple[int, int]:
+    """A long, zig-zag, seven bits a byte, and the position behind it."""
+    n = data[at]
+    if n < 128:
         return (n >> 1) ^ -(n & 1), at + 1
-    for end in range(at + 1, at + 10):
+    byte = data[at + 1]
+    n = n & 127 | (byte & 127) << 7
+    if byte < 128:
+        return (n >> 1) ^ -(n & 1), at + 2
+    shift = 14
+    for end in range(at + 2, at + 10):
         byte = data[end]
         n |= (byte & 127) << shift
         if byte < 128 and n < 1 << 64:
             return (n >> 1) ^ -(n & 1), end + 1
         shift += 7
-    raise ValueError("a number of more than 64 bits")
+    raise ValueError(f"a number of more than 64 bits at byte {at}")
 
 
-def _size(data: bytes, at: int) -> tuple[int, int]:
+def size(data: bytes, at: int) -> tuple[int, int]:
     """A length: as a rule of text or tokens."""
     low = data[at]
     if low < 128 or low & 1:
-        n, at = _long(data, at)
+        n, at = long(data, at)
         if n < 0:
             raise ValueError(f"a length of {n}")
         return n, at
@@ -63,136 +125,193 @@ def _size(data: bytes, at: int) -> tuple[int, int]:
     top = data[at + 2]
     if top < 128:
         return (low & 127 | (high & 127) << 7 | top << 14) >> 1, at + 3
-    return _long(data, at)
+    return long(data, at)
 
 
-def _items(data: bytes, at: int) -> tuple[int, int]:
-    """The number of items in a block of an array or a map."""
-    n, at = _long(data, at)
+def items(data: bytes, at: int) -> tuple[int, int]:
+    """The number of items in a block of an array or a map, each of a byte at least."""
+    n, at = long(data, at)
     if n < 0:  # then its size follows, for those who skip it
-        n, (_, at) = -n, _long(data, at)
+        n, (_, at) = -n, long(data, at)
+    if n > len(data) - at:
+        raise ValueError(f"a block of {n} items at byte {at} of {len(data)}")
     return n, at
 
 
-class _Compiler:
-    """Writes the readers of one schema. In what it writes `data` and `at` are the bytes and the position; `n` is for the moment."""
+def _bad(what: str, at: int) -> None:
+    raise ValueError(f"{what} at byte {at}")
 
-    def __init__(self, class_of: ClassOf) -> None:
-        self._class_of = class_of
-        self._types: dict[str, Any] = {}
-        self._globals: dict[str, Any] = {"long": _long, "size": _size, "items": _items, "new": object.__new__}
-        self._numbers = count()
 
-    def record(self, schema: Mapping[str, Any]) -> Read:
-        """The reader of a record, which other records may use."""
-        name = _plain(schema["name"])
-        self._types[name] = schema
-        cls, names = self._class_of(name), [f["name"] for f in schema["fields"]]
-        if names != [f.name for f in fields(cls)]:
-            raise ValueError(f"{cls.__name__} and its schema have other fields")
-        # A frozen record is filled field by field through object.__setattr__: that takes longer than reading it. So a twin is filled,
-        # whose slots lie in the same places, and then becomes the record.
-        twin, made = self._global(type(name, (), {"__slots__": tuple(names)})), self._global(cls)
-        lines = [line for f in schema["fields"] for line in self._value(f"record.{f['name']}", f["type"])]
-        body = [f"record = new({twin})", *lines, f"record.__class__ = {made}", "return record, at"]
-        source = "\n ".join([f"def read_{name}(data, at):", *body])
-        exec(compile(source, f"<reader of {name}>", "exec"), self._globals)
-        return self._globals[f"read_{name}"]  # type: ignore[no-any-return]
+class Code:
+    """Lines of a reader, and the constants that they name. In them `data` and `at` are the bytes and the position; `n` is for the moment."""
 
-    def _global(self, value: Any) -> str:
-        name = f"g{next(self._numbers)}"
-        self._globals[name] = value
+    def __init__(self, made: Made) -> None:
+        self._made = made
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._names = 0
+
+    def add(self, depth: int, *lines: str) -> None:
+        self.lines += ["    " * depth + line for line in lines]
+
+    def name(self) -> str:
+        self._names += 1
+        return f"v{self._names}"
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
         return name
 
-    def _value(self, to: str, schema: Any) -> list[str]:
-        """Lines that read a value."""
-        if isinstance(schema, list):
-            return self._nullable(to, schema)
-        if isinstance(schema, str):
-            schema = self._types.get(_plain(schema), {"type": schema})
-        match schema["type"]:
+    def record(self, writer: Schema, wanted: Schema, depth: int) -> str:
+        """Lines that read a record; returns the code of it."""
+        record, targets, behind = self._made.record(self, wanted, depth)
+        if self._made.strict and plain_name(writer["name"]) != plain_name(wanted["name"]):
+            raise ValueError(f"a {writer['name']} is not read as {wanted['name']}")
+        types = {f["name"]: f["type"] for f in wanted["fields"]}
+        for field in writer["fields"]:
+            if field["name"] in targets:
+                self._value(field["type"], types[field["name"]], targets[field["name"]], depth)
+            else:
+                self._skip(field["type"], depth)
+        written = {f["name"] for f in writer["fields"]}
+        for field in wanted["fields"]:
+            if field["name"] not in written:
+                self.add(depth, f"{targets[field['name']]} = {self._default(field)}")
+        self.add(depth, *behind)
+        return record
+
+    def _value(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
+        """Lines that read one value into a variable."""
+        if isinstance(writer, list):
+            if len(writer) != 1 + ("null" in writer):
+                raise ValueError(f"a union of {[kind_of(b) for b in writer]} is not read here")
+            if self._made.strict and "null" in writer and not (isinstance(wanted, list) and "null" in wanted):
+                raise ValueError("what can be null is not read as what can't")
+            self._union(writer, depth, lambda branch, d: self._value(branch, wanted, to, d), f"{to} = None")
+            return
+        kind, aim = kind_of(writer), not_null(wanted)
+        if kind != kind_of(aim) and (kind, kind_of(aim)) != ("int", "long"):
+            raise ValueError(f"{kind} as {kind_of(aim)} is not read here")
+        match kind:
             case "string":
-                return [*_size_of("n"), f"{to} = str(data[at:at + n], 'utf-8')", "at += n"]
+                self._size(depth)
+                self.add(depth, "at += n", f"{to} = data[at - n:at].decode()")
             case "bytes":
-                return [*_size_of("n"), f"{to} = data[at:at + n]", "at += n"]
+                self._size(depth)
+                self.add(depth, "at += n", f"{to} = data[at - n:at]")
             case "int" | "long":
-                return [*_number(to), "if n > 127:", f" {to}, at = long(data, at)"]
+                self.add(depth, "n = data[at]", f"if n < 128: {to} = (n >> 1) ^ -(n & 1); at += 1")
+                self.add(depth, f"else: {to}, at = long(data, at)")
             case "boolean":
-                return [f"{to} = data[at] != 0", "at += 1"]
-            case "float" | "double" as kind:
-                unpack = self._global(_PACKED[kind].unpack_from)
-                return [f"{to}, = {unpack}(data, at)", f"at += {_PACKED[kind].size}"]
+                self.add(depth, f"{to} = data[at] != 0", "at += 1")
+            case "float" | "double":
+                self.add(depth, f"{to}, = {kind}_at(data, at)", f"at += {_SIZES[kind]}")
             case "enum":
-                return self._enum(to, schema)
+                self._enum(writer, aim, to, depth)
             case "record":
-                if _plain(schema["name"]) not in self._types:
-                    self.record(schema)
-                return [f"{to}, at = read_{_plain(schema['name'])}(data, at)"]
+                self.add(depth, f"{to} = {self.record(writer, aim, depth)}")
             case "array":
-                return self._array(to, schema["items"])
+                self._array(writer["items"], aim["items"], to, depth)
             case "map":
-                return self._map(to, schema["values"])
-            case kind if not isinstance(kind, str):
-                return self._value(to, kind)
-            case kind:
-                raise ValueError(f"Avro type {kind!r} is not read here")
+                self._map(writer["values"], aim["values"], to, depth)
+            case other:
+                raise ValueError(f"Avro type {other} is not read here")
 
-    def _nullable(self, to: str, branches: list[Any]) -> list[str]:
-        if len(branches) != 2 or branches[0] != "null":
-            raise ValueError(f"the only unions read here are of null and a type, not {branches}")
-        inner = [" " + line for line in self._value(to, branches[1])]
-        return [
-            "n = data[at]", "at += 1", "if not n:", f" {to} = None", "elif n != 2:", " raise ValueError('a union of two has no such branch')",
-            "else:", *inner,
-        ]  # fmt: skip
+    def _enum(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
+        if self._made.strict and not set(writer["symbols"]) <= set(wanted["symbols"]):
+            raise ValueError(f"{writer['name']} has symbols that are not read here")
+        self._size(depth)
+        self.add(depth, f"{to} = {self.constant(tuple(writer['symbols']))}[n]")
 
-    def _enum(self, to: str, schema: Mapping[str, Any]) -> list[str]:
-        self._types[_plain(schema["name"])] = schema
-        symbols = self._global(dict(enumerate(schema["symbols"])))
-        return ["n, at = size(data, at)", f"{to} = {symbols}[n]"]
+    def _array(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
+        found, item = self.name(), self.name()
+        self.add(depth, f"if data[at] == 0: {to} = {self._made.empty}; at += 1", "else:")
+        self.add(depth + 1, f"{found} = []")
 
-    def _array(self, to: str, items: Any) -> list[str]:
-        found, left, item = (f"{word}{next(self._numbers)}" for word in ("found", "left", "item"))
-        one = ["  " + line for line in [*self._value(item, items), f"{found}.append({item})"]]
-        known = self._types.get(_plain(items), {}) if isinstance(items, str) else items
-        few = [
-            f" if len({found}) + {left} > {ITEMS_MAX}:", f"  raise ValueError('more than {ITEMS_MAX} records in an array')",
-        ] if isinstance(known, dict) and known.get("type") == "record" else []  # fmt: skip
-        return [
-            f"{to} = ()", "if data[at] == 0:", " at += 1", "else:",
-            *(" " + line for line in [
-                f"{found} = []", f"{left}, at = items(data, at)", f"while {left}:", *few, f" for _ in range({left}):", *one,
-                f" {left}, at = items(data, at)", f"{to} = tuple({found})",
-            ]),
-        ]  # fmt: skip
+        def one(d: int) -> None:
+            self._value(writer, wanted, item, d)
+            self.add(d, f"{found}.append({item})")
 
-    def _map(self, to: str, values: Any) -> list[str]:
-        found, left, key, item = (f"{word}{next(self._numbers)}" for word in ("found", "left", "key", "item"))
-        one = [
-            "  " + line
-            for line in [*self._value(key, "string"), *self._value(item, values), f"{found}[{key}] = {item}"]
-        ]
-        return [
-            f"{to} = {found} = {{}}", f"{left}, at = items(data, at)", f"while {left}:", f" for _ in range({left}):", *one,
-            f" {left}, at = items(data, at)",
-        ]  # fmt: skip
+        self._blocks(writer, depth + 1, one, found if kind_of(not_null(writer)) == "record" else None)
+        self.add(depth + 1, f"{to} = {self._made.array(found)}")
 
+    def _map(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
+        found, key, item = self.name(), self.name(), self.name()
+        empty, more = self._made.map()
+        self.add(depth, f"{to} = {found} = {empty}")
 
-def _plain(name: str) -> str:
-    return name.rpartition(".")[2]
+        def one(d: int) -> None:
+            self._value("string", "string", key, d)
+            self._value(writer, wanted, item, d)
+            self.add(d, more.format(found, key, item))
 
+        self._blocks("string", depth, one, None)
 
-def _number(to: str) -> list[str]:
-    """A number of one byte, if it is one."""
-    return ["n = data[at]", "if n < 128:", f" {to} = (n >> 1) ^ -(n & 1)", " at += 1"]
+    def _skip(self, writer: Schema, depth: int) -> None:
+        """Lines that step over one value."""
+        if isinstance(writer, list):
+            self._union(writer, depth, self._skip, "pass")
+            return
+        match kind_of(writer):
+            case "string" | "bytes":
+                self._size(depth)
+                self.add(depth, "at += n")
+            case "int" | "long" | "enum":
+                self.add(depth, "if data[at] < 128: at += 1", "else: n, at = long(data, at)")
+            case "boolean" | "float" | "double" as kind:
+                self.add(depth, f"at += {_SIZES[kind]}")
+            case "fixed":
+                self.add(depth, f"at += {writer['size']}")
+            case "record":
+                self.add(depth, "pass")
+                for field in writer["fields"]:
+                    self._skip(field["type"], depth)
+            case "array":
+                self._blocks(writer["items"], depth, lambda d: self._skip(writer["items"], d), None)
+            case "map":
+                pair = {"type": "record", "fields": [{"type": "string"}, {"type": writer["values"]}]}
+                self._blocks(pair, depth, lambda d: self._skip(pair, d), None)
+            case other:
+                raise ValueError(f"Avro type {other} is not read here")
 
+    def _size(self, depth: int) -> None:
+        """Leaves a length in `n`."""
+        self.add(depth, "n = data[at]", "if n > 127 or n & 1: n, at = size(data, at)", "else: n >>= 1; at += 1")
 
-def _size_of(to: str) -> list[str]:
-    return [
-        f"{to} = data[at]",
-        f"if {to} > 127 or {to} & 1:",
-        f" {to}, at = size(data, at)",
-        "else:",
-        f" {to} >>= 1",
-        " at += 1",
-    ]
+    def _union(self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], None], null: str) -> None:
+        self.add(depth, "n = data[at]", "at += 1")
+        for at, branch in enumerate(writer):
+            self.add(depth, f"{'elif' if at else 'if'} n == {2 * at}:")
+            if branch == "null":
+                self.add(depth + 1, null)
+            else:
+                inner(branch, depth + 1)
+        self.add(depth, "else: bad('a union branch that is not there', at)")
+
+    def _blocks(self, one: Schema, depth: int, item: Callable[[int], None], found: str | None) -> None:
+        """Lines for the blocks of an array or a map. found: the list whose length has a bound; None: what is there bounds it."""
+        if takes_nothing(one):
+            raise ValueError("items that take no bytes are not read here: nothing bounds their number")
+        left = self.name()
+        self.add(depth, f"{left}, at = items(data, at)", f"while {left}:")
+        if found is not None:
+            self.add(
+                depth + 1,
+                f"if len({found}) + {left} > {ITEMS_MAX}: bad('more than {ITEMS_MAX} records in an array', at)",
+            )
+        self.add(depth + 1, f"for _ in range({left}):")
+        item(depth + 2)
+        self.add(depth + 1, f"if data[at]: {left}, at = items(data, at)", f"else: {left} = 0; at += 1")
+
+    def _default(self, field: Mapping[str, Any]) -> str:
+        """Code of what a field is that nobody wrote. Raises ValueError when its schema has no default that is read here."""
+        value, kind = field.get("default", self), field["type"]
+        kind = kind_of(kind[0] if isinstance(kind, list) else kind)
+        if value is None or (
+            kind in ("string", "int", "long", "float", "double", "boolean", "enum") and value is not self
+        ):
+            return self.constant(value)
+        if kind in ("array", "map") and not value:
+            return self._made.empty if kind == "array" else self._made.map()[0]
+        raise ValueError(f"field {field['name']} has no default that is read here, and the writer did not write it")

@@ -14,8 +14,8 @@ import struct
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from schemas import events
-from schemas.avro_reader import Read, reader_of
+from schemas.avro_items import check_items
+from schemas.avro_reader import Read, Records, reader_of
+from schemas.avro_types import Schema, expanded, plain_name
 from schemas.avro_writer import Write, writer_of
 from schemas.errors import Undecodable, UnknownSchema
 
@@ -59,15 +61,18 @@ def archived() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
 
 
-def _parse(schema: Any) -> Any:
-    """The schema as fastavro wants it. Logical types go: times stay integers, as the records say; fingerprints don't see them."""
+def _parse(schema: Any, named: dict[str, Any] | None = None) -> Any:
+    """The schema as fastavro wants it. Logical types go: times stay integers, as the records say; fingerprints don't see them.
+
+    named: gets the types that it names.
+    """
 
     def strip(node: Any) -> Any:
         if isinstance(node, dict):
             return {k: strip(v) for k, v in node.items() if k != "logicalType"}
         return [strip(v) for v in node] if isinstance(node, list) else node
 
-    return fastavro.parse_schema(strip(schema), {})
+    return fastavro.parse_schema(strip(schema), {} if named is None else named)
 
 
 def _record_type(hint: Any) -> type | None:
@@ -141,9 +146,47 @@ def _written(cls: type) -> Write:
     return writer_of(shipped(cls.__name__))
 
 
+_RECORDS = Records(partial(getattr, events))
+
+
+@cache
+def _wanted(name: str) -> Schema:
+    return expanded(shipped(name))
+
+
 @cache
 def _reading(name: str) -> Read:
-    return reader_of(shipped(name), lambda inner: getattr(events, inner))
+    return reader_of(_wanted(name), _wanted(name), _RECORDS)
+
+
+def _reading_of(writer: Schema, named: Mapping[str, Schema], cls: type) -> Read:
+    """What reads what another version of us, or somebody else, wrote. Types that we do not have are read by fastavro."""
+    try:
+        return reader_of(expanded(writer), _wanted(cls.__name__), _RECORDS)
+    except (ValueError, RecursionError):
+        return partial(_by_fastavro, writer, named, _parse(shipped(cls.__name__)), _builder(cls))
+
+
+def _by_fastavro(
+    writer: Schema, named: Mapping[str, Schema], wanted: Schema, build: Callable[[Any], Any], data: bytes, at: int
+) -> Any:
+    check_items(writer, named, data, at)
+    stream = io.BytesIO(data)
+    stream.seek(at)
+    record = build(fastavro.schemaless_reader(stream, writer, wanted))
+    if stream.tell() != len(data):
+        raise ValueError(f"the record ends at byte {stream.tell()} of {len(data)}")
+    return record
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A schema that something was written by. read: None until it is needed, and where no record of ours has this name."""
+
+    parsed: Schema
+    named: Mapping[str, Schema]
+    name: str
+    read: Read | None = None
 
 
 class Codec:
@@ -153,17 +196,15 @@ class Codec:
     """
 
     def __init__(self) -> None:
-        self._writers: dict[bytes, tuple[Any, str]] = {}
+        self._writers: dict[bytes, _Writer] = {}
         self._confluent: dict[int, bytes] = {}
         self._current: dict[type, tuple[bytes, Write]] = {}
-        self._readers: dict[str, tuple[Any, type, bytes]] = {}
+        self._headers: dict[str, bytes] = {}
         for cls in TOP_LEVEL:
             schema = shipped(cls.__name__)
-            parsed = _parse(schema)
-            header = bytes.fromhex(fingerprint_of(schema))
+            header = self._headers[cls.__name__] = bytes.fromhex(fingerprint_of(schema))
             self._current[cls] = (MAGIC + header, _written(cls))
-            self._readers[cls.__name__] = (parsed, cls, header)
-            self._writers[header] = (parsed, cls.__name__)
+            self._writers[header] = _Writer(schema, {}, cls.__name__)
         for schema in archived():
             self.announce(json.dumps(schema))
 
@@ -173,8 +214,9 @@ class Codec:
             schema = json.loads(schema_json)
             header = bytes.fromhex(fingerprint_of(schema))
             if header not in self._writers:
-                parsed = _parse(schema)
-                self._writers[header] = (parsed, parsed["name"].rpartition(".")[2])
+                named: dict[str, Schema] = {}
+                parsed = _parse(schema, named)
+                self._writers[header] = _Writer(parsed, named, plain_name(parsed["name"]))
         except (ValueError, TypeError, KeyError, RecursionError, fastavro.schema.SchemaParseException) as e:
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
@@ -188,7 +230,7 @@ class Codec:
                 fingerprint=header.hex(), name=f"{NAMESPACE}.{name}",
                 schema_json=json.dumps(shipped(name), separators=(",", ":")), created_at=created_at,
             )
-            for name, (_, _, header) in self._readers.items()
+            for name, header in self._headers.items()
         ]  # fmt: skip
 
     def encode(self, event: Event) -> bytes:
@@ -203,7 +245,7 @@ class Codec:
 
     def type_name(self, value: bytes) -> str:
         """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
-        return self._writer_of(value)[1]
+        return self._writer_of(value)[0].name
 
     def is_tick(self, value: bytes | None) -> bool:
         """Whether the record is one, without decoding it. What can't be read is none."""
@@ -216,22 +258,10 @@ class Codec:
         """The record in `value`, in today's shape. Raises Undecodable or UnknownSchema."""
         if value is None:
             raise Undecodable("no value (a tombstone) where a record was expected")
-        writer, name, body = self._writer_of(value)
-        reader = self._readers.get(name)
-        if reader is None:
-            raise UnknownSchema(fingerprint_of(writer))
-        parsed, cls, _ = reader
+        writer, body = self._writer_of(value)
+        name = writer.name
         try:
-            if writer is parsed:
-                record, end = _reading(name)(value, body)
-            else:
-                stream = io.BytesIO(value)
-                stream.seek(body)
-                plain = fastavro.schemaless_reader(stream, writer, parsed)
-                record, end = _builder(cls)(typing.cast("dict[str, Any]", plain)), stream.tell()
-            if end != len(value):
-                raise Undecodable(f"a {name} that ends at byte {end} of {len(value)}")
-            return record
+            return (writer.read or self._reading(writer))(value, body)
         except (
             EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError, RecursionError,
         ) as e:  # fmt: skip
@@ -239,18 +269,29 @@ class Codec:
         except fastavro.read.SchemaResolutionError as e:
             raise Undecodable(f"a {name} whose schema can't be read as today's: {e}") from e
 
-    def _writer_of(self, value: bytes) -> tuple[Any, str, int]:
+    def _reading(self, writer: _Writer) -> Read:
+        if writer.name not in self._headers:
+            raise UnknownSchema(fingerprint_of(writer.parsed))
+        current = self._writers[self._headers[writer.name]]
+        writer.read = (
+            _reading(writer.name)
+            if writer is current
+            else _reading_of(writer.parsed, writer.named, getattr(events, writer.name))
+        )
+        return writer.read
+
+    def _writer_of(self, value: bytes) -> tuple[_Writer, int]:
         if value[:2] == MAGIC and len(value) >= 10:
             found = self._writers.get(value[2:10])
             if found is None:
                 raise UnknownSchema(value[2:10].hex())
-            return (*found, 10)
+            return found, 10
         if value[:1] == b"\x00" and len(value) >= 5:
             (number,) = struct.unpack_from(">i", value, 1)
             header = self._confluent.get(number)
             if header is None:
                 raise UnknownSchema(f"confluent id {number}")
-            return (*self._writers[header], 5)
+            return self._writers[header], 5
         raise Undecodable(f"{len(value)} bytes that begin with {value[:10].hex()}: no Avro single-object header")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stream_jobs.lake_avro import Schema, kind_of, not_null
+from schemas.avro_types import Schema, kind_of, not_null
 
 TIME = pa.timestamp("us", "UTC")
 Convert = Callable[[Sequence[Any]], pa.Array]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from runtime.kafka import Record
 from runtime.records import Decoder
+from schemas.avro_reader import MALFORMED, Read
+from schemas.avro_types import Schema, expanded
 from schemas.codec import MAGIC, Codec
 from schemas.errors import Undecodable
-from stream_jobs.lake_avro import MALFORMED, Read, Schema, expanded
 from stream_jobs.lake_tables import Placed, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5

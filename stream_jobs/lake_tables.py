@@ -18,10 +18,12 @@ import orjson
 import pyarrow as pa
 
 from schemas import events
+from schemas.avro_reader import Read
+from schemas.avro_types import Schema, expanded, not_null
 from schemas.codec import plain_of, shipped
 from schemas.reward_value import training_reward
 from schemas.topics import Topics
-from stream_jobs.lake_avro import Read, Schema, expanded, not_null, reader_of
+from stream_jobs.lake_avro import reader_of
 from stream_jobs.lake_columns import TIME, Column, avro_columns, column, named, pruned, text, time, tupled, widened
 
 Row = tuple[Any, ...]

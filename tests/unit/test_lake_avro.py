@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 from runtime.kafka import Record
 from runtime.records import Decoder
+from schemas.avro_reader import MALFORMED
+from schemas.avro_types import expanded
 from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
 from schemas.errors import Undecodable
 from schemas.events import Reward, Trajectory, TrajectoryStep
-from stream_jobs.lake_avro import MALFORMED, expanded, reader_of
+from stream_jobs.lake_avro import reader_of
 from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
 from stream_jobs.lake_rows import Rows, Schemas
 from stream_jobs.lake_tables import Table, catalog

@@ -15,10 +15,10 @@ import pytest
 from deltalake import DeltaTable
 
 from schemas import events
+from schemas.avro_types import expanded
 from schemas.codec import shipped
 from schemas.errors import SettingsError
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake_avro import expanded
 from stream_jobs.lake_care import Caretaker, care, vacuum
 from stream_jobs.lake_delta import LakeMissing, SchemaRefused, open_table
 from stream_jobs.lake_tables import Placed, Row, catalog
@@ -346,7 +346,7 @@ sys.path.insert(0, sys.argv[2])
 from test_lake_care import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
 from stream_jobs.lake import _follow, _with_room
-from stream_jobs.lake_avro import expanded
+from schemas.avro_types import expanded
 from stream_jobs.lake_care import Caretaker
 from schemas.codec import shipped
 from stream_jobs.lake_writer import Lake

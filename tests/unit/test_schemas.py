@@ -19,7 +19,7 @@ from ulid import ULID
 
 from schemas import codec as codec_module
 from schemas import events, ids, tokens
-from schemas.avro_reader import reader_of
+from schemas.avro_reader import Records, reader_of
 from schemas.avro_writer import writer_of
 from schemas.codec import AVRO_DIR, MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
@@ -142,13 +142,13 @@ def test_wrong_field_types_are_refused(wrong: dict[str, typing.Any]) -> None:
         CODEC.encode(events.Tick(**wrong))
 
 
-@pytest.mark.parametrize("schema", [["string", "null"], ["null", "string", "int"], "fixed", {"type": "fixed"}])
+@pytest.mark.parametrize("schema", [["null", "string", "int"], "fixed", {"type": "fixed"}])
 def test_types_that_no_schema_of_ours_has_are_neither_written_nor_read(schema: typing.Any) -> None:
     record = {"type": "record", "name": "x", "fields": [{"name": "a", "type": schema}]}
     with pytest.raises(ValueError):
         writer_of(record)
     with pytest.raises(ValueError):
-        reader_of(record, lambda name: dataclasses.make_dataclass(name, ["a"], slots=True))
+        reader_of(record, record, Records(lambda name: dataclasses.make_dataclass(name, ["a"], slots=True)))
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)
@@ -239,16 +239,20 @@ def test_every_current_schema_is_archived() -> None:
 
 @pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
 def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
-    """Both directions, on bytes: what it wrote is read today, what is written today it reads."""
-    import io
-
+    """Both directions, on bytes: what it wrote is read today, and as fastavro reads it; what is written today it reads."""
     current, before = codec_module._parse(shipped(old["name"])), codec_module._parse(old)
     for writer, reader in ((before, current), (current, before)):
         for _ in range(10):
             out = io.BytesIO()
             fastavro.schemaless_writer(out, writer, generate_one(writer))
             out.seek(0)
-            fastavro.schemaless_reader(out, writer, reader)
+            plain = fastavro.schemaless_reader(out, writer, reader)
+            if reader is current:
+                value = codec_module.MAGIC + bytes.fromhex(fingerprint_of(old)) + out.getvalue()
+                cls = next(c for c in TOP_LEVEL if c.__name__ == old["name"])
+                assert repr(CODEC.decode(value)) == repr(
+                    codec_module._builder(cls)(typing.cast("dict[str, typing.Any]", plain))
+                )
 
 
 def test_tokens_and_logprobs_are_packed_little_endian() -> None:
