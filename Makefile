@@ -31,7 +31,7 @@ down: ## stop what `make up` started in another terminal
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	$(PY) -m pytest -m "not long and not gpu" -n 2 --dist loadfile -q --durations=25
 
-test-unit: install ## no network, a few seconds
+test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
 
 test-long: install ## faults and soak, many minutes
