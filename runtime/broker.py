@@ -13,27 +13,28 @@ The one owner of a broker's life under a supervisor is `run_foreground`.
 
 from __future__ import annotations
 
-import base64
-import fcntl
-import json
 import math
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol, Self
 
 from runtime import broker_config as config
+from runtime.broker_cache import StartCache, make_in_background, start_cache
 from runtime.broker_config import NodePlan
+from runtime.broker_directory import (
+    claim_directory,
+    format_new,
+    known_plans,
+    last_lines,
+    one_starter,
+    under_way,
+    write_node,
+)
 from runtime.broker_process import (
     BrokerError,
     Jvm,
@@ -45,14 +46,20 @@ from runtime.broker_process import (
     stop_pids,
     wait_gone,
 )
-from runtime.jars import Java, ensure_jars, find_java
+from runtime.jars import ensure_jars, find_java
+from runtime.telemetry import logger
 
 __all__ = ["BrokerError", "EmbeddedBroker", "NodeStatus", "run_foreground", "start", "status", "stop"]
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-_LOG_LINES = 20
+_SAY_EVERY_S = 10.0
+_STARTS_AGAIN = 5
+"""Of all nodes within one start. A node that the kernel kills each time for want of memory is not started for ever."""
+_KILLED = 128 + signal.SIGKILL
+_CRASHED = frozenset(128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
+Say = Callable[[str], None]
 
 
 class BrokerSettingsLike(Protocol):
@@ -115,6 +122,9 @@ class EmbeddedBroker:
         self._detach = False
         self._jvms: dict[int, Jvm] = {}
         self._cluster_id = ""
+        self._cache: StartCache | None = None
+        self._starts_again = 0
+        self._on_cache: dict[int, bool] = {}
 
     @property
     def bootstrap_servers(self) -> str:
@@ -130,28 +140,29 @@ class EmbeddedBroker:
         """Node to exit code (128 + signal number for a killed one), of the nodes that have died."""
         return {node: jvm.exit_code for node, jvm in self._jvms.items() if jvm.exit_code is not None}
 
-    def start(self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S) -> None:
+    def start(self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None) -> None:
         """Format the data directory if it is new, start every node, return when all serve clients.
 
         With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
+        A node of several that is killed meanwhile is started again. `say` is told each 10 s what is waited for.
         Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a JVM exits (with
         the end of its log) or `patience_s` pass. Nothing that was started here is left running then.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        with _one_starter(self.data_dir):
+        with one_starter(self.data_dir):
             down = self._nodes_down(some_may_run=detach)
-            java, jars_dir = find_java(self._java_setting), ensure_jars(self._jars_setting)
+            cache = self._prepared()
             for plan in down:
                 check_port_free(config.LOOPBACK, plan.port, f"clients of node {plan.node}")
                 check_port_free(config.LOOPBACK, plan.controller_port, f"controller of node {plan.node}")
-            self._cluster_id = _claim_directory(self.data_dir, self.plans)
-            _format_new(down, java, jars_dir, self._cluster_id)
+            self._cluster_id = claim_directory(self.data_dir, self.plans)
+            self._format(down, cache)
             try:
                 for plan in down:
-                    self._launch(plan, java, jars_dir)
+                    self._launch(plan, cache)
                 for plan in down:
-                    self._await_ready(plan, frozenset(self.plans), patience_s)
+                    self._await_ready(plan, frozenset(self.plans), patience_s, say)
             except BaseException:  # interrupted too: no node is left behind without its others
                 self.stop()
                 raise
@@ -167,8 +178,8 @@ class EmbeddedBroker:
         """
         plan = self.plans[node]
         self._jvm(node).end(STOP_TIMEOUT_S)
-        with _one_starter(self.data_dir):
-            self._launch(plan, find_java(self._java_setting), ensure_jars(self._jars_setting))
+        with one_starter(self.data_dir):
+            self._launch(plan, self._prepared())
             self._await_ready(plan, frozenset({node}), READY_TIMEOUT_S)
 
     def stop(self) -> None:
@@ -208,48 +219,93 @@ class EmbeddedBroker:
             plan.pid_file.unlink(missing_ok=True)
         return down
 
-    def _launch(self, plan: NodePlan, java: Java, jars_dir: Path) -> None:
-        plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
-        plan.log4j2.write_text(config.render_log4j2(plan.log), encoding="ascii")
-        command = config.server_command(java, jars_dir, plan, self._heap_mb)
+    def _prepared(self) -> StartCache:
+        """Java and jars are there; a new count of starts again begins."""
+        self._starts_again = 0
+        self._cache = start_cache(find_java(self._java_setting), ensure_jars(self._jars_setting))
+        return self._cache
+
+    def _format(self, plans: list[NodePlan], cache: StartCache) -> None:
+        try:
+            format_new(plans, cache.java, cache.jars_dir, self._cluster_id, cache.options)
+        except JvmDied as died:
+            if died.exit_code not in _CRASHED or not cache.made:
+                raise
+            cache.discard(f"formatting ended with {died.exit_code}")
+            format_new(plans, cache.java, cache.jars_dir, self._cluster_id)
+
+    def _launch(self, plan: NodePlan, cache: StartCache) -> None:
+        options = cache.options
+        self._on_cache[plan.node] = bool(options)
+        command = write_node(plan, cache.java, cache.jars_dir, self._heap_mb, options)
         jvm = self._jvms[plan.node] = Jvm(command, plan.output, outlive_parent=self._detach)
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
-    def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float) -> None:
+    def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None) -> None:
         """Until the node itself says that every broker of `everyone` serves, and that it is of this cluster."""
-        deadline = time.monotonic() + patience_s
+        started = said = time.monotonic()
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
             if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
                 return
             for node, code in self.exit_codes.items():
-                if node in everyone:
-                    raise JvmDied(f"broker node {node} exited with {code}:\n{_last_lines(self.plans[node])}", code)
-            if time.monotonic() > deadline:
-                raise NotReady(
-                    f"broker node {plan.node} on port {plan.port} is not ready after {patience_s:.0f} s "
-                    "(after an unclean end it reads its logs first; `clawstream broker run` waits for that):\n"
-                    f"{_last_lines(plan)}"
-                )
+                if node in everyone and not self._start_again(node, code):
+                    raise JvmDied(f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code)
+            now = time.monotonic()
+            if now - started > patience_s or (say is not None and now - said >= _SAY_EVERY_S):
+                late = (everyone - view.brokers if view is not None else ()) or {plan.node}
+                doing = "; ".join(under_way(self.plans[node]) for node in sorted(late))
+                if now - started > patience_s:
+                    raise NotReady(
+                        f"the broker on port {plan.port} is not ready after {patience_s:.0f} s: {doing}. "
+                        f"With more patience it would have gone on:\n{last_lines(plan)}"
+                    )
+                if say is not None:
+                    said = now
+                    say(f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}")
             time.sleep(_POLL_S)
+
+    def _start_again(self, node: int, code: int) -> bool:
+        """Start a node once more that died while it was started; False if it would only die again.
+
+        One of several that was killed: the others wait for it. And one that crashed on a start cache, without that.
+        """
+        cache = self._cache
+        if cache is None or self._starts_again >= _STARTS_AGAIN:
+            return False
+        if code in _CRASHED and self._on_cache[node]:
+            cache.discard(f"node {node} ended with {code}")
+        elif code != _KILLED or len(self.plans) == 1:
+            return False
+        self._starts_again += 1
+        self._launch(self.plans[node], cache)
+        return True
 
 
 def start(
-    settings: BrokerSettingsLike, data_dir: Path, *, advertised_host: str = config.LOOPBACK
+    settings: BrokerSettingsLike,
+    data_dir: Path,
+    *,
+    advertised_host: str = config.LOOPBACK,
+    patience_s: float = math.inf,
+    say: Say | None = None,
 ) -> tuple[NodeStatus, ...]:
-    """Start the broker of `settings` on `data_dir`, or what has died of it, so that it outlives this process."""
-    _of_settings(settings, data_dir, advertised_host).start(detach=True)
+    """Start the broker of `settings` on `data_dir`, or what has died of it, so that it outlives this process.
+
+    Without `patience_s` it may take as long as its JVMs live: stopped in the middle of reading its logs it would begin anew.
+    """
+    _of_settings(settings, data_dir, advertised_host).start(detach=True, patience_s=patience_s, say=say)
     return status(data_dir)
 
 
 def stop(data_dir: Path) -> list[int]:
     """Stop the broker that runs on `data_dir`, whoever started it; return the pids that were stopped."""
-    return stop_pids(_known_plans(data_dir), STOP_TIMEOUT_S)
+    return stop_pids(known_plans(data_dir), STOP_TIMEOUT_S)
 
 
 def status(data_dir: Path) -> tuple[NodeStatus, ...]:
     """Each node of `data_dir`; empty if no broker was ever started there."""
-    return tuple(_node_status(plan) for plan in _known_plans(data_dir))
+    return tuple(_node_status(plan) for plan in known_plans(data_dir))
 
 
 def _node_status(plan: NodePlan) -> NodeStatus:
@@ -282,7 +338,8 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
         # JVMs of a supervised parent that was killed have been told to stop and need a moment.
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
         # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
-        broker.start(patience_s=math.inf)
+        broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
+        make_in_background(start_cache(find_java(settings.java), ensure_jars(settings.jars_dir)))
         while True:
             for node, code in broker.exit_codes.items():
                 if len(broker.plans) == 1:
@@ -324,71 +381,3 @@ def _of_settings(settings: BrokerSettingsLike, data_dir: Path, advertised_host: 
         settings.jars_dir,
         advertised_host=advertised_host,
     )
-
-
-@contextmanager
-def _one_starter(data_dir: Path) -> Iterator[None]:
-    """Two processes that start a broker on one directory do it one after the other; the second finds it running."""
-    with (data_dir / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
-    """The directory's cluster id, a new one for a new directory. Raises BrokerError if its number of nodes differs."""
-    path = data_dir / "cluster.json"
-    known = json.loads(path.read_bytes()) if path.exists() else {"cluster_id": _new_cluster_id(), "nodes": len(plans)}
-    if known["nodes"] != len(plans):
-        raise BrokerError(
-            f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {len(plans)}: "
-            "set broker.nodes to that, or choose another data directory"
-        )
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(known | {"port": plans[1].first_port}), encoding="utf-8")
-    os.replace(partial, path)
-    return str(known["cluster_id"])
-
-
-def _known_plans(data_dir: Path) -> list[NodePlan]:
-    data_dir = data_dir.expanduser().absolute()
-    path = data_dir / "cluster.json"
-    if not path.exists():
-        return []
-    known = json.loads(path.read_bytes())
-    return list(config.plan_nodes(data_dir, known["port"], known["nodes"]).values())
-
-
-def _new_cluster_id() -> str:
-    """Kafka's form: 16 random bytes in URL-safe base64 without padding; not a dash first, which looks like an option."""
-    return "C" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
-
-
-def _format_new(plans: list[NodePlan], java: Java, jars_dir: Path, cluster_id: str) -> None:
-    """Format the nodes that have no records yet, all at once; a formatted directory appears whole or not at all."""
-    new = [plan for plan in plans if not plan.records.exists()]
-    with ThreadPoolExecutor(max_workers=len(plans)) as pool:
-        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id) for plan in new]:
-            formatted.result()
-
-
-def _format(plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str) -> None:
-    fresh = plan.directory / "formatting"
-    shutil.rmtree(fresh, ignore_errors=True)
-    plan.directory.mkdir(parents=True, exist_ok=True)
-    properties = plan.directory / "formatting.properties"
-    properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
-    command = config.format_command(java, jars_dir, properties, cluster_id)
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=READY_TIMEOUT_S)
-    except subprocess.CalledProcessError as error:
-        raise BrokerError(f"formatting {plan.directory} failed:\n{error.stdout}{error.stderr}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BrokerError(f"formatting {plan.directory} failed: {error}") from error
-    properties.unlink()
-    fresh.rename(plan.records)
-
-
-def _last_lines(plan: NodePlan) -> str:
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (plan.output, plan.log) if path.exists()]
-    lines = [line for text in texts for line in text.splitlines()]
-    return "\n".join([*lines[-_LOG_LINES:], f"(whole log: {plan.log})"])

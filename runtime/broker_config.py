@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from runtime.jars import Java
 LARGEST_MESSAGE_BYTES = 10 * 1024 * 1024
 PORT_STEP = 10
 LOOPBACK = "127.0.0.1"
+_LOADED = re.compile(r"\((\d+)/(\d+) completed in ")
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,19 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
 
 
 def render_log4j2(log: Path) -> str:
-    """Warnings and errors to `log`, started anew with each JVM, three files of 10 MB at most."""
+    """Warnings and errors to `log`, and how far the reading of Kafka's logs is. Started anew with each JVM, three files of 10 MB at most."""
+    of_one_partition = "(Created|Deleted) log for .*|Log for .* is renamed .*|.*leaning for partition .*"
     return render_properties(
         {
             "rootLogger.level": "WARN",
             "rootLogger.appenderRefs": "file",
             "rootLogger.appenderRef.file.ref": "FILE",
+            "logger.logs.name": "kafka.log.LogManager",
+            "logger.logs.level": "INFO",
+            "logger.logs.filter.topics.type": "RegexFilter",
+            "logger.logs.filter.topics.regex": of_one_partition,
+            "logger.logs.filter.topics.onMatch": "DENY",
+            "logger.logs.filter.topics.onMismatch": "NEUTRAL",
             "appender.file.type": "RollingFile",
             "appender.file.name": "FILE",
             "appender.file.fileName": log,
@@ -143,6 +152,12 @@ def render_log4j2(log: Path) -> str:
     )
 
 
+def logs_read(log: str) -> tuple[int, int] | None:
+    """How many of its logs a node has read since it started, and of how many; None before the first. `log`: its broker.log."""
+    found = _LOADED.findall(log)
+    return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
 def render_properties(values: Mapping[str, object]) -> str:
     return "".join(f"{name}={_escape(str(value))}\n" for name, value in values.items())
 
@@ -154,10 +169,9 @@ def _escape(value: str) -> str:
     return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)
 
 
-def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int) -> list[str]:
-    """The command line that runs one node; it names the node's server.properties, which identifies the process."""
+def server_options(java: Java, heap_mb: int) -> list[str]:
+    """Options of a broker's JVM that are the same for each node."""
     return [
-        java.executable,
         f"-Xms{heap_mb}m",
         f"-Xmx{heap_mb}m",
         "-XX:+UseSerialGC",
@@ -166,9 +180,21 @@ def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int) -> 
         "-XX:ReservedCodeCacheSize=64m",
         "-XX:+ExitOnOutOfMemoryError",
         "-Djava.awt.headless=true",
+        *_quiet(java),
+    ]
+
+
+def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()) -> list[str]:
+    """The command line that runs one node; it names the node's server.properties, which identifies the process.
+
+    options: more of them for the JVM.
+    """
+    return [
+        java.executable,
+        *server_options(java, heap_mb),
+        *options,
         f"-Dkafka.logs.dir={plan.directory}",
         f"-Dlog4j2.configurationFile={plan.log4j2}",
-        *_quiet(java),
         "-cp",
         str(jars_dir / "*"),
         "kafka.Kafka",
@@ -176,7 +202,14 @@ def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int) -> 
     ]
 
 
-def format_command(java: Java, jars_dir: Path, properties: Path, cluster_id: str) -> list[str]:
+def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str]) -> list[str]:
+    """The command line of a JVM as a broker's that only says its version; exits with 0 if it takes the options."""
+    return [java.executable, *server_options(java, heap_mb), *options, "-cp", str(jars_dir / "*"), "-version"]
+
+
+def format_command(
+    java: Java, jars_dir: Path, properties: Path, cluster_id: str, options: Sequence[str] = ()
+) -> list[str]:
     """The command line that makes an empty data directory for the node that `properties` describes."""
     tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
     return [
@@ -185,6 +218,7 @@ def format_command(java: Java, jars_dir: Path, properties: Path, cluster_id: str
         "-XX:+UseSerialGC",
         "-XX:TieredStopAtLevel=1",
         *_quiet(java),
+        *options,
         "-cp",
         str(jars_dir / "*"),
         *tool,

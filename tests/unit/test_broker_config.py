@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.broker import BrokerError, EmbeddedBroker
 from runtime.broker_config import (
+    logs_read,
     plan_nodes,
     render_log4j2,
     render_properties,
@@ -59,6 +60,12 @@ def test_the_log_is_bounded() -> None:
     told = properties(render_log4j2(Path("/data/node-1/broker.log")))
     assert told["appender.file.policies.size.size"] == "10MB"
     assert told["appender.file.strategy.max"] == "2"
+
+
+def test_how_far_a_node_is_with_its_logs() -> None:
+    line = "[x] INFO Completed load of Log(dir=/d/t-0) with 1 segments in 4ms ({}/144 completed in /d) (kafka.log.LogManager)\n"
+    assert logs_read("[x] WARN something else\n") is None
+    assert logs_read(line.format(9) + line.format(10) + "[x] WARN something else\n") == (10, 144)
 
 
 def unescape(value: str) -> str:

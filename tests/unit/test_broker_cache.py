@@ -1,0 +1,92 @@
+"""The start cache: what it is named by, and that a failed making leaves nothing. No real Java."""
+
+import fcntl
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from runtime import broker_cache
+from runtime.broker_cache import StartCacheError, make_start_cache, start_cache
+from runtime.broker_process import BrokerError
+from runtime.jars import Java, java_build
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def java(tmp_path: Path) -> Callable[[str], Java]:
+    """A "Java" that runs these lines of shell."""
+
+    def write(script: str) -> Java:
+        path = tmp_path / "java"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return Java(str(path), 25, "some build")
+
+    return write
+
+
+def test_it_is_named_by_all_that_it_depends_on(tmp_path: Path) -> None:
+    names = {start_cache(Java("java", 25, "a"), tmp_path).path.name}
+    names.add(start_cache(Java("java", 25, "b"), tmp_path).path.name)
+    names.add(start_cache(Java("java", 21, "a"), tmp_path).path.name)
+    names.add(start_cache(Java("/opt/java", 25, "a"), tmp_path).path.name)
+    (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 2]}')
+    names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
+    (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 3]}')  # the same bytes, put there at another time
+    names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
+    assert len(names) == 6
+    assert start_cache(Java("java", 25, "a"), tmp_path).path.name in names
+
+
+@pytest.mark.parametrize(("version", "option"), [(17, "-XX:SharedArchiveFile="), (25, "-XX:AOTCache=")])
+def test_a_start_is_told_of_one_that_is_there(tmp_path: Path, version: int, option: str) -> None:
+    cache = start_cache(Java("java", version), tmp_path)
+    assert cache.options == []
+    cache.path.write_bytes(b"classes")
+    assert f"{option}{cache.path}" in cache.options
+    cache.discard("it is bad")
+    assert cache.options == []
+
+
+def test_a_making_that_fails_says_why_and_leaves_nothing(tmp_path: Path, java: Callable[[str], Java]) -> None:
+    jars = tmp_path / "jars"
+    (jars / ".training-killed").mkdir(parents=True)
+    cache = start_cache(java("echo no such class; exit 1"), jars)
+    with pytest.raises(BrokerError, match="no such class"):
+        make_start_cache(cache)
+    assert [path.name for path in jars.iterdir()] == [".start-cache.lock"]
+
+
+def test_none_is_made_on_a_disk_that_is_nearly_full(
+    tmp_path: Path, java: Callable[[str], Java], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nearly_full = Usage(1 << 40, (1 << 40) - 1, broker_cache.NEEDED_BYTES - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
+    with pytest.raises(StartCacheError, match="1024 MiB free"):
+        make_start_cache(start_cache(java("touch $0.ran"), tmp_path))
+    assert not (tmp_path / "java.ran").exists()
+
+
+def test_one_process_makes_it(tmp_path: Path, java: Callable[[str], Java]) -> None:
+    cache = start_cache(java("echo $* > $0.ran"), tmp_path)
+    with (tmp_path / ".start-cache.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not make_start_cache(cache)
+    assert not (tmp_path / "java.ran").exists()
+    cache.path.write_bytes(b"classes")
+    assert make_start_cache(cache)  # by somebody else; Java was asked only whether it takes that
+    assert (tmp_path / "java.ran").read_text().endswith("-version\n")
+    assert cache.path.read_bytes() == b"classes"
+
+
+def test_a_build_of_java_is_told_from_others() -> None:
+    told = "Property settings:\n    java.home = /opt/java\n    java.vm.vendor = V\n    java.vm.name = N\n    user.name = me\n"
+    assert java_build(told + "    java.vm.version = 17.0.1+2\n") == "/opt/java V N 17.0.1+2"
