@@ -12,6 +12,7 @@ from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.errors import UnreadableJournal, UnreadableStateLog
 from stream_jobs.journal import journaled_by
+from stream_jobs.journal_start import first_offset
 from stream_jobs.state_log import StateLog, state_record
 
 
@@ -43,6 +44,14 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
                 yield StoredPosition("assemble", "state log", topic, topic_id, partition, applied + 1)
 
 
+def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
+    """Of each partition of today's rewards the offset below which assemble has applied all; it goes on there, whatever is gone before."""
+    rewards = settings.kafka.topics.rewards
+    today = cluster.topic_ids([rewards]).get(rewards)
+    stored = _assemble(settings, cluster, Decoder(cluster, settings.kafka.topics.schemas))
+    return {p.partition: p.offset for p in stored if (p.topic, p.topic_id, p.flaw) == (rewards, today, None)}
+
+
 def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
     """The one process whose position is what its group has committed."""
     for (topic, partition), offset in sorted(cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()):
@@ -59,6 +68,10 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
         topic_id: str | None = None
         undecided: int | None = None
         seen = 0
+        if first := first_offset(cluster, journal):
+            # Trimmed, so its run is over: admission does not start on it, and needs no candidates any more.
+            yield StoredPosition("admit", f"{named[0]}.{named[1]} is over, trimmed", journal, None, 0, first)
+            continue
         for record in cluster.read_all(journal):
             try:
                 event = journaled_by(decoder, record)

@@ -27,6 +27,20 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
     return found
 
 
+def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
+    """Of each partition the offset below which every table that it feeds has all; those that some table knows nothing of are left out."""
+    there = {t: n for t, n in cluster.topics().items() if tables_of(settings.kafka.topics, t)}
+    marks = {name: marks_in(settings.lake_uri, name, settings.lake.storage_options) for name in catalog()}
+    found = {}
+    for topic, topic_id in cluster.topic_ids(sorted(there)).items():
+        tables = tables_of(settings.kafka.topics, topic)
+        for partition in range(there[topic]):
+            known = [m for table in tables if (m := marks[table].get((topic_id, partition))) is not None]
+            if len(known) == len(tables):
+                found[topic, partition] = min(known)
+    return found
+
+
 def _former(topics: Topics, table: str) -> str:
     """Name of a topic of which the lake knows only the id: what feeds the table, with `*` when that is not one topic."""
     fixed = [spec.name for spec in topics.specs(1, -1) if table in tables_of(topics, spec.name)]

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 class RunLog:
     """One run's records on the candidates: where they lie, and what its policies and its end say. Read once, and read on.
 
-    Nothing trims that log, and the Ticks of every installation are most of it: of what is not the run's own the key is looked at, no more.
+    A run that lives holds all of that log since its beginning, and the Ticks are most of it: of what is not the run's own the key is looked at, no more.
     """
 
     def __init__(self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str) -> None:

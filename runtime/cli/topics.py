@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
 
 app = group("Kafka topics.")
 
@@ -73,3 +75,47 @@ def topics_copy(
     typer.echo(
         f"jobs on the copy: kafka.topic_prefix={to_prefix} kafka.partitions={done['partitions']} jobs.write_ticks=false"
     )
+
+
+@app.command("trim")
+def topics_trim(
+    words: Words = None,
+    config: Config = None,
+    before: Annotated[
+        str | None, typer.Option("--before", help="Only what came before this time, e.g. 60d; rewards too.")
+    ] = None,
+    give_up: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--give-up", metavar="RUN", help="Nobody wants the rest of this run: batches not trained, no policy."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
+    form: Form = "table",
+) -> None:
+    """Remove what no living run needs and the lake has: candidates, ready batches; with --before rewards. Without --yes only the plan."""
+    settings = settings_of(config, words)
+    from runtime.topic_trim import Kept, NotGivenUp, TopicTrim, format_cuts
+
+    before_ms = instant(before, "--before")
+    lake, jobs = load("stream_jobs.lake_positions"), load("stream_jobs.job_positions")
+    with plain_errors():
+        cluster = cluster_of(settings)
+        applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
+        kept = Kept(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
+        try:
+            plan = TopicTrim(cluster, settings, kept)
+        except NotGivenUp as e:
+            fail(str(e), 2)
+        if yes:
+            plan.do()
+    if form == "json":
+        typer.echo(json.dumps([{**asdict(cut), "removed": yes and cut.removes > 0} for cut in plan.cuts]))
+        return
+    typer.echo(format_cuts(plan.cuts))
+    todo = [cut for cut in plan.cuts if cut.removes]
+    what = f"{sum(cut.removes for cut in todo)} offsets of {len(todo)} partitions"
+    if not todo:
+        typer.echo("\nnothing can go")
+    else:
+        typer.echo(f"\nremoved {what}" if yes else f"\n{what} would go for ever: say --yes to remove them")

@@ -1,0 +1,308 @@
+"""`clawstream topics trim` on a real Kafka: what no run needs goes, and everything starts and goes on as if it were still there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests_admit import cand, policy
+from tests_feed import POLICY, Feed, reward
+from tests_jobs import Eventually, Jobs, running
+from tests_lake import running as lake_running
+from tests_up import call
+
+from runtime.config import words_of
+from runtime.doctor import SERIOUS, Diagnosis, examine
+from runtime.kafka import Cluster, SourceTruncated
+from runtime.records import Decoder, create_topics
+from runtime.topic_trim import Cut, Kept, TopicTrim
+from schemas.codec import Codec
+from schemas.events import Candidate, Tick, WeightVersion
+from schemas.settings import AdmitSettings, Settings
+from schemas.topics import partition_of
+from stream_jobs import job_positions, lake_positions
+from stream_jobs.admission import Desk, place_of, publish_policy
+from stream_jobs.admit import Admission
+from stream_jobs.errors import UnreadableJournal
+from stream_jobs.journal import Entry, Source
+from stream_jobs.lake import Lake
+from stream_jobs.policy_log import PolicyLog
+from stream_jobs.replay_check import check
+from trainer import positions as trainer_positions
+from trainer.checkpoint import Position, State
+from trainer.source import starting_position
+from trainer.version_dir import new_directory
+
+CODEC = Codec()
+PARTITION = partition_of(b"old", 4)
+OLD = "old"
+ALIVE, NEXT = [r for i in range(99) if partition_of((r := f"alive-{i}").encode(), 4) == PARTITION][:2]
+
+
+class Installation:
+    """Two runs on one partition of the candidates: one that ends, one that goes on."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, jobs: Jobs, eventually: Eventually) -> None:
+        self.settings, self.cluster, self.jobs, self.eventually = settings, cluster, jobs, eventually
+        self.topics = settings.kafka.topics
+        self.feeds = {run: Feed(self.of(run)) for run in (OLD, ALIVE)}
+
+    def of(self, run: str) -> Settings:
+        admit = AdmitSettings.model_validate({"channels": ["train"], "policy": POLICY})
+        return self.settings.model_copy(update={"run_id": run, "admit": admit})
+
+    def desk(self, run: str) -> Desk:
+        """Admission of a run, as the process begins it."""
+        mine = self.of(run)
+        create_topics(self.cluster, mine, [self.topics.ready_batches_spec(run, "train")])
+        decoder = Decoder(self.cluster, self.topics.schemas)
+        desk = Desk(mine, "train", self.cluster, decoder)
+        publish_policy(mine, self.cluster, decoder, desk)
+        desk.open()
+        return desk
+
+    def admit(self, run: str) -> None:
+        """An admission that reads all that is there, and ends."""
+        desk = self.desk(run)
+        end = desk.end
+        while desk.position < end:
+            desk.step(0.1)
+        desk.close()
+
+    def candidates(self) -> list[Entry]:
+        """Of the runs' partition: everything that any admission reads."""
+        found = []
+        for record in self.cluster.read_all(self.topics.candidates, PARTITION):
+            event = CODEC.decode(record.value)
+            place = place_of(record.headers) if isinstance(event, Candidate) else None
+            found.append(Entry(record.offset, event, place))
+        return found
+
+    def wait_for_candidates(self, *keys: str) -> None:
+        """Until the last revisions of these trajectories, with their rewards, are there, and every partition has ticked behind them."""
+
+        def there() -> bool:
+            entries = self.candidates()
+            rewarded = {
+                e.event.trajectory_id: e.offset for e in entries if isinstance(e.event, Candidate) and e.event.rewards
+            }
+            return rewarded.keys() >= {*keys} and self.ticked(max(rewarded[k] for k in keys))
+
+        self.eventually(there)
+
+    def ticked(self, offset: int) -> bool:
+        """Whether every partition has ticked behind an offset of the candidates."""
+        return {e.event.partition for e in self.candidates() if isinstance(e.event, Tick) and e.offset > offset} == {
+            0,
+            1,
+            2,
+            3,
+        }
+
+    def lows(self, *topics: str) -> dict[tuple[str, int], int]:
+        """Where partitions begin. topics: default: all but the state log, which trims itself."""
+        mine = topics or [t for t in self.cluster.topics() if t.startswith(f"{self.topics.prefix}.")]
+        return {
+            (t, p): low for t in mine if t != self.topics.assembly for p, (low, _) in self.cluster.watermarks(t).items()
+        }
+
+    def ends(self) -> dict[tuple[str, int], int]:
+        """Where the partitions end that the lake reads."""
+        kept = (self.topics.steps, self.topics.rewards, self.topics.candidates, *map(self.journal, self.feeds))
+        return {(t, p): end for t in kept for p, (_, end) in self.cluster.watermarks(t).items()}
+
+    def journal(self, run: str) -> str:
+        return self.topics.ready_batches(run, "train")
+
+    def applied(self) -> dict[tuple[str, int], int]:
+        """Where assemble goes on."""
+        found = job_positions.positions(self.settings, self.cluster)
+        return {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
+
+    def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], Cut]:
+        """What the command does with --yes."""
+        applied = job_positions.rewards_applied(self.settings, self.cluster)
+        kept = Kept(lake_positions.held(self.settings, self.cluster), applied, before_ms)
+        plan = TopicTrim(self.cluster, self.settings, kept)
+        plan.do()
+        return {(c.topic, c.partition): c for c in plan.cuts}
+
+    def lake_catches_up(self) -> None:
+        """A lake writer takes all that is there now, and ends."""
+        ends, group = self.ends(), f"{self.topics.prefix}-lake"
+        with lake_running(self.settings) as lake:
+            writer = lake.write()
+
+            def all_read() -> bool:
+                read = self.cluster.committed(group)
+                return all(read.get(at, 0) >= end for at, end in ends.items())
+
+            self.eventually(all_read)
+            assert lake.stop(writer) == 0
+
+    def flaws(self) -> list[Diagnosis]:
+        """What the doctor finds wrong."""
+        modules = (lake_positions, job_positions, trainer_positions)
+        found = [p for m in modules for p in m.positions(self.settings, self.cluster)]
+        assert {p.process for p in found} == {"lake", "assemble", "admit", "trainer"}
+        return [d for d in examine(self.cluster, found) if d.verdict in SERIOUS]
+
+    def trained(self, run: str, last: int) -> Position:
+        """What a trainer leaves that has trained and published all up to a batch: its checkpoint's position."""
+        journal, weights = self.topics.ready_batches(run, "train"), self.topics.weights
+        behind = next(
+            r.offset + 1
+            for r in self.cluster.read_all(journal)
+            if getattr(CODEC.decode(r.value), "batch_seq", None) == last
+        )
+        at = Position(topic_id=self.cluster.topic_id(journal), partition=0, next_offset=behind, next_batch_seq=last + 1)
+        state = State(
+            version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0, parent_version=None,
+            weights_topic_id=self.cluster.topic_id(weights), position=at,
+        )  # fmt: skip
+        with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", dataclasses.asdict(state)):
+            pass
+        version = WeightVersion(
+            version_id=state.version_id, run_id=run, sync_index=last + 1, attempt=0, format="full", files=(), channel="train",
+            batches_topic_id=at.topic_id, first_batch_seq=0, last_batch_seq=last, metrics={}, created_at=0,
+        )  # fmt: skip
+        feed = self.feeds[run]
+        feed.producer.put(weights, state.version_id.encode(), CODEC.encode(version))
+        feed.producer.flush()
+        return at
+
+
+@pytest.fixture
+def installation(
+    settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Eventually
+) -> Iterator[Installation]:
+    with running(settings, cluster, tmp_path) as jobs:
+        made = Installation(settings, cluster, jobs, eventually)
+        yield made
+        for feed in made.feeds.values():
+            feed.close()
+
+
+def decided_at_once(entries: list[Entry], topic_id: str) -> list[str]:
+    """Content hashes of the batches of the run that lives that one fold over the whole log gives."""
+    fold = Admission(ALIVE, "train", Source(topic_id, PARTITION, 4))
+    return [d.content_hash for e in entries for d in fold.fold(e) if hasattr(d, "content_hash")]
+
+
+def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> None:
+    i = installation
+    topics, cluster, old, alive = i.topics, i.cluster, i.feeds[OLD], i.feeds[ALIVE]
+    candidates, journal = (topics.candidates, PARTITION), (i.journal(OLD), 0)
+    worker = i.jobs.start()
+    old.group("o1")
+    old.group("o2")
+    i.wait_for_candidates("o1-0", "o1-1", "o2-0", "o2-1")
+    i.admit(OLD)
+    ended = PolicyLog(i.of(OLD), cluster).end(None)
+    i.eventually(lambda: i.ticked(ended))
+    alive.group("a1")
+    i.wait_for_candidates("a1-0", "a1-1")
+    i.admit(ALIVE)
+    assert len(old.batches()) == 2 and len(alive.batches()) == 1
+
+    # nothing goes that the lake has not, or that an admission or a trainer still needs
+    here = i.lows()
+    assert set(here.values()) == {0}
+    held = i.trim(int(time.time() * 1000))
+    assert (
+        "the lake has it up to 0" in held[candidates].why and "the lake has it up to 0" in held[topics.rewards, 0].why
+    )
+    assert f"has ended at {ended}, but the admission of old (train) has read to" in held[journal].why
+    i.admit(OLD)
+    held = i.trim()
+    assert "2 batches of run old are not trained (--give-up old); the lake has it up to 0" in held[journal].why
+    position = i.trained(OLD, 1)
+    assert i.trim()[journal].why == "the lake has it up to 0"
+    assert i.lows() == here, "nothing was removed"
+
+    # the lake has it: what the old run had goes, and nothing of the other one
+    before, ends = int(time.time() * 1000), i.ends()
+    i.eventually(lambda: all(i.applied()[at] >= ends[at] for at in ends if at[0] in (topics.steps, topics.rewards)))
+    i.lake_catches_up()
+    log = i.candidates()
+    first = min(e.offset for e in log if getattr(e.event, "run_id", None) == ALIVE)
+    ticks = {e.event.partition: e.offset for e in log if isinstance(e.event, Tick) and e.offset < first}
+    done = i.trim(before)
+    assert ended < min(ticks.values()) == done[candidates].to == i.lows(topics.candidates)[candidates]
+    assert (
+        done[candidates].why == f"run {ALIVE} lives, since offset {first}; the Ticks before {first} tell the time there"
+    )
+    assert done[journal].to == position.next_offset == i.lows(i.journal(OLD))[journal]
+    assert not done[i.journal(ALIVE), 0].removes
+    kept = [c for c in done.values() if c.topic == topics.rewards]
+    assert not any(c.removes for c in kept) and all(f"{topics.steps} has steps since then" in c.why for c in kept)
+    for p in range(4):  # retention takes all steps but the newest ticks
+        cluster.delete_records(topics.steps, p, ends[topics.steps, p])
+    done = i.trim(before)
+    assert all(0 < done[topics.rewards, p].to <= ends[topics.rewards, p] for p in range(4)), done
+    assert i.flaws() == []
+
+    # everything starts and goes on, as if it were all there
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+    i.jobs.start("1")
+    alive.group("a2")
+    old.put(dataclasses.replace(reward(OLD, "o1-0", 5.0), name="late"))
+    i.wait_for_candidates("a2-0", "a2-1")
+    i.eventually(lambda: any(getattr(e.event, "run_id", None) == OLD for e in i.candidates()))
+    i.admit(ALIVE)
+    i.admit(NEXT)
+    whole = [*log, *(e for e in i.candidates() if e.offset > log[-1].offset)]
+    assert alive.groups() == ["a1", "a2"]
+    assert [b.content_hash for b in alive.batches()] == decided_at_once(whole, cluster.topic_id(topics.candidates))
+    assert check(i.of(ALIVE), "train")["first_difference"] is None
+    for refused in (lambda: i.desk(OLD), lambda: check(i.of(OLD), "train")):
+        with pytest.raises(UnreadableJournal, match="take another run_id"):
+            refused()
+    assert starting_position(cluster, journal[0], position) == position, "its trainer can start"
+    with pytest.raises(SourceTruncated, match="run clawstream doctor"):
+        starting_position(cluster, journal[0], dataclasses.replace(position, next_offset=position.next_offset - 1))
+    i.lake_catches_up()
+    assert set(alive.column("candidates", "run_id")) == {OLD, ALIVE}
+    assert i.flaws() == []
+    done = i.trim()
+    assert not done[candidates].removes and "old" not in done[candidates].why, "what comes of it late holds nothing"
+
+
+def test_the_command_shows_a_plan_and_gives_up_by_name(settings: Settings, cluster: Cluster) -> None:
+    create_topics(cluster, settings)
+    topics, producer, lake = settings.kafka.topics, cluster.producer(), Lake(settings.lake_uri, {}, 10)
+    events = [
+        (b"quiet", cand("x", run_id="quiet")),
+        (b"alive", policy(run_id="alive")),
+        (None, Tick(partition=0, event_time=1)),
+    ]
+    for key, event in events:
+        producer.put(topics.candidates, key, CODEC.encode(event), partition=1)
+    producer.flush()
+    producer.close()
+    lake.claim()
+    for table in ("candidates", "run_events"):
+        lake.append(table, [], {(cluster.topic_id(topics.candidates), 1): 3}, lambda *_: None, mark=True)
+
+    done = call("topics", "trim", *words_of(settings))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].split(maxsplit=5) == [
+        *(topics.candidates, "1", "0", "-", "3"), "run quiet has no policy yet (--give-up quiet), since offset 0",
+    ]  # fmt: skip
+    assert done.stdout.endswith("\n\nnothing can go\n")
+    done = call("topics", "trim", "--yes", "--give-up", "alive", *words_of(settings))
+    assert done.returncode == 2 and "run alive lives: end it first, clawstream run end alive --yes" in done.stderr
+    done = call("topics", "trim", "--yes", "--give-up", "quiet", "--format", "json", *words_of(settings))
+    assert done.returncode == 0, done.stderr
+    (cut,) = (c for c in json.loads(done.stdout) if c["end"])
+    assert cut == {
+        "topic": topics.candidates, "partition": 1, "low": 0, "to": 1, "end": 3, "why": "run alive lives, since offset 1",
+        "removed": True,
+    }  # fmt: skip
+    assert cluster.watermarks(topics.candidates, [1]) == {1: (1, 3)}
