@@ -29,12 +29,14 @@ down: ## stop what `make up` started in another terminal
 	@$(PY) -c "from pathlib import Path; from runtime.supervisor import ask_to_stop; print(ask_to_stop(Path('data')) or 'nothing runs on ./data')"
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
+	-@$(PY) -m runtime.cli broker prepare
 	$(PY) -m pytest -m "not long and not gpu" -n 2 --dist loadfile -q --durations=25
 
 test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
 
 test-long: install ## faults and soak, many minutes
+	-@$(PY) -m runtime.cli broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
