@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterator
 from hashlib import blake2b
 
-BUCKETS = 1 << 16
+BUCKETS = 1 << 15
+"""More take more memory below some millions of names, for small objects are rounded up; fewer take longer to search above."""
 CHUNK = 256
 """Buckets that are written at once."""
 _KEY_BYTES = 14
@@ -21,9 +22,9 @@ Values = tuple[int, int, int]
 
 
 class Packed:
-    """A name is known by 128 bits of its BLAKE2b: two that are alike are not met in any run. It can't be found out from them.
+    """A name is known by 127 bits of its BLAKE2b: two that are alike are not met in any run. It can't be found out from them.
 
-    The first two bytes of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched by `bytes.find`. Nothing is ever
+    15 bits of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched by `bytes.find`. Nothing is ever
     built anew, so there is no pause; and as buckets are immutable, a list of them is a picture of one moment.
     """
 
@@ -36,9 +37,9 @@ class Packed:
 
     def get(self, name: str) -> Values | None:
         """The numbers of a name."""
-        digest = blake2b(name.encode(), digest_size=16).digest()
-        bucket = self._buckets[digest[0] | digest[1] << 8]
-        at = _find(bucket, digest[2:])
+        number, key = _place(name)
+        bucket = self._buckets[number]
+        at = _find(bucket, key)
         if at < 0:
             return None
         first, second, third = _VALUES.unpack_from(bucket, at + _KEY_BYTES)
@@ -46,8 +47,7 @@ class Packed:
 
     def put(self, name: str, values: Values) -> None:
         """Set the numbers of a name. Raises struct.error when one is too large."""
-        digest = blake2b(name.encode(), digest_size=16).digest()
-        number, key = digest[0] | digest[1] << 8, digest[2:]
+        number, key = _place(name)
         bucket, entry = self._buckets[number], _ENTRY.pack(key, *values)
         at = _find(bucket, key)
         if at < 0:
@@ -58,10 +58,9 @@ class Packed:
 
     def discard(self, name: str) -> None:
         """Forget a name; no effect on one that is not there."""
-        digest = blake2b(name.encode(), digest_size=16).digest()
-        number = digest[0] | digest[1] << 8
+        number, key = _place(name)
         bucket = self._buckets[number]
-        at = _find(bucket, digest[2:])
+        at = _find(bucket, key)
         if at >= 0:
             self._buckets[number] = bucket[:at] + bucket[at + WIDTH :]
             self._count -= 1
@@ -88,6 +87,12 @@ class Packed:
         if at > len(data):
             raise ValueError(f"{at} bytes of packed numbers, {len(data)} are there")
         return cls(buckets), data[at:]
+
+
+def _place(name: str) -> tuple[int, bytes]:
+    """Its bucket, and its key there."""
+    digest = blake2b(name.encode(), digest_size=16).digest()
+    return (digest[0] | digest[1] << 8) % BUCKETS, digest[2:]
 
 
 def _find(bucket: bytes, key: bytes) -> int:

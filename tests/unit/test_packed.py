@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from hashlib import blake2b
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_jobs.packed import BUCKETS, WIDTH, Packed
+from stream_jobs.packed import BUCKETS, WIDTH, Packed, _place
 from stream_jobs.rounds import ClosedRounds, Owed, Rounds
 
 NUMBERS = st.tuples(
@@ -38,9 +37,8 @@ def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> No
 
 def test_what_looks_like_a_key_but_is_none() -> None:
     """Another name's entry whose numbers hold the sought key; both are of one bucket."""
-    digest = blake2b(b"sought", digest_size=16).digest()
-    number = digest[0] | digest[1] << 8
-    false = b"\1" * 14 + digest[2:] + b"\2" * 6
+    number, key = _place("sought")
+    false = b"\1" * 14 + key + b"\2" * 6
     assert len(false) == WIDTH
     buckets = [b""] * BUCKETS
     buckets[number] = false * 2
