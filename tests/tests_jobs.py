@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests_processes import ROOT as ROOT
+from tests_processes import Processes
+
 from runtime.config import words_of
 from runtime.kafka import Cluster, Record
 from runtime.records import create_topics
@@ -19,7 +22,6 @@ from schemas.ids import new_call_id, new_event_id
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
-ROOT = Path(__file__).parents[1]
 RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
 Eventually = Callable[..., Any]
 
@@ -51,25 +53,24 @@ class Jobs:
 
     settings: Settings
     cluster: Cluster
-    logs: Path
+    processes: Processes
     codec: Codec = field(default_factory=Codec)
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         create_topics(self.cluster, self.settings)
         self.topics = self.settings.kafka.topics
         self.producer = self.cluster.producer()
 
+    @property
+    def workers(self) -> list[subprocess.Popen[bytes]]:
+        """What was started, in order."""
+        return self.processes.started
+
     def start(self, worker: str = "0", job: str = "assemble", **jobs: Any) -> subprocess.Popen[bytes]:
         tuned = self.settings.model_copy(
             update={"jobs": self.settings.jobs.model_copy(update={"worker_id": worker, **jobs})}
         )
-        with (self.logs / f"{job}-{worker}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", RUN.format(job), *words_of(tuned)], cwd=ROOT, stdout=log, stderr=log
-            )
-        self.workers.append(process)
-        return process
+        return self.processes.start(f"{job}-{worker}", [sys.executable, "-c", RUN.format(job), *words_of(tuned)])
 
     def put(self, *events: Any, key: bytes | None = None) -> None:
         for event in events:
@@ -108,12 +109,9 @@ class Jobs:
 def running(settings: Settings, cluster: Cluster, logs: Path, **jobs: Any) -> Iterator[Jobs]:
     """An installation; its workers are killed at the end."""
     tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3, **jobs})})
-    made = Jobs(tuned, cluster, logs)
-    try:
-        yield made
-    finally:
-        for worker in made.workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-        made.producer.close()
+    with Processes(logs) as processes:
+        made = Jobs(tuned, cluster, processes)
+        try:
+            yield made
+        finally:
+            made.producer.close()

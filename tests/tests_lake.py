@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deltalake import DeltaTable
+from tests_processes import Processes
 
 from runtime.config import words_of
 from runtime.kafka import Producer
@@ -25,50 +25,37 @@ WRITER = (
 Eventually = Callable[..., Any]
 
 
-class Processes:
-    """The writers and caretakers of one installation."""
+class Writers(Processes):
+    """The writers and caretakers of one installation. All log as `lake`."""
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.data_dir)
         self.settings = settings
-        self.started: list[subprocess.Popen[bytes]] = []
-        self.log = settings.data_dir / "lake.log"
 
     def write(self, **lake: Any) -> subprocess.Popen[bytes]:
         """Start a writer. lake: settings of the lake."""
         words = [*words_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
-        return self._start([sys.executable, "-c", WRITER, *words])
+        return self.start("lake", [sys.executable, "-c", WRITER, *words], stdin=subprocess.DEVNULL)
 
     def care(self) -> subprocess.Popen[bytes]:
         """Start a caretaker as a writer does."""
-        process = self._start([sys.executable, "-m", "stream_jobs.lake_care"], subprocess.PIPE)
+        command = [sys.executable, "-m", "stream_jobs.lake_care"]
+        process = self.start("lake", command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin as stdin:
             stdin.write(self.settings.model_dump_json().encode())
         return process
 
-    def _start(self, command: list[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            self.started.append(subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log))
-        return self.started[-1]
-
-    def stop(self, process: subprocess.Popen[bytes]) -> int:
-        """SIGTERM; the exit code."""
-        process.send_signal(signal.SIGTERM)
-        return process.wait(60)
-
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Processes]:
-    """Processes of the lake; all are killed at the end, and what they have logged is printed."""
-    out = Processes(settings)
+def running(settings: Settings) -> Iterator[Writers]:
+    """Processes of the lake; what they have logged is printed at the end."""
+    writers = Writers(settings)
     try:
-        yield out
+        with writers:
+            yield writers
     finally:
-        for process in out.started:
-            if process.poll() is None:
-                process.kill()
-            process.wait(60)
-        print(out.log.read_text() if out.log.exists() else "")
+        print(writers.log("lake"))
 
 
 def column(settings: Settings, table: str, name: str) -> list[Any]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from tests_processes import ROOT as ROOT
+from tests_processes import Processes
 
 from runtime.config import PREFIX, words_of
 from schemas.settings import Settings
 
-ROOT = Path(__file__).parents[1]
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
 
 
@@ -35,29 +35,19 @@ def call(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[st
 class Up:
     """A supervisor on the data directory of `settings`. `alone` starts a second instance of one process beside it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.home = settings, settings.data_dir
+    def __init__(self, settings: Settings, processes: Processes) -> None:
+        self.settings, self.home, self._processes = settings, settings.data_dir, processes
         self.home.mkdir(parents=True, exist_ok=True)
-        self._logs = self.home.parent / "logs"
-        self._logs.mkdir(exist_ok=True)
-        self.process = self._start("up", "up")
-        self._others: list[subprocess.Popen[bytes]] = []
-
-    def _start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        with (self._logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                command(*words, *words_of(self.settings)), cwd=ROOT, env=ENVIRON, stdout=log, stderr=log
-            )
+        self.process = self.alone("up", "up")
 
     def alone(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        """Start one process by itself, with the same settings. Its log is `alone(name)`'s."""
-        self._others.append(self._start(name, *words))
-        return self._others[-1]
+        """Start one process by itself, with the same settings."""
+        return self._processes.start(name, command(*words, *words_of(self.settings)), env=ENVIRON)
 
     def log(self, name: str) -> str:
         """What a process has logged: one of the supervisor's, or one that was started alone."""
-        paths = (self.home / "logs" / f"{name}.log", self._logs / f"{name}.log")
-        return "".join(p.read_text(errors="replace") for p in paths if p.exists())
+        path = self.home / "logs" / f"{name}.log"
+        return (path.read_text(errors="replace") if path.exists() else "") + self._processes.log(name)
 
     @property
     def table(self) -> dict[str, Any]:
@@ -88,34 +78,18 @@ class Up:
         self.until(lambda: self.state(name) == state, f"{name} is {state}", timeout_s)
 
     def _tails(self, why: str) -> str:
-        paths = sorted([*self._logs.glob("*.log"), *(self.home / "logs").glob("*.log")])
+        paths = sorted([*self._processes.logs.glob("*.log"), *(self.home / "logs").glob("*.log")])
         ends = [f"== {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-6:]) for p in paths]
         return "\n".join([why, json.dumps(self.table), *ends])[-20_000:]
 
     def stop(self) -> None:
         """SIGTERM, as Ctrl-C does it: everything drains and ends, in order."""
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(120)
+        code = self._processes.stop(self.process, 120)
         assert code == 0, self._tails(f"`up` ended with {code}")
-
-    def kill(self) -> None:
-        """The end of a test that went wrong: nothing may outlive it."""
-        for process in (self.process, *self._others):
-            if process.poll() is None:
-                process.terminate()
-        for process in (self.process, *self._others):
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 @contextmanager
 def up(settings: Settings) -> Iterator[Up]:
     """`clawstream up` with these settings; whatever happens, all of it has ended behind the block."""
-    running = Up(settings)
-    try:
-        yield running
-    finally:
-        running.kill()
+    with Processes(settings.data_dir.parent / "logs", patience_s=60) as processes:
+        yield Up(settings, processes)

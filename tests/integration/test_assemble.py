@@ -266,7 +266,7 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     p = partition_of(b"open2", 4)
     jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
     assert jobs.start().wait(60) == EXIT_SOURCE
-    assert "source truncated" in (jobs.logs / "assemble-0.log").read_text()
+    assert "source truncated" in jobs.processes.log("assemble-0")
 
 
 def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, eventually: Eventually) -> None:
@@ -299,10 +299,11 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, event
     assert any(overtaken() for _ in range(3))
     assert worker.wait() == EXIT_SOURCE
     low = jobs.cluster.watermarks(topic, [partition])[partition][0]
-    log = jobs.logs / "assemble-0.log"
-    assert f"source truncated: {topic}-{partition} begins at offset {low}; " in log.read_text()
+    assert f"source truncated: {topic}-{partition} begins at offset {low}; " in jobs.processes.log("assemble-0")
     assert jobs.start().wait(60) == EXIT_SOURCE  # nor is anything behind the hole in its state
-    told = re.findall(rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)", log.read_text())
+    told = re.findall(
+        rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)", jobs.processes.log("assemble-0")
+    )
     assert told and int(told[0]) < low
 
 
@@ -321,7 +322,7 @@ def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Even
         jobs.put(*jobs.conversation(key))
     jobs.producer.flush()
     assert worker.wait(60) == 70
-    assert "the topic was made anew" in (jobs.logs / "assemble-0.log").read_text()
+    assert "the topic was made anew" in jobs.processes.log("assemble-0")
 
     worker = jobs.start()
     eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 60)

@@ -74,13 +74,8 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
 ) -> None:
     dlq, topics, key = Dlq(jobs), jobs.topics, TRAJECTORY
     jobs.start()
-    jobs.workers.append(
-        subprocess.Popen(
-            command("lake", *words_of(jobs.settings), "lake.dedupe_window=1", "lake.flush_interval_s=0.3"),
-            cwd=ROOT,
-            env=ENVIRON,
-        )
-    )
+    words = ("lake.dedupe_window=1", "lake.flush_interval_s=0.3")
+    jobs.processes.start("lake", command("lake", *words_of(jobs.settings), *words), env=ENVIRON)
     misplaced, unknown = step(key, [1, 2], [3]), step(key, [1, 2, 3], [4])
     value, schema = newer(unknown)
     jobs.put(session(key, "opened"))

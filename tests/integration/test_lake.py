@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, Transaction, write_deltalake
-from tests_lake import Eventually, Processes, a_reward, a_step, column, put_steps, running
+from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from runtime.kafka import Cluster
 from runtime.lifecycle import EXIT_FENCED, EXIT_SOURCE
@@ -28,13 +28,13 @@ from stream_jobs.lake_tables import catalog
 
 
 @pytest.fixture
-def processes(settings: Settings) -> Iterator[Processes]:
+def processes(settings: Settings) -> Iterator[Writers]:
     with running(settings) as made:
         yield made
 
 
 def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
     rng, codec, producer = random.Random(7), Codec(), cluster.producer()
@@ -82,7 +82,7 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
 
 
 def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     """Far beyond the window of ids; what is new on one partition comes with what is read again of the others."""
     create_topics(cluster, settings)
@@ -134,7 +134,7 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(
 
 
 def test_poison_new_topics_and_a_topic_made_anew(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
     topics, codec = settings.kafka.topics, Codec()
@@ -214,7 +214,7 @@ def a_batch(seq: int) -> events.ReadyBatch:
 
 
 def test_truncated_source_and_second_writer_end_with_their_codes(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
     producer, topics = cluster.producer(), settings.kafka.topics
@@ -222,12 +222,12 @@ def test_truncated_source_and_second_writer_end_with_their_codes(
     put_steps(producer, settings, [1])
     eventually(lambda: len(column(settings, "steps", "step_id")) == 1)
     newer = processes.write(flush_interval_s=0.1)
-    eventually(lambda: processes.log.read_text().count("lake_follows") >= 12)
+    eventually(lambda: processes.log("lake").count("lake_follows") >= 12)
     put_steps(producer, settings, [2])
     assert older.wait(60) == EXIT_FENCED
     eventually(lambda: len(column(settings, "steps", "step_id")) == 2)
     assert processes.stop(newer) == 0
-    assert "took over" in processes.log.read_text()
+    assert "took over" in processes.log("lake")
 
     # positions before the log's start: records are gone that the lake has never seen
     (partition,) = [p for p, (_, high) in cluster.watermarks(topics.steps).items() if high > 0][:1]
@@ -235,10 +235,10 @@ def test_truncated_source_and_second_writer_end_with_their_codes(
     end = cluster.watermarks(topics.steps)[partition][1]
     cluster.delete_records(topics.steps, partition, end)
     assert processes.write().wait(60) == EXIT_SOURCE
-    assert f"source truncated: {topics.steps}-{partition} starts at {end}" in processes.log.read_text()
+    assert f"source truncated: {topics.steps}-{partition} starts at {end}" in processes.log("lake")
 
 
-def test_position_past_the_end_is_truncation(settings: Settings, cluster: Cluster, processes: Processes) -> None:
+def test_position_past_the_end_is_truncation(settings: Settings, cluster: Cluster, processes: Writers) -> None:
     create_topics(cluster, settings)
     topic = settings.kafka.topics.weights
     table = catalog()["weights"]
@@ -247,11 +247,11 @@ def test_position_past_the_end_is_truncation(settings: Settings, cluster: Cluste
         f"{settings.lake_uri}/weights", table.arrow([]), commit_properties=CommitProperties(app_transactions=[mark])
     )
     assert processes.write().wait(60) == EXIT_SOURCE
-    assert f"source truncated: {topic}-0 ends at 0, position 5" in processes.log.read_text()
+    assert f"source truncated: {topic}-0 ends at 0, position 5" in processes.log("lake")
 
 
 def test_new_fields_reach_the_tables_and_old_rows_stay_readable(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     """Rows of an older release: fewer columns, fewer fields in the structs of a list."""
     create_topics(cluster, settings)

@@ -16,7 +16,7 @@ import duckdb
 import fastavro
 import pytest
 from deltalake import DeltaTable
-from tests_lake import Eventually, Processes, a_reward, a_step, column, put_steps, running
+from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from runtime.kafka import Cluster
 from runtime.lifecycle import EXIT_FENCED
@@ -28,13 +28,13 @@ from stream_jobs.sql import connect
 
 
 @pytest.fixture
-def processes(settings: Settings) -> Iterator[Processes]:
+def processes(settings: Settings) -> Iterator[Writers]:
     with running(settings) as made:
         yield made
 
 
 def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
     processes.settings = settings = settings.model_copy(update={"lake": LakeSettings(history_days=1e-3)})
@@ -75,7 +75,7 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
 
 
 def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
     topics, codec, producer = settings.kafka.topics, Codec(), cluster.producer()
@@ -106,7 +106,7 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     assert writer.poll() is None
     # a writer that starts anew knows nothing of the field until it sees it, and loses none
     newer_writer = processes.write(flush_interval_s=0.1)
-    eventually(lambda: processes.log.read_text().count("lake_follows") >= 14)
+    eventually(lambda: processes.log("lake").count("lake_follows") >= 14)
     put_steps(producer, settings, [3])
     eventually(lambda: len(column(settings, "steps", "step_id")) == 4)
     assert writer.wait(60) == EXIT_FENCED
@@ -127,7 +127,7 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
 
 
 def test_a_lake_that_was_deleted_is_made_again_from_the_topics(
-    settings: Settings, cluster: Cluster, processes: Processes, eventually: Eventually, tmp_path: Path
+    settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually, tmp_path: Path
 ) -> None:
     create_topics(cluster, settings)
     producer, codec, topics = cluster.producer(), Codec(), settings.kafka.topics

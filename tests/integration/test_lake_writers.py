@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests_lake import Eventually, Processes, a_reward, a_step, column, put_steps, running
+from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from runtime.doctor import examine
 from runtime.kafka import Cluster
@@ -31,7 +31,7 @@ def wide(settings: Settings) -> Settings:
 
 
 @pytest.fixture
-def processes(wide: Settings) -> Iterator[Processes]:
+def processes(wide: Settings) -> Iterator[Writers]:
     with running(wide) as made:
         yield made
 
@@ -85,7 +85,7 @@ class Feed:
 
 
 def test_two_writers_killed_at_random_write_each_row_once(
-    wide: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    wide: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     feed, rng = Feed(cluster, wide), random.Random(3)
 
@@ -117,7 +117,7 @@ def test_two_writers_killed_at_random_write_each_row_once(
 
 
 def test_a_second_process_of_one_number_and_another_number_of_writers_fence_those_of_before(
-    wide: Settings, cluster: Cluster, processes: Processes, eventually: Eventually
+    wide: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     feed = Feed(cluster, wide)
 
