@@ -20,6 +20,7 @@ from tests_ports import free_port
 from runtime import broker as broker_cli
 from runtime.broker import BrokerError, EmbeddedBroker, NodeStatus
 from runtime.broker_directory import one_starter
+from schemas.settings import BrokerSettings
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
@@ -174,7 +175,7 @@ from schemas.settings import BrokerSettings
 data_dir, settings = Path(sys.argv[2]), BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256)
 if sys.argv[1] == "run":
     sys.exit(broker.run_foreground(settings, data_dir))
-broker.start(settings, data_dir)
+broker.start(settings, data_dir, say=print)
 """
 
 
@@ -219,9 +220,10 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_in_the_foreground_it_may_take_any_time_to_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["run", "start"])
+def test_it_may_take_any_time_to_start(tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Reading its logs after an unclean end takes as long as they are: whoever stops it meanwhile never sees the end of it."""
-    with program("run", tmp_path, free_port()) as supervised:
+    with program(verb, tmp_path, free_port()) as starter:
         wait_for("its JVM", lambda: any(node.pid for node in broker_cli.status(tmp_path)))
         (node,) = broker_cli.status(tmp_path)
         assert node.pid is not None
@@ -229,8 +231,17 @@ def test_in_the_foreground_it_may_take_any_time_to_start(tmp_path: Path) -> None
         time.sleep(broker_cli.READY_TIMEOUT_S + 5)
         os.kill(node.pid, signal.SIGCONT)
         assert running_pid(tmp_path) == node.pid
-        supervised.send_signal(signal.SIGTERM)
-        assert supervised.wait(60) == 0
+        if verb == "run":
+            starter.send_signal(signal.SIGTERM)
+        assert starter.wait(60) == 0
+    assert "node 1 starts" in capfd.readouterr().out
+    assert broker_cli.stop(tmp_path) == ([] if verb == "run" else [node.pid])
+
+
+def test_a_start_with_a_bound_gives_up_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match=r"not ready after 0 s: node 1 starts"):
+        broker_cli.start(BrokerSettings(port=free_port()), tmp_path, patience_s=0.0)
+    assert [node.pid for node in broker_cli.status(tmp_path)] == [None]
 
 
 def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(tmp_path: Path) -> None:
