@@ -56,7 +56,8 @@ class Assumptions:
     ready_bytes: float = 8.0
     lake_bytes: float = 2890.0
     # memory, bytes
-    admit_memory_per_trajectory: float = 180.0
+    admit_memory_per_trajectory: float = 55.0
+    """With its share of a group id, at a million of them; 41 at ten million."""
     closed_memory_per_trajectory: float = 1000.0
     """754 packed, and its key."""
     # how it is run

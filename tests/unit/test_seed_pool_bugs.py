@@ -142,7 +142,7 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
 
 
 def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
-    """But for what a decision is remembered by, 180 bytes a trajectory, so that none is trained twice."""
+    """But for what a decision is remembered by, some 50 bytes a trajectory, so that none is trained twice."""
     pool = Pool(Worker(replace(LIMITS, closed_max=20))).policy(group_size=1)
     sizes = []
     for i in range(600):
