@@ -143,7 +143,7 @@ def run_bound(run: str, traces: Traces, need: str | None, cuts: Iterable[Cut]) -
 
 
 class TopicTrim:
-    """A plan: made when this is, carried out by `do`. Reads the candidates from their start, 5 µs a record."""
+    """A plan: made when this is, carried out by `do`. Reads all candidates there are, and the journals of runs that are over."""
 
     def __init__(self, cluster: Cluster, settings: Settings, kept: Kept) -> None:
         """Raises NotGivenUp."""
