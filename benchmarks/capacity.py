@@ -57,7 +57,7 @@ class Assumptions:
     lake_bytes: float = 2890.0
     # memory, bytes
     admit_memory_per_trajectory: float = 55.0
-    """With its share of a group id, at a million of them; 41 at ten million."""
+    """With its share of a group id, at a million of them; 42 from three million on."""
     closed_memory_per_trajectory: float = 1000.0
     """754 packed, and its key."""
     # how it is run
