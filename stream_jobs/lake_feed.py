@@ -18,6 +18,10 @@ from stream_jobs.lake_writer import Lake
 
 POLL_RECORDS = 500
 POLL_S = 0.1
+FETCH_BYTES = 1 << 20
+FETCH_WAIT_MS = 250
+"""A fetch is answered once so much is there, or after so long. What is read waits for the next flush anyway, and each fetch names all partitions of
+all topics."""
 MAX_BUFFER_BYTES = 64 * 1024 * 1024
 """Encoded bytes read before the next flush, whatever the number of rows."""
 _PART_KEPT = 8
@@ -44,7 +48,9 @@ class Feed:
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
-        self._reader: Reader = cluster.reader(f"{settings.kafka.topic_prefix}-lake", {})
+        self._reader: Reader = cluster.reader(
+            f"{settings.kafka.topic_prefix}-lake", {}, fetch_min_bytes=FETCH_BYTES, fetch_wait_max_ms=FETCH_WAIT_MS
+        )
         self._producer = cluster.producer()
         self._committed: dict[tuple[str, int], int] = {}
         self.rows: dict[str, list[Row]] = {name: [] for name in catalog()}

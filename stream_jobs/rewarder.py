@@ -151,12 +151,12 @@ class Rewarder:
             if 0 < end - due <= CONTROL_MAX and not any(True for _ in self._cluster.read_range(topic, p, due, end - 1)):
                 self._due[p] = max(end, self._due.get(p, end))
 
-    def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
-        """Never go on behind what retention has taken ahead of us (blocking when there is a hole). Raises SourceTruncated."""
+    async def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
+        """Never go on behind what retention has taken ahead of us. Raises SourceTruncated."""
         due = self._due.get(partition)
         for record in records:
             if due is not None and record.offset > due:
-                refuse_truncated(self._cluster, record.topic, partition, due, record.offset)
+                await asyncio.to_thread(refuse_truncated, self._cluster, record.topic, partition, due, record.offset)
             due = record.offset + 1
         self._due[partition] = records[-1].offset + 1
 
@@ -169,7 +169,7 @@ class Rewarder:
         gather = self._gathers.get(partition)
         if gather is None:
             return {}
-        await asyncio.to_thread(self._refuse_hole, partition, records)
+        await self._refuse_hole(partition, records)
         buried: list[tuple[Record, str, str]] = []
         decoded = decode_all(self._decoder, records, lambda *letter: buried.append(letter))
         for record, event in decoded:

@@ -106,3 +106,21 @@ def test_who_is_overtaken_in_no_rebalance_dies(tmp_path: Path, died: list[BaseEx
 
     asyncio.run(main())
     assert [str(e) for e in died] == ["by a stranger"]
+
+
+def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FETCH_PAUSE_S", 3600.0)
+
+    async def main() -> None:
+        shell = shell_of(Job(), tmp_path)
+        place = TP("s", 0)
+        records = [SimpleNamespace(offset=i, key=None, value=b"v", headers=()) for i in range(shell._batch_records + 1)]
+        small = asyncio.create_task(shell._take({place: records[:1]}))
+        assert await shell._inbox.batch() == [(1, {place: records[:1]})]
+        assert not small.done()
+        small.cancel()
+        await shell._take({place: records[1:]})  # a whole batch: there is more where it came from
+
+    asyncio.run(main())
