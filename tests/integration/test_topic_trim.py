@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests_admit import cand, policy
@@ -34,14 +35,19 @@ from stream_jobs.lake import Lake
 from stream_jobs.policy_log import PolicyLog
 from stream_jobs.replay_check import check
 from trainer import positions as trainer_positions
-from trainer.checkpoint import Position, State
-from trainer.source import starting_position
 from trainer.version_dir import new_directory
 
 CODEC = Codec()
 PARTITION = partition_of(b"old", 4)
 OLD = "old"
 ALIVE, NEXT = [r for i in range(99) if partition_of((r := f"alive-{i}").encode(), 4) == PARTITION][:2]
+
+
+class Stand(NamedTuple):
+    """Where a trainer's checkpoint stands on a journal."""
+
+    topic_id: str
+    next_offset: int
 
 
 class Installation:
@@ -75,7 +81,8 @@ class Installation:
         desk.close()
 
     def candidates(self) -> list[Entry]:
-        """Of the runs' partition: everything that any admission reads."""
+        """Of the runs' partition: everything that any admission reads. Waits a moment: who polls this should leave the jobs some time."""
+        time.sleep(0.2)
         found = []
         for record in self.cluster.read_all(self.topics.candidates, PARTITION):
             event = CODEC.decode(record.value)
@@ -119,10 +126,13 @@ class Installation:
     def journal(self, run: str) -> str:
         return self.topics.ready_batches(run, "train")
 
-    def applied(self) -> dict[tuple[str, int], int]:
-        """Where assemble goes on."""
+    def assembled(self, ends: dict[tuple[str, int], int]) -> bool:
+        """Whether assemble has applied both its inputs to there. Not what it has committed: that is ahead of its state log while ticks come."""
+        time.sleep(0.5)  # to read all positions costs more than that
         found = job_positions.positions(self.settings, self.cluster)
-        return {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
+        applied = {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
+        inputs = (self.topics.steps, self.topics.rewards)
+        return all(applied.get(at, 0) >= end for at, end in ends.items() if at[0] in inputs)
 
     def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], Cut]:
         """What the command does with --yes."""
@@ -152,7 +162,7 @@ class Installation:
         assert {p.process for p in found} == {"lake", "assemble", "admit", "trainer"}
         return [d for d in examine(self.cluster, found) if d.verdict in SERIOUS]
 
-    def trained(self, run: str, last: int) -> Position:
+    def trained(self, run: str, last: int) -> Stand:
         """What a trainer leaves that has trained and published all up to a batch: its checkpoint's position."""
         journal, weights = self.topics.ready_batches(run, "train"), self.topics.weights
         behind = next(
@@ -160,19 +170,19 @@ class Installation:
             for r in self.cluster.read_all(journal)
             if getattr(CODEC.decode(r.value), "batch_seq", None) == last
         )
-        at = Position(topic_id=self.cluster.topic_id(journal), partition=0, next_offset=behind, next_batch_seq=last + 1)
-        state = State(
-            version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0, parent_version=None,
-            weights_topic_id=self.cluster.topic_id(weights), position=at,
-        )  # fmt: skip
-        with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", dataclasses.asdict(state)):
+        at = Stand(self.cluster.topic_id(journal), behind)
+        info = {
+            "position": {"topic_id": at.topic_id, "partition": 0, "next_offset": behind, "next_batch_seq": last + 1},
+            "weights_topic_id": self.cluster.topic_id(weights),
+        }
+        with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", info):
             pass
         version = WeightVersion(
-            version_id=state.version_id, run_id=run, sync_index=last + 1, attempt=0, format="full", files=(), channel="train",
+            version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0, format="full", files=(), channel="train",
             batches_topic_id=at.topic_id, first_batch_seq=0, last_batch_seq=last, metrics={}, created_at=0,
         )  # fmt: skip
         feed = self.feeds[run]
-        feed.producer.put(weights, state.version_id.encode(), CODEC.encode(version))
+        feed.producer.put(weights, version.version_id.encode(), CODEC.encode(version))
         feed.producer.flush()
         return at
 
@@ -227,7 +237,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
 
     # the lake has it: what the old run had goes, and nothing of the other one
     before, ends = int(time.time() * 1000), i.ends()
-    i.eventually(lambda: all(i.applied()[at] >= ends[at] for at in ends if at[0] in (topics.steps, topics.rewards)))
+    i.eventually(lambda: i.assembled(ends))
     i.lake_catches_up()
     log = i.candidates()
     first = min(e.offset for e in log if getattr(e.event, "run_id", None) == ALIVE)
@@ -264,9 +274,9 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     for refused in (lambda: i.desk(OLD), lambda: check(i.of(OLD), "train")):
         with pytest.raises(UnreadableJournal, match="take another run_id"):
             refused()
-    assert starting_position(cluster, journal[0], position) == position, "its trainer can start"
+    assert cluster.check_position(journal[0], position.topic_id, 0, position.next_offset), "its trainer can start"
     with pytest.raises(SourceTruncated, match="run clawstream doctor"):
-        starting_position(cluster, journal[0], dataclasses.replace(position, next_offset=position.next_offset - 1))
+        cluster.check_position(journal[0], position.topic_id, 0, position.next_offset - 1)
     i.lake_catches_up()
     assert set(alive.column("candidates", "run_id")) == {OLD, ALIVE}
     assert i.flaws() == []
