@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import Cluster, KafkaError, Record
 from runtime.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AdmissionPolicy, Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
@@ -48,10 +48,17 @@ class RunSurvey:
     """The runs of one installation. Everything is read when it is made, but for journals: those are read for runs that may be over."""
 
     def __init__(self, cluster: Cluster, topics: Topics, decoder: Decoder) -> None:
-        """Raises KafkaError when there are no candidates."""
+        """Raises KafkaError when topics that every installation has are not seen, Unavailable when one of its topics has no leader.
+
+        What is not seen need not be gone: Kafka leaves out what the user may not describe.
+        """
         self._cluster, self._topics, self._decoder = cluster, topics, decoder
-        cluster.topic_id(topics.candidates)
-        self.there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{topics.prefix}.")}
+        self.there = cluster.topics_under(f"{topics.prefix}.")
+        for name in (topics.candidates, topics.steps, topics.weights):
+            if name not in self.there:
+                raise KafkaError(
+                    f"{name} is not seen on {cluster.bootstrap_servers}: run `clawstream topics create`, or allow Describe on it"
+                )
         self.ids = cluster.topic_ids(sorted(self.there))
         self.ends: dict[str, dict[int, tuple[int, int]]] = {}
         """Of the candidates and the journals: partition to (first offset, end)."""
@@ -74,7 +81,7 @@ class RunSurvey:
         run_id, channel = self.journals[topic]
         low, end = self.ends[topic][0]
         bare = Journal(run_id, channel, topic, low, end)
-        if not whole or end == 0:
+        if not whole:
             return bare
         candidates = self._topics.candidates
         group = f"{self._topics.prefix}-admit.{run_id}.{channel}"
@@ -101,7 +108,7 @@ class RunSurvey:
         """The published versions of each run, in log order."""
         if self._versions is None:
             self._versions = {}
-            for record in self._cluster.read_all(self._topics.weights) if self._topics.weights in self.there else ():
+            for record in self._cluster.read_all(self._topics.weights):
                 try:
                     event = self._decoder.decode(record.value)
                 except (Undecodable, UnknownSchema):

@@ -21,6 +21,8 @@ PARTITIONS = "partitions"
 KEPT_MS = "retention.ms"
 FOREVER = -1
 """As a retention, of time or bytes."""
+ENDLESS = {"retention.ms": 100 * 365 * 86_400_000, "retention.bytes": 2**50}
+"""A hundred years, a petabyte of one partition: as good as for ever, which some say with the largest number there is."""
 EXACT = (TIMES, "cleanup.policy")
 AT_LEAST = ("max.message.bytes", KEPT_MS, "retention.bytes")
 
@@ -71,7 +73,7 @@ def misfits(
                 yield Misfit(spec.name, setting, found, spec.config[setting])
         for setting in AT_LEAST:
             wanted = spec.config.get(setting)
-            if wanted is not None and _less(config.get(setting, wanted), wanted):
+            if wanted is not None and _less(setting, config.get(setting, wanted), wanted):
                 yield Misfit(spec.name, setting, config[setting], wanted)
 
 
@@ -85,9 +87,11 @@ def keyed(topics: Topics) -> frozenset[str]:
     return frozenset((topics.steps, topics.rewards, topics.assembly, topics.trajectories))
 
 
-def _less(found: str, wanted: str) -> bool:
+def _less(setting: str, found: str, wanted: str) -> bool:
     """Whether a size or age is too small; -1 is without end."""
-    return int(found) != FOREVER and (int(wanted) == FOREVER or int(found) < int(wanted))
+    if int(found) == FOREVER or int(found) >= ENDLESS.get(setting, int(found) + 1):
+        return False
+    return int(wanted) == FOREVER or int(found) < int(wanted)
 
 
 def _told(found: list[Misfit], servers: str) -> Iterator[str]:

@@ -3,10 +3,11 @@
 Candidates, ready batches and, asked for by time, rewards. Of each partition a beginning goes, up to the lowest of these bounds:
 
     all               what every table of the lake holds; `before`, log time
-    ready batches     of a run that is over: ended, and its admission has read that; what its trainer has trained and published
+    ready batches     of a run that is over: ended, and its admission has decided and has read that; what its trainer has trained and published
     candidates        the first record of each run that is not over, and the last Tick of each source partition before: whoever begins to
                       read there knows event time as if nothing were missing
-    rewards           what assemble has applied; the first record that the steps still have, for a replay joins them again
+    rewards           what assemble has applied; the first record that the steps still have, and as long before as a reward waits for its
+                      step, for a replay joins them again
 
 A journal that does not begin at 0 is that of a run that is over for ever: its admission does not start again, and what still comes of the run
 holds nothing. So the candidates of an ended run go once something of each of its journals has gone, and journals go first.
@@ -28,6 +29,9 @@ from schemas.settings import Settings
 
 TICK_WINDOW = 64
 """Offsets for each source partition that are looked through first for its last Tick; each time twice as many."""
+
+CLOCKS_APART_MS = 60_000
+"""How far the clocks of two brokers may be apart: each stamps the partitions that it leads."""
 
 At = tuple[str, int]
 """Topic and partition."""
@@ -97,7 +101,10 @@ def needs(run: str, traces: Traces | None, journals: Sequence[Journal], given_up
     if run in given_up:
         return None
     if traces is not None and traces.ended is not None:
-        return next((why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None)
+        unread = next((why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None)
+        if unread is None and traces.has_policy and not any(j.end for j in journals):
+            return f"run {run} has ended at {traces.ended}, but no decisions of it are seen (--give-up {run})"
+        return unread
     if any(j.low > 0 for j in journals):
         return None
     if traces is None:
@@ -106,11 +113,12 @@ def needs(run: str, traces: Traces | None, journals: Sequence[Journal], given_up
 
 
 def _unread_end(journal: Journal, ended: int) -> str | None:
-    if journal.low > 0 or journal.end == 0 or journal.flaw is not None or journal.seen > ended:
+    if journal.low > 0 or journal.flaw is not None or journal.seen > ended:
         return None
     name = f"{journal.run_id} ({journal.channel})"
     return (
-        f"run {journal.run_id} has ended at {ended}, but the admission of {name} has read to {journal.seen}: start it"
+        f"run {journal.run_id} has ended at {ended}, but the admission of {name} has read to {journal.seen}: start it "
+        f"(or --give-up {journal.run_id})"
     )
 
 
@@ -125,8 +133,15 @@ def journal_bounds(journal: Journal, need: str | None, given_up: Collection[str]
         yield Bound(journal.low, f"{journal.flaw} (--give-up {run})")
     elif journal.untrained:
         yield Bound(journal.trained, f"{journal.untrained} batches of run {run} are not trained (--give-up {run})")
+    elif journal.trained == 0 and journal.end > 0:
+        yield Bound(0, f"the trainer of run {run} has begun, but trained nothing (--give-up {run})")
     else:
         yield Bound(journal.trained, f"the trainer of run {run} stands there")
+
+
+def rewards_before_steps(steps_ms: Iterable[int], orphan_after_s: float) -> int:
+    """Log time since when a reward may be of one of these steps: it may come long before its step, and brokers' clocks differ."""
+    return max(0, min(steps_ms) - round(orphan_after_s * 1000) - CLOCKS_APART_MS)
 
 
 def run_bound(run: str, traces: Traces, need: str | None, cuts: Iterable[Cut]) -> Bound | None:
@@ -146,8 +161,9 @@ class TopicTrim:
     """A plan: made when this is, carried out by `do`. Reads all candidates there are, and the journals of runs that are over."""
 
     def __init__(self, cluster: Cluster, settings: Settings, kept: Kept) -> None:
-        """Raises NotGivenUp."""
+        """Raises NotGivenUp; KafkaError when it does not see what it must see."""
         self._cluster, self._topics, self._kept = cluster, settings.kafka.topics, kept
+        self._orphan_after_s = settings.jobs.orphan_after_s
         self._decoder = Decoder(cluster, self._topics.schemas)
         self._survey = RunSurvey(cluster, self._topics, self._decoder)
         self._ids = self._survey.ids
@@ -180,14 +196,15 @@ class TopicTrim:
                 raise NotGivenUp(f"run {run} lives: end it first, clawstream run end {run} --yes")
 
     def _came_before(self, topic: str) -> Mapping[int, int]:
-        if self._kept.before_ms is None or topic not in self._survey.there:
+        if self._kept.before_ms is None:
             return {}
         return self._cluster.offsets_at(topic, self._kept.before_ms)
 
     def _shared_bounds(self, topic: str, partition: int) -> Iterator[Bound]:
         held = self._kept.in_lake.get((topic, partition), 0)
         yield Bound(held, f"the lake has it up to {held}")
-        if (at := self._before.get(topic, {}).get(partition)) is not None:
+        if self._kept.before_ms is not None:
+            at = self._before.get(topic, {}).get(partition, 0)
             yield Bound(at, "what came later is not asked for (--before)")
 
     def _judge_runs(self) -> None:
@@ -222,7 +239,7 @@ class TopicTrim:
 
     def _first_tick_needed(self, partition: int, low: int, to: int) -> int:
         """Lowest offset of the last Ticks of all source partitions before `to`, of those that have ever ticked; `to` without any."""
-        topic, tickers = self._topics.candidates, self._survey.there.get(self._topics.steps, 0)
+        topic, tickers = self._topics.candidates, self._survey.there[self._topics.steps]
         last: dict[int, int] = {}
         start, window = to, TICK_WINDOW * max(1, tickers)
         while start > low and len(last) < tickers:
@@ -246,19 +263,20 @@ class TopicTrim:
         if kept.before_ms is None or topic not in self._survey.there:
             return
         steps, firsts = self._topics.steps, dict[int, int]()
-        for partition in range(self._survey.there.get(steps, 0)):
+        for partition in range(self._survey.there[steps]):
             record = next(iter(self._cluster.read_all(steps, partition)), None)
             if record is not None:
                 firsts[partition] = record.timestamp_ms
         ends = self._cluster.watermarks(topic)
         self._before |= {topic: self._cluster.offsets_at(topic, kept.before_ms)}
-        by_steps = self._cluster.offsets_at(topic, min(firsts.values())) if firsts else {}
+        since = rewards_before_steps(firsts.values(), self._orphan_after_s) if firsts else 0
+        by_steps = self._cluster.offsets_at(topic, since)
         for partition, pair in sorted(ends.items()):
             bounds = list(self._shared_bounds(topic, partition))
             applied = kept.applied.get(partition, 0)
             bounds.append(Bound(applied, f"assemble has applied it up to {applied}"))
             if partition in firsts:
-                bounds.append(Bound(by_steps[partition], f"{steps} has steps since then"))
+                bounds.append(Bound(by_steps.get(partition, 0), f"{steps} has steps since then"))
             else:
                 bounds.append(Bound(pair[0], f"{steps}-{partition} is empty: it can't be told which steps are gone"))
             yield cut(topic, partition, pair, bounds)

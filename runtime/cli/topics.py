@@ -87,7 +87,9 @@ def topics_trim(
     give_up: Annotated[
         list[str] | None,
         typer.Option(
-            "--give-up", metavar="RUN", help="Nobody wants the rest of this run: batches not trained, no policy."
+            "--give-up",
+            metavar="RUN",
+            help="Nobody wants the rest of this run: batches not trained, nothing decided, no policy.",
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,

@@ -16,7 +16,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka import KafkaError as Code
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
 from runtime.kafka.outbox import Outbox
@@ -113,7 +113,14 @@ class Cluster:
             ) from e
 
     def topics(self, name: str | None = None) -> dict[str, int]:
-        """Topic to number of partitions; of one topic (absent when it does not exist) or of all."""
+        """Topic to number of partitions; of one topic (absent when it does not exist) or of all. One without a leader is left out."""
+        return {t: len(m.partitions) for t, m in self._listed(name).items() if _is_led(m)}
+
+    def topics_under(self, prefix: str) -> dict[str, int]:
+        """As `topics`, of all whose names begin so, for who takes what is not there for gone. Raises Unavailable as `all_led` does."""
+        return all_led(self._listed(), prefix)
+
+    def _listed(self, name: str | None = None) -> dict[str, TopicMetadata]:
         try:
             listed = (
                 self.admin.list_topics(name, timeout=READ_TIMEOUT_S)
@@ -122,11 +129,7 @@ class Cluster:
             )
         except KafkaException as e:
             raise translated(e) from e
-        return {
-            t: len(m.partitions)
-            for t, m in listed.topics.items()
-            if m.error is None and m.partitions and all(p.leader >= 0 for p in m.partitions.values())
-        }
+        return dict(listed.topics)
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Kafka's UUID of each topic that exists."""
@@ -335,6 +338,21 @@ class Cluster:
                     raise translated(e) from e
             time.sleep(0.1)
         return {(tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0}
+
+
+def _is_led(topic: TopicMetadata) -> bool:
+    parts = topic.partitions
+    return topic.error is None and bool(parts) and all(p.leader >= 0 for p in parts.values())
+
+
+def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
+    """Topic to number of partitions, of names that begin so. Raises Unavailable when one has no leader: it is not gone, only away. Pure."""
+    mine = {t: m for t, m in listed.items() if t.startswith(prefix)}
+    if away := sorted(t for t, m in mine.items() if not _is_led(m)):
+        raise Unavailable(
+            f"no broker leads all of {', '.join(away)}, which may be needed: try again when all brokers are up"
+        )
+    return {t: len(m.partitions) for t, m in mine.items()}
 
 
 def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:

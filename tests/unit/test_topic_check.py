@@ -12,6 +12,8 @@ from schemas.topics import Topics, TopicSpec
 
 WEEK, MONTH = str(7 * 86_400_000), str(30 * 86_400_000)
 TOPICS = Topics()
+CENTURIES = ["9223372036854775807", "7730941129200000"]
+"""The largest there is, and a broker's `log.retention.hours=2147483647`."""
 
 
 def found(changed: dict[str, dict[str, str]], **settings: Any) -> list[tuple[str, str, str, str]]:
@@ -48,6 +50,13 @@ def test_what_we_make_fits_copies_too() -> None:
 def test_what_is_kept_for_ever_has_no_end(topic: str, setting: str) -> None:
     """A broker's default of seven days would take a living run's decisions without a word."""
     assert found({topic: {setting: WEEK}}) == [(topic, setting, WEEK, "-1")]
+
+
+@pytest.mark.parametrize("setting", ["retention.ms", "retention.bytes"])
+@pytest.mark.parametrize("endless", CENTURIES)
+def test_what_nobody_outlives_is_for_ever(setting: str, endless: str) -> None:
+    assert found({TOPICS.candidates: {setting: endless}}) == []
+    assert found({TOPICS.candidates: {setting: str(99 * 365 * 86_400_000)}}) != []
 
 
 def test_payload_is_kept_as_long_as_the_settings_say_or_longer() -> None:

@@ -6,19 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import PartitionMetadata, TopicMetadata
 from hypothesis import given
 from hypothesis import strategies as st
 from tests_admit import cand, policy, tick
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import Cluster, Record, Unavailable
+from runtime.kafka.cluster import all_led
 from runtime.records import Decoder
 from runtime.run_survey import Journal, Traces, journal_of, last_trained, traces_in
-from runtime.topic_trim import Bound, Cut, cut, format_cuts, journal_bounds, needs, run_bound
+from runtime.topic_trim import Bound, Cut, cut, format_cuts, journal_bounds, needs, rewards_before_steps, run_bound
 from schemas.codec import Codec
 from schemas.events import Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
 
 CODEC = Codec()
 JOURNAL = Journal("a", "train", "claw.ready-batches.a.train", low=0, end=20, seen=60, trained=20)
+
+EMPTY = Journal("a", "val", "claw.ready-batches.a.val", low=0, end=0)
 
 
 def bounds(journal: Journal, need: str | None = None, *given_up: str) -> list[int]:
@@ -46,6 +50,12 @@ def test_the_lowest_bound_counts(low: int, more: int, at: list[int]) -> None:
         (Traces(0, 3, has_policy=True, ended=60), [JOURNAL], [], "run a has ended at 60, but the admission of a (train) has read to 60"),
         (Traces(0, 3, has_policy=True, ended=60), [replace(JOURNAL, low=5)], [], None),
         (Traces(0, 3, has_policy=True, ended=60), [JOURNAL], ["a"], None),
+        (Traces(0, 3, has_policy=True, ended=59), [], [], "run a has ended at 59, but no decisions of it are seen (--give-up a)"),
+        (Traces(0, 3, has_policy=True, ended=59), [], ["a"], None),
+        (Traces(0, 3, has_policy=True, ended=59), [EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
+        (Traces(0, 3, has_policy=True, ended=59), [JOURNAL, EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
+        (Traces(0, 3, has_policy=True, ended=59), [JOURNAL, replace(EMPTY, seen=60)], [], None),
+        (Traces(0, 3, has_policy=True, ended=59), [replace(EMPTY, seen=60)], [], "run a has ended at 59, but no decisions"),
         (Traces(0, 90), [replace(JOURNAL, low=5)], [], None),
         (None, [JOURNAL], [], "nothing on the candidates says that run a has ended (--give-up a)"),
         (None, [replace(JOURNAL, low=5)], [], None),
@@ -65,6 +75,36 @@ def test_what_holds_ready_batches() -> None:
     assert bounds(untrained) == [7]
     assert bounds(untrained, None, "a") == [] and bounds(untrained, None, "b") == [7]
     assert bounds(replace(JOURNAL, flaw="it can't be read")) == [0]
+
+
+def test_what_holds_a_run_of_which_nothing_was_trained() -> None:
+    """A base version and not one batch: nothing will ever move that, but for a word."""
+    journal = replace(JOURNAL, trained=0)
+    (bound,) = journal_bounds(journal, None, ())
+    assert bound.at == 0 and "--give-up a" in bound.why
+    assert bounds(journal, None, "a") == []
+    assert "--give-up" not in next(journal_bounds(JOURNAL, None, ())).why
+
+
+def test_a_reward_may_come_long_before_its_step() -> None:
+    assert rewards_before_steps([7_000_000, 6_000_000], 600.0) == 6_000_000 - 600_000 - 60_000
+    assert rewards_before_steps([5], 600.0) == 0, "below that Kafka takes it for another question"
+
+
+def topic(*leaders: int) -> TopicMetadata:
+    made = TopicMetadata()
+    for number, leader in enumerate(leaders):
+        made.partitions[number] = PartitionMetadata()
+        made.partitions[number].leader = leader
+    return made
+
+
+def test_a_topic_without_a_leader_is_not_taken_as_absent() -> None:
+    listed = {"t.steps": topic(0, 1), "t.ready-batches.a.train": topic(2), "other.steps": topic(-1), "u": topic()}
+    assert all_led(listed, "t.") == {"t.steps": 2, "t.ready-batches.a.train": 1}
+    for flaw in (topic(-1), topic(0, -1), topic()):
+        with pytest.raises(Unavailable, match=r"t\.ready-batches\.a\.train, which"):
+            all_led(listed | {"t.ready-batches.a.train": flaw}, "t.")
 
 
 def test_candidates_go_when_the_journals_have_gone() -> None:
