@@ -371,7 +371,7 @@ def test_a_run_whose_decisions_are_not_seen_is_held(
 def test_rewards_that_came_before_their_steps_stay_with_them(settings: Settings, cluster: Cluster) -> None:
     topics, producer, minute = settings.kafka.topics, cluster.producer(), 60_000
     for spec in topics.specs(1, -1):  # with times of their own, as copies have
-        cluster.create_topic(spec.name, spec.partitions, spec.config | {"message.timestamp.type": "CreateTime"})
+        cluster.create_topic(spec.name, spec.partitions, {**spec.config, "message.timestamp.type": "CreateTime"})
     now = int(time.time() * 1000)
     for at in (now - 50 * minute, now - 39 * minute, now - 10 * minute):
         producer.put(topics.rewards, b"k", b"x", timestamp_ms=at)
