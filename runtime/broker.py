@@ -43,6 +43,7 @@ from runtime.broker_process import (
     ask_cluster,
     check_port_free,
     read_pid,
+    recorded_pid,
     stop_pids,
     wait_gone,
 )
@@ -122,7 +123,8 @@ class EmbeddedBroker:
         self._detach = False
         self._jvms: dict[int, Jvm] = {}
         self._cluster_id = ""
-        self._cache: StartCache | None = None
+        self.cache: StartCache | None = None
+        """That of the last start; None before the first."""
         self._starts_again = 0
         self._on_cache: dict[int, bool] = {}
 
@@ -145,14 +147,17 @@ class EmbeddedBroker:
 
         With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
         A node of several that is killed meanwhile is started again. `say` is told each 10 s what is waited for.
-        Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a JVM exits (with
-        the end of its log) or `patience_s` pass. Nothing that was started here is left running then.
+        Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a node ends (with
+        the end of its log) or is stopped, or `patience_s` pass: for another start to end, and for the nodes to serve;
+        fetching jars and formatting come on top. Nothing that was started here is left running then.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        with one_starter(self.data_dir):
+        asked = time.monotonic()
+        with one_starter(self.data_dir, patience_s, say):
+            patience_s = max(0.0, patience_s - (time.monotonic() - asked))
             down = self._nodes_down(some_may_run=detach)
-            cache = self._prepared()
+            cache = self._prepared(patience_s, say)
             for plan in down:
                 check_port_free(config.LOOPBACK, plan.port, f"clients of node {plan.node}")
                 check_port_free(config.LOOPBACK, plan.controller_port, f"controller of node {plan.node}")
@@ -178,8 +183,8 @@ class EmbeddedBroker:
         """
         plan = self.plans[node]
         self._jvm(node).end(STOP_TIMEOUT_S)
-        with one_starter(self.data_dir):
-            self._launch(plan, self._prepared())
+        with one_starter(self.data_dir, READY_TIMEOUT_S):
+            self._launch(plan, self._prepared(READY_TIMEOUT_S))
             self._await_ready(plan, frozenset({node}), READY_TIMEOUT_S)
 
     def stop(self) -> None:
@@ -219,17 +224,18 @@ class EmbeddedBroker:
             plan.pid_file.unlink(missing_ok=True)
         return down
 
-    def _prepared(self) -> StartCache:
+    def _prepared(self, patience_s: float, say: Say | None = None) -> StartCache:
         """Java and jars are there; a new count of starts again begins."""
         self._starts_again = 0
-        self._cache = start_cache(find_java(self._java_setting), ensure_jars(self._jars_setting))
-        return self._cache
+        jars = ensure_jars(self._jars_setting, patience_s=patience_s, say=say)
+        self.cache = start_cache(find_java(self._java_setting), jars)
+        return self.cache
 
     def _format(self, plans: list[NodePlan], cache: StartCache) -> None:
         try:
             format_new(plans, cache.java, cache.jars_dir, self._cluster_id, cache.options)
         except JvmDied as died:
-            if died.exit_code not in _CRASHED or not cache.made:
+            if died.exit_code not in _CRASHED or not cache.options:
                 raise
             cache.discard(f"formatting ended with {died.exit_code}")
             format_new(plans, cache.java, cache.jars_dir, self._cluster_id)
@@ -238,7 +244,8 @@ class EmbeddedBroker:
         options = cache.options
         self._on_cache[plan.node] = bool(options)
         command = write_node(plan, cache.java, cache.jars_dir, self._heap_mb, options)
-        jvm = self._jvms[plan.node] = Jvm(command, plan.output, outlive_parent=self._detach)
+        at_parents_death = None if self._detach else signal.SIGTERM
+        jvm = self._jvms[plan.node] = Jvm(command, plan.output, at_parents_death=at_parents_death)
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
     def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None) -> None:
@@ -248,9 +255,7 @@ class EmbeddedBroker:
             view = ask_cluster(config.LOOPBACK, plan.port)
             if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
                 return
-            for node, code in self.exit_codes.items():
-                if node in everyone and not self._start_again(node, code):
-                    raise JvmDied(f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code)
+            self._check_alive(everyone)
             now = time.monotonic()
             if now - started > patience_s or (say is not None and now - said >= _SAY_EVERY_S):
                 late = (everyone - view.brokers if view is not None else ()) or {plan.node}
@@ -265,13 +270,21 @@ class EmbeddedBroker:
                     say(f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}")
             time.sleep(_POLL_S)
 
+    def _check_alive(self, everyone: frozenset[int]) -> None:
+        """Raises when one of `everyone` is gone and does not come back: it would be waited for in vain."""
+        for node in sorted(everyone):
+            if node not in self._jvms and read_pid(self.plans[node]) is None:
+                raise BrokerError(f"broker node {node}, which ran already, has ended meanwhile. Start the broker again")
+            if node in self.exit_codes and not self._start_again(node, code := self.exit_codes[node]):
+                raise JvmDied(f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code)
+
     def _start_again(self, node: int, code: int) -> bool:
         """Start a node once more that died while it was started; False if it would only die again.
 
         One of several that was killed: the others wait for it. And one that crashed on a start cache, without that.
         """
-        cache = self._cache
-        if cache is None or self._starts_again >= _STARTS_AGAIN:
+        cache, stopped = self.cache, recorded_pid(self.plans[node]) != self._jvms[node].pid
+        if cache is None or stopped or self._starts_again >= _STARTS_AGAIN:
             return False
         if code in _CRASHED and self._on_cache[node]:
             cache.discard(f"node {node} ended with {code}")
@@ -339,7 +352,8 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
         # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
         broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
-        make_in_background(start_cache(find_java(settings.java), ensure_jars(settings.jars_dir)))
+        if broker.cache is not None:
+            make_in_background(broker.cache)
         while True:
             for node, code in broker.exit_codes.items():
                 if len(broker.plans) == 1:

@@ -12,13 +12,14 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime import broker_config as config
@@ -43,13 +44,14 @@ class StartCacheError(BrokerError):
     """No start cache could be made; says why. Brokers start all the same, only slower."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartCache:
     """Where the start cache of these jars and this Java is, made or not."""
 
     java: Java
     jars_dir: Path
     path: Path
+    discarded: bool = field(default=False, init=False)
 
     @property
     def made(self) -> bool:
@@ -58,12 +60,14 @@ class StartCache:
     @property
     def options(self) -> list[str]:
         """For a JVM that is to use it: none when there is none. Java checks that the bytes are those it wrote."""
-        return _use(self.java, self.path) if self.made else []
+        return _use(self.java, self.path) if self.made and not self.discarded else []
 
     def discard(self, why: str) -> None:
-        """It goes away: starts are slow again until one is made."""
+        """Not used any more by whoever has this object, and deleted unless it is not ours to delete: starts are slow again until one is made."""
         logger().warning("start_cache_discarded", path=str(self.path), why=why)
-        self.path.unlink(missing_ok=True)
+        self.discarded = True
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 def start_cache(java: Java, jars_dir: Path) -> StartCache:
@@ -76,7 +80,9 @@ def start_cache(java: Java, jars_dir: Path) -> StartCache:
 def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
     """Make it, unless there is one that Java takes: some 20 s of processor time. False when another process is at it.
 
-    It appears whole or not at all, whatever dies meanwhile. The training run ends with this process. Raises StartCacheError.
+    It appears whole or not at all, whatever dies meanwhile. The training run's broker ends with this process; when that is killed
+    while Java writes the file, a second process of Java writes on for some seconds, in vain. What is left on the disk the next maker removes.
+    Raises StartCacheError.
     """
     try:
         with _only_maker(cache.jars_dir) as alone:
@@ -90,7 +96,7 @@ def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
 def _make(cache: StartCache, niceness: int) -> None:
     for leftover in cache.jars_dir.glob(".training-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed; the lock says it is not running
-    if cache.made and _accepted(cache, cache.path):
+    if cache.made and _accepted(cache, cache.path, niceness):
         return
     if shutil.disk_usage(cache.jars_dir).free < NEEDED_BYTES:
         raise StartCacheError(
@@ -132,25 +138,30 @@ def _train(cache: StartCache, directory: Path, niceness: int) -> Path:
     draft = directory / cache.path.name
     write = f"-XX:AOTCacheOutput={draft}" if _aot(cache.java) else f"-XX:ArchiveClassesAtExit={draft}"
     plan = config.plan_nodes(directory, _free_port(), 1)[1]
-    format_new([plan], cache.java, cache.jars_dir, new_cluster_id())
+    format_new([plan], cache.java, cache.jars_dir, new_cluster_id(), wrapper=_nice(niceness))
     command = write_node(plan, cache.java, cache.jars_dir, _HEAP_MB, [write])
-    jvm = Jvm(["nice", "-n", str(niceness), *command], plan.output, outlive_parent=False)
+    # Not SIGTERM: it would write the file first, for nobody.
+    jvm = Jvm([*_nice(niceness), *command], plan.output, at_parents_death=signal.SIGKILL)
     try:
         _await_ready(plan, jvm)
         jvm.end(_WRITE_TIMEOUT_S)  # it writes the file once it has stopped
     finally:
         jvm.end(0.0)
-    if not draft.exists() or not _accepted(cache, draft):
+    if not draft.exists() or not _accepted(cache, draft, niceness):
         raise StartCacheError(f"no start cache: Java did not write one that it takes:\n{last_lines(plan)}")
     return draft
 
 
-def _accepted(cache: StartCache, path: Path) -> bool:
+def _nice(niceness: int) -> list[str]:
+    return ["nice", "-n", str(niceness)]
+
+
+def _accepted(cache: StartCache, path: Path, niceness: int) -> bool:
     """Whether Java starts when it must use the file; a start that may use it does not tell."""
     strict = "-XX:AOTMode=on" if _aot(cache.java) else "-Xshare:on"
     look = config.look_command(cache.java, cache.jars_dir, _HEAP_MB, [*_use(cache.java, path), strict])
     try:
-        return subprocess.run(look, capture_output=True, timeout=_READY_TIMEOUT_S).returncode == 0
+        return subprocess.run([*_nice(niceness), *look], capture_output=True, timeout=_READY_TIMEOUT_S).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
+import math
 import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from runtime import broker_config as config
 from runtime.broker_config import NodePlan
-from runtime.broker_process import BrokerError, JvmDied
+from runtime.broker_process import BrokerError, JvmDied, NotReady
+from runtime.file_lock import exclusive
 from runtime.jars import Java
 
 FORMAT_TIMEOUT_S = 60.0
@@ -24,10 +25,17 @@ _LOG_LINES = 20
 
 
 @contextmanager
-def one_starter(data_dir: Path) -> Iterator[None]:
-    """Two processes that start a broker on one directory do it one after the other; the second finds it running."""
-    with (data_dir / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def one_starter(
+    data_dir: Path, patience_s: float = math.inf, say: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Two processes that start a broker on one directory do it one after the other; the second finds it running.
+
+    Raises NotReady when another start is under way for `patience_s`; `say` is told of that each 10 s.
+    """
+    busy = f"another start of the broker on {data_dir} is under way"
+    late = NotReady(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker stop)")
+    waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
+    with exclusive(data_dir / ".lock", late, patience_s, waiting):
         yield
 
 
@@ -62,25 +70,32 @@ def new_cluster_id() -> str:
 
 
 def format_new(
-    plans: Sequence[NodePlan], java: Java, jars_dir: Path, cluster_id: str, options: Sequence[str] = ()
+    plans: Sequence[NodePlan],
+    java: Java,
+    jars_dir: Path,
+    cluster_id: str,
+    options: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
 ) -> None:
     """Format the nodes that have no records yet, all at once; a formatted directory appears whole or not at all.
 
-    options: more of them for the JVM. Raises BrokerError, JvmDied when Java ends with an error.
+    options: more of them for the JVM; wrapper: what runs its command line. Raises BrokerError, JvmDied when Java ends with an error.
     """
     new = [plan for plan in plans if not plan.records.exists()]
     with ThreadPoolExecutor(max_workers=len(plans)) as pool:
-        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id, options) for plan in new]:
+        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id, options, wrapper) for plan in new]:
             formatted.result()
 
 
-def _format(plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str, options: Sequence[str]) -> None:
+def _format(
+    plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str, options: Sequence[str], wrapper: Sequence[str]
+) -> None:
     fresh = plan.directory / "formatting"
     shutil.rmtree(fresh, ignore_errors=True)
     plan.directory.mkdir(parents=True, exist_ok=True)
     properties = plan.directory / "formatting.properties"
     properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
-    command = config.format_command(java, jars_dir, properties, cluster_id, options)
+    command = [*wrapper, *config.format_command(java, jars_dir, properties, cluster_id, options)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S)
     except subprocess.CalledProcessError as error:

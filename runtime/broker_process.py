@@ -10,19 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.broker_config import NodePlan
 from runtime.errors import PlumbingError
 
-# Runs as a tiny Python that becomes the JVM: asks the kernel for a SIGTERM at its parent's death, whatever the parent
+# Runs as a tiny Python that becomes the JVM: asks the kernel for a signal at its parent's death, whatever the parent
 # dies of. (subprocess' preexec_fn would run Python between fork and exec, which may deadlock beside other threads.)
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, 15)\n"
+    "ctypes.CDLL(None).prctl(1, int(sys.argv[2]))\n"
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "os.execvp(sys.argv[3], sys.argv[3:])\n"
 )
 KILL_TIMEOUT_S = 10.0
 _METADATA, _METADATA_VERSION = 3, 4
@@ -48,13 +49,15 @@ class Jvm:
     """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
 
     That thread lives as long as the JVM: the kernel's parent-death signal follows the thread that forked.
+    at_parents_death: what the JVM gets then; None: it lives on. Processes that the JVM has started end with it.
     """
 
-    def __init__(self, command: list[str], output: Path, *, outlive_parent: bool) -> None:
-        self._command = command if outlive_parent else _guarded(command)
+    def __init__(self, command: list[str], output: Path, *, at_parents_death: signal.Signals | None) -> None:
+        self._command = command if at_parents_death is None else _guarded(command, at_parents_death)
         self._output = output
         self._spawned = threading.Event()
         self._exited = threading.Event()
+        self._reaping = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         threading.Thread(target=self._run, name="broker-jvm", daemon=True).start()
@@ -73,8 +76,11 @@ class Jvm:
             return
         finally:
             self._spawned.set()
-        self._process.wait()
-        self._exited.set()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:  # until it is reaped nothing else can have its number
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._exited.set()
 
     @property
     def pid(self) -> int:
@@ -90,9 +96,9 @@ class Jvm:
         return code if code >= 0 else 128 - code
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        if not self._exited.is_set():
-            self._process.send_signal(number)
+        with self._reaping:
+            if not self._exited.is_set():
+                os.kill(self.pid, number)
 
     def end(self, patience_s: float) -> None:
         """SIGTERM, SIGKILL after `patience_s` (0: at once); return when it is gone. Gone already is fine."""
@@ -104,38 +110,59 @@ class Jvm:
             raise BrokerError(f"broker process {self.pid} does not die of SIGKILL (is its disk stuck?)")
 
 
-def _guarded(command: list[str]) -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+def _guarded(command: list[str], at_parents_death: signal.Signals) -> list[str]:
+    guard = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), str(int(at_parents_death))]
+    return [*guard, *command]
+
+
+def recorded_pid(plan: NodePlan) -> int | None:
+    """What the pid file says, be it stale; None after a `stop_pids`."""
+    try:
+        return int(plan.pid_file.read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def read_pid(plan: NodePlan) -> int | None:
     """The pid of this node's running broker, whoever started it; None if there is none (a pid file may be stale)."""
+    pid = recorded_pid(plan)
+    return pid if pid is not None and _runs(plan, pid) else None
+
+
+def _runs(plan: NodePlan, pid: int) -> bool:
     try:
-        pid = int(plan.pid_file.read_text(encoding="ascii"))
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, ValueError):
-        return None
-    return pid if os.fsencode(plan.properties) in command.split(b"\0") else None
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return os.fsencode(plan.properties) in command.split(b"\0")
 
 
 def stop_pids(plans: list[NodePlan], timeout_s: float) -> list[int]:
-    """SIGTERM the running brokers of `plans`, wait, then SIGKILL; return the pids that were stopped."""
-    running = {plan.node: pid for plan in plans if (pid := read_pid(plan)) is not None}
-    for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
-        for plan in plans:
-            if (pid := read_pid(plan)) is not None:
-                _send(pid, number)
-        if wait_gone(plans, patience_s):
-            break
+    """SIGTERM the running brokers of `plans`, wait, then SIGKILL; return the pids that were stopped.
+
+    The pid files go before the SIGKILL: whoever starts these nodes at this moment sees by that who killed them.
+    """
+    running = [(plan, pid) for plan in plans if (pid := read_pid(plan)) is not None]
+    for _, pid in running:
+        _send(pid, signal.SIGTERM)
+    gone = wait_gone(plans, timeout_s)
+    left = [] if gone else [(plan, pid) for plan in plans if (pid := read_pid(plan)) is not None]
     for plan in plans:
         plan.pid_file.unlink(missing_ok=True)
-    return list(running.values())
+    for _, pid in left:
+        _send(pid, signal.SIGKILL)
+    _wait_until(lambda: not any(_runs(plan, pid) for plan, pid in left), KILL_TIMEOUT_S)
+    return [pid for _, pid in running]
 
 
 def wait_gone(plans: list[NodePlan], timeout_s: float) -> bool:
     """True once no broker of `plans` runs."""
+    return _wait_until(lambda: all(read_pid(plan) is None for plan in plans), timeout_s)
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while any(read_pid(plan) is not None for plan in plans):
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

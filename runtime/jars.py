@@ -8,21 +8,21 @@ dependencies picks wrong versions, and it does not verify what it has cached, so
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from runtime.errors import PlumbingError
+from runtime.file_lock import exclusive
 
 KAFKA_VERSION = "4.3.1"
 OLDEST_JAVA = 17
@@ -90,7 +90,12 @@ def pinned_jars() -> tuple[PinnedJar, ...]:
 
 
 def ensure_jars(
-    directory: Path | None = None, pins: Iterable[PinnedJar] | None = None, fetch: Fetch | None = None
+    directory: Path | None = None,
+    pins: Iterable[PinnedJar] | None = None,
+    fetch: Fetch | None = None,
+    *,
+    patience_s: float = math.inf,
+    say: Callable[[str], None] | None = None,
 ) -> Path:
     """Make `directory` hold every pinned jar with its pinned bytes; return it.
 
@@ -98,12 +103,16 @@ def ensure_jars(
     recorded then; a missing or wrong one is fetched anew. Jars are moved into place only whole and verified, under a
     lock, so processes may call this at the same time and be killed at any point.
 
-    Raises JarsError that names each jar which could not be fetched or had wrong bytes every time.
+    Raises JarsError that names each jar which could not be fetched or had wrong bytes every time, or when another
+    process is at it for `patience_s`; `say` is told of that each 10 s.
     """
     directory = directory or default_jars_dir()
     pins = tuple(pins if pins is not None else pinned_jars())
     directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory / ".lock"):
+    busy = f"another process fetches Kafka's jars into {directory}"
+    late = JarsError(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it")
+    waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
+    with exclusive(directory / ".lock", late, patience_s, waiting):
         seen = _read_stamp(directory / _STAMP)
         bad = [jar for jar in pins if not _is_good(directory / jar.name, jar, seen)]
         if bad:
@@ -242,11 +251,3 @@ def _write_stamp(path: Path, stamp: dict[str, list[int | str]]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(stamp, indent=0), encoding="utf-8")
     os.replace(partial, path)
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on `path`; the kernel lets go of it when the process dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

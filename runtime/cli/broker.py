@@ -47,7 +47,9 @@ def broker_start(
     words: Words = None,
     config: Config = None,
     nodes: Nodes = None,
-    wait: Annotated[float | None, typer.Option(min=0, help="Give up after so many seconds; else never.")] = None,
+    wait: Annotated[
+        float | None, typer.Option(min=0, help="Give up after so many seconds of waiting; else never.")
+    ] = None,
 ) -> None:
     """Start the broker in the background, and wait until it serves. After an unclean end it reads its logs first."""
     from math import inf

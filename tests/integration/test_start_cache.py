@@ -78,14 +78,14 @@ def test_a_making_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path, jars_
     while True:
         maker = subprocess.Popen([sys.executable, "-c", PROGRAM, str(jars_dir)])
         try:
-            code = maker.wait(after_s)
+            assert maker.wait(after_s) == 0
+            break
         except subprocess.TimeoutExpired:
             maker.send_signal(signal.SIGKILL)
             maker.wait()
-            assert not cache.made
-        else:
-            break
+        if cache.made:
+            break  # between the file's coming and the maker's own end
         after_s *= 1.5
-    assert code == 0 and cache.made
+    assert make_start_cache(cache) and cache.made
     assert not list(jars_dir.glob(".training-*"))
     assert uses(cache, tmp_path / "broker")

@@ -56,6 +56,29 @@ def test_a_start_is_told_of_one_that_is_there(tmp_path: Path, version: int, opti
     assert cache.options == []
 
 
+def test_a_bad_one_that_may_not_be_deleted_is_passed_over(tmp_path: Path) -> None:
+    cache = start_cache(Java("java", 25), tmp_path)
+    cache.path.mkdir()  # nothing deletes a directory as a file, whoever asks
+    assert cache.options
+    cache.discard("it is bad")
+    assert cache.made and cache.options == []
+
+
+def test_each_java_of_a_making_has_the_lowest_priority(tmp_path: Path, java: Callable[[str], Java]) -> None:
+    asked_by_all = java(
+        'nice >> $0.nice; case "$*" in *StorageTool*) for a; do case $a in *formatting.properties) '
+        'mkdir "${a%.properties}";; esac; done;; esac; exit 1'
+    )
+    cache = start_cache(asked_by_all, tmp_path / "jars")
+    for made in (False, True):  # the format; the look at one that is there, and the format again
+        (tmp_path / "jars").mkdir(exist_ok=True)
+        if made:
+            cache.path.write_bytes(b"classes")
+        with pytest.raises(BrokerError):
+            make_start_cache(cache, niceness=19)
+    assert (tmp_path / "java.nice").read_text().split() == ["19"] * 3
+
+
 def test_a_making_that_fails_says_why_and_leaves_nothing(tmp_path: Path, java: Callable[[str], Java]) -> None:
     jars = tmp_path / "jars"
     (jars / ".training-killed").mkdir(parents=True)

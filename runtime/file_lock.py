@@ -1,0 +1,47 @@
+"""One process at a time: an advisory lock on a file, waited for with a bound and not in silence."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+
+SAY_EVERY_S = 10.0
+_POLL_S = 0.05
+
+
+@contextmanager
+def exclusive(
+    path: Path,
+    late: Exception,
+    patience_s: float = math.inf,
+    waiting: Callable[[float], None] | None = None,
+    say_every_s: float = SAY_EVERY_S,
+) -> Iterator[None]:
+    """Hold the lock on `path`, a file that is made if absent; the kernel lets go of it when the process dies.
+
+    Raises `late` when another holds it for `patience_s` (0: one look). `waiting` is told each `say_every_s` for how many seconds.
+    """
+    with path.open("a") as file:
+        started = said = time.monotonic()
+        while not _taken(file):
+            now = time.monotonic()
+            if now - started >= patience_s:
+                raise late
+            if waiting is not None and now - said >= say_every_s:
+                said = now
+                waiting(now - started)
+            time.sleep(_POLL_S)
+        yield
+
+
+def _taken(file: TextIOWrapper) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

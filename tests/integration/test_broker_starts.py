@@ -1,0 +1,154 @@
+"""Starts of the embedded broker whose nodes never get to serve: what may go wrong beside them. A Java that hangs stands in for them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests_ports import free_port
+
+from runtime.broker import BrokerError, EmbeddedBroker
+from runtime.broker_directory import one_starter
+from runtime.broker_process import Jvm, NotReady, read_pid, stop_pids
+from runtime.file_lock import exclusive
+
+HANGS = """#!/bin/sh
+case "$*" in
+*XshowSettings*) echo "    java.specification.version = 25"; echo "    java.home = /none" ;;
+*StorageTool*) for a; do case $a in *formatting.properties) mkdir "${a%.properties}" ;; esac; done ;;
+*) trap '' TERM; while :; do sleep 0.2; done ;;
+esac
+"""
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def java(tmp_path: Path) -> str:
+    """It formats; a node of it neither serves nor ends when it is asked to."""
+    path = tmp_path / "java"
+    path.write_text(HANGS)
+    path.chmod(0o755)
+    return str(path)
+
+
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+class Start:
+    """One that is under way in a thread."""
+
+    def __init__(self, broker: EmbeddedBroker) -> None:
+        self.broker = broker
+        self.error: BrokerError | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.broker.start(detach=True, patience_s=PATIENCE_S)
+        except BrokerError as error:
+            self.error = error
+
+    def await_nodes(self, count: int) -> None:
+        wait_for(f"{count} nodes", lambda: len(self.broker.pids) == count)
+
+    def ended_with(self) -> str:
+        self._thread.join(2 * PATIENCE_S)
+        assert not self._thread.is_alive()
+        return str(self.error)
+
+
+def test_a_node_of_before_that_dies_meanwhile_is_not_waited_for(tmp_path: Path, java: str) -> None:
+    broker = EmbeddedBroker(tmp_path / "broker", free_port(nodes=3), nodes=3, java=java)
+    Path(java).write_text(HANGS.replace("trap '' TERM; ", ""))
+    first = broker.plans[1]
+    first.directory.mkdir(parents=True)
+    before = subprocess.Popen([java, "kafka.Kafka", str(first.properties)])
+    first.pid_file.write_text(f"{before.pid}\n")
+    wait_for("node 1", lambda: read_pid(first) == before.pid)
+    start = Start(broker)
+    try:
+        start.await_nodes(2)
+    finally:
+        before.kill()
+        before.wait()
+    assert "node 1, which ran already, has ended" in start.ended_with()
+    assert [read_pid(plan) for plan in broker.plans.values()] == [None] * 3
+
+
+def test_what_is_stopped_while_it_starts_stays_stopped(tmp_path: Path, java: str) -> None:
+    broker = EmbeddedBroker(tmp_path / "broker", free_port(nodes=3), nodes=3, java=java)
+    start = Start(broker)
+    start.await_nodes(3)
+    wait_for("their pid files", lambda: all(map(read_pid, broker.plans.values())))
+    assert len(stop_pids(list(broker.plans.values()), timeout_s=0.5)) == 3
+    assert "exited with 137" in start.ended_with()
+    assert [read_pid(plan) for plan in broker.plans.values()] == [None] * 3
+
+
+def test_another_start_is_waited_for_with_a_bound(tmp_path: Path, java: str) -> None:
+    with one_starter(tmp_path), pytest.raises(NotReady, match=r"another start of the broker on .* is under way"):
+        EmbeddedBroker(tmp_path, free_port(), java=java).start(patience_s=0.0)
+
+
+def test_who_waits_for_a_lock_is_told_so(tmp_path: Path) -> None:
+    told: list[float] = []
+    with exclusive(tmp_path / "lock", RuntimeError()):
+        with pytest.raises(RuntimeError, match="late"):
+            with exclusive(tmp_path / "lock", RuntimeError("late"), 0.5, told.append, say_every_s=0.1):
+                pass
+    assert told and told == sorted(told)
+    with exclusive(tmp_path / "lock", RuntimeError(), 0.0):
+        pass
+
+
+def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
+    jvm = Jvm(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"], tmp_path / "out", at_parents_death=None)
+    wait_for("the child", lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
+    jvm.end(0.0)
+    assert jvm.exit_code == 128 + signal.SIGKILL
+    wait_for("the child is gone", lambda: not runs(child))
+
+
+PARENT = """
+import signal, sys, time
+from pathlib import Path
+from runtime.broker_process import Jvm
+jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], Path(sys.argv[1]), at_parents_death=signal.SIGKILL)
+print(jvm.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_jvm_that_is_to_die_with_its_parent_at_once_does(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for("it ignores SIGTERM", lambda: ignores_term(pid))
+        parent.kill()
+    wait_for("the JVM is gone", lambda: not runs(pid))
+
+
+def ignores_term(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
