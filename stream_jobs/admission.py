@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
@@ -54,8 +54,8 @@ IDLE_S = 0.05
 COMMIT_INTERVAL_S = 0.5
 CHECK_INTERVAL_S = 5.0
 PUBLISHED_MOST = 10
-PUT_MOST = 1000
-"""Decisions of a transaction that are on their way at once: the client takes 100,000."""
+PUT_MOST, PUT_BYTES = 1000, 32 * 1024 * 1024
+"""Records of a transaction that are on their way at once, and bytes of them: the client takes 100,000 and 1 GiB."""
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
@@ -175,22 +175,30 @@ class Desk:
         return self._cluster.watermarks(topic, [partition])[partition][1]
 
     def _first_tick_needed(self, first: int) -> int:
-        """Lowest offset from which every source partition ticks before `first`; the log's first when one never did."""
+        """Offset from which every source partition ticks once before `first`; of those that ever did. As `TopicTrim` has it, which removes
+        what is below: so it comes in between of this and the reading, and does no harm.
+        """
         topic, partition = self._at
         low = self._cluster.watermarks(topic, [partition])[partition][0]
         start = max(low, first)
-        window, seen = 64 * self._source.tickers, set[int]()
-        while start > low and len(seen) < self._source.tickers:
+        needed, tickers = start, self._source.tickers
+        window, last = 64 * tickers, dict[int, int]()
+        while start > low and len(last) < tickers:
             stop, start = start, max(low, start - window)
             window *= 2
-            seen.update(self._ticking(self._cluster.read_range(topic, partition, start, stop - 1)))
-        return start
+            last = self._ticks(self._cluster.read_range(topic, partition, start, stop - 1)) | last
+        return min(last.values(), default=needed)
 
-    def _ticking(self, records: Iterable[Record]) -> Iterator[int]:
+    def _ticks(self, records: Iterable[Record]) -> dict[int, int]:
+        """Offset of the last Tick of each source partition."""
+        last = dict[int, int]()
         for record in records:
             if self._decoder.codec.is_tick(record.value):
                 with suppress(Undecodable, UnknownSchema):  # buried when it was folded
-                    yield self._decoder.decode(record.value).partition
+                    tick = self._decoder.decode(record.value)
+                    if 0 <= tick.partition < self._source.tickers and tick.event_time is not None:
+                        last[tick.partition] = record.offset
+        return last
 
     def step(self, timeout_s: float) -> bool:
         """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
@@ -265,14 +273,16 @@ class Desk:
     def _write(self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None) -> None:
         """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
         encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
+        pace = Pace(self._producer.flush)
         with self._producer.transaction():
             for number, decision in enumerate(decisions, 1):
                 value, on_ack = encode(decision), acks.append if number == len(decisions) else None
+                pace.before(len(value))
                 self._producer.put(self._journal_topic, key, value, partition=0, on_ack=on_ack)
-                if number % PUT_MOST == 0:
-                    self._producer.flush()
             for letter in buried:
-                self._producer.put(self._topics.dead_letters, letter.key, encode(letter))
+                said = encode(letter)
+                pace.before(len(said))
+                self._producer.put(self._topics.dead_letters, letter.key, said)
             if position is not None:
                 self._producer.commit_positions(self._reader, {self._at: position})
         if acks:
@@ -293,7 +303,10 @@ class Desk:
     def _commit(self, now: bool = False) -> None:
         position = self._reader.positions[self._at]
         due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
-        if (due or now) and position != self._committed and position >= self.past.input_to:
+        known = max(
+            self.past.input_to, self._buried_below
+        )  # below it a commit would go back behind one of a transaction
+        if (due or now) and position != self._committed and position >= known:
             self._reader.commit({self._at: position})
             self._committed, self._committed_at = position, time.monotonic()
 
@@ -303,6 +316,22 @@ class Desk:
         self._reader.close()
         self._producer.close()
         self._checkpoint.close(self.past.ledger, self._mark)
+
+
+class Pace:
+    """Records that are on their way to the broker at once: not more than PUT_MOST, nor PUT_BYTES if it is not a single one."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        """flush: returns when all of them are there."""
+        self._flush, self._count, self._bytes = flush, 0, 0
+
+    def before(self, size: int) -> None:
+        """One of this size is next."""
+        if self._count == PUT_MOST or (self._count and self._bytes + size > PUT_BYTES):
+            self._flush()
+            self._count = self._bytes = 0
+        self._count += 1
+        self._bytes += size
 
 
 def place_of(headers: Mapping[str, bytes]) -> Place | None:

@@ -33,8 +33,8 @@ class Decided(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """What the records of a journal say, from its first on. For the life of a run: 34 bytes a decided trajectory and 34 a group id, and
-    what the buckets of `Packed` take besides.
+    """What the records of a journal say, from its first on. For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
+    `ClosedRounds.others` take more), and what the buckets of `Packed` take besides.
 
     gone: members refused one by one, of rounds that are still open; turned: refused because such a round was full or sealed.
     told: trajectories that the records have named. Of the candidates topic that the last ones came from: its id, the policies applied,

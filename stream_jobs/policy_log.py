@@ -24,7 +24,8 @@ from stream_jobs.policy import flaw_of_policy, policy_of, settings_of
 
 HEADER_BYTES = 10
 """Of a value in Avro single-object encoding: they name its schema."""
-STRAYS_MOST = 1000
+STRAYS_MOST, STRAYS_BYTES = 1000, 32 * 1024 * 1024
+"""Records and bytes of them that are kept."""
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
@@ -52,14 +53,15 @@ class RunLog:
         self.said: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
         """The policies and ends, in the order of the log."""
         self.strays: list[Record] = []
-        """What is of no run and no Tick; the first of them."""
+        """What is of no run and no Tick; as many as are kept."""
+        self._strays_bytes = 0
         self._offsets = array("q")
 
     def read(self, first: int) -> None:
         """Read to the end of the log; from `first` on everything is known then. 0: from its beginning."""
         if self._from is None or first < self._from:
             self._from = self.read_to = first
-            self.said, self.strays, self._offsets = [], [], array("q")
+            self.said, self.strays, self._strays_bytes, self._offsets = [], [], 0, array("q")
         topic, partition = self._at
         end = self._cluster.watermarks(topic, [partition])[partition][1]
         ticks = self._ticks
@@ -109,9 +111,11 @@ class RunLog:
         return found
 
     def _stray(self, record: Record) -> None:
-        """Keep it for admission, which buries it. Above that many the log is read from the next one on, as if it were the run's."""
-        if len(self.strays) < STRAYS_MOST:
+        """Keep it for admission, which buries it. The log is read from the first one on that is not kept, as if it were the run's."""
+        size = len(record.key or b"") + len(record.value or b"") + sum(map(len, record.headers.values()))
+        if len(self.strays) < STRAYS_MOST and self._strays_bytes + size <= STRAYS_BYTES:
             self.strays.append(record)
+            self._strays_bytes += size
         else:
             self._offsets.append(record.offset)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -87,11 +88,40 @@ def test_most_group_ids_are_packed() -> None:
         rounds = store.of(group_id)
         rounds.close(0, 7, left)
         store.put(group_id, rounds)
-    assert store.others == {} and store.of("short") == Rounds(1, owed=(Owed(0, 7, 1),))
+    assert store.others == {} and store.of("short") == Rounds(((0, 1),), (Owed(0, 7, 1),))
     rounds = store.of("short")
     rounds.close(1, 9, 0)
     store.put("short", rounds)
     assert list(store.others) == ["short"] and len(store.packed) == 1
     rounds.turned_away(0)
     store.put("short", rounds)
-    assert store.others == {} and store.of("short") == Rounds(2)
+    assert store.others == {} and store.of("short") == Rounds(((0, 2),))
+
+
+@pytest.mark.parametrize("first", [1, 7, 2**31 - 21])
+def test_rounds_that_do_not_begin_at_0_are_packed_too(first: int) -> None:
+    store = ClosedRounds()
+    for number in range(first, first + 20):
+        rounds = store.of("g")
+        assert not rounds.closed(number)
+        rounds.close(number, number, 0)
+        store.put("g", rounds)
+    assert store.others == {} and len(store.packed) == 1
+    rounds = store.of("g")
+    assert [rounds.closed(n) for n in (-1, 0, first - 1, first, first + 19)] == [True, False, False, True, True]
+    assert rounds.floor == 0, "a trajectory that does not say its round takes the first that is free"
+    rounds.close(first - 1, 99, 1)
+    store.put("g", rounds)
+    assert list(store.others) == ["g"], "not the last of them is owed"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=20))
+def test_rounds_are_a_set_of_numbers(numbers: list[int]) -> None:
+    rounds, plain = Rounds(), set[int]()
+    for number in numbers:
+        rounds.close(number, 0, 0)
+        plain.add(number)
+        assert {n for n in range(14) if rounds.closed(n)} == plain
+        assert rounds.floor == min(set(range(14)) - plain)
+        assert all(end < first for (_, end), (first, _) in pairwise(rounds.spans)), "joined where they meet"

@@ -1,0 +1,64 @@
+"""What admission holds of foreign records, and what it gives the client at once: so many, and so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from runtime.kafka import Cluster, Record
+from runtime.records import Decoder
+from schemas.codec import Codec
+from stream_jobs import policy_log
+from stream_jobs.admission import PUT_BYTES, PUT_MOST, Pace
+from stream_jobs.policy_log import RunLog
+
+AT = ("candidates", 0)
+
+
+class Source:
+    """A log of records that are of no run."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.records = [Record(*AT, i, 0, b"No_Run", b"x" * size, {"h": b"yyyy"}) for i, size in enumerate(sizes)]
+        self.codec = Codec()
+
+    def watermarks(self, topic: str, partitions: Any) -> dict[int, tuple[int, int]]:
+        return {0: (0, len(self.records))}
+
+    def read_all(self, topic: str, partition: int, first: int | None = None) -> Iterator[Record]:
+        return iter(self.records[first or 0 :])
+
+
+def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key, value and headers count. From the first that is not kept on the log is read, so that none is passed over."""
+    monkeypatch.setattr(policy_log, "STRAYS_BYTES", 100)
+    source = Source([30, 30, 30, 5, 1])
+    log = RunLog(cast(Cluster, source), cast(Decoder, source), AT, "r")
+    for _ in range(2):
+        log.read(0)
+        assert [r.offset for r in log.strays] == [0, 1, 3], "30 bytes more are too many, 5 are not"
+        assert log.next_own(0) == 2
+    log.read(1)
+    assert log.next_own(3) == 4
+    log._from = None  # as at a first reading
+    log.read(1)
+    assert [r.offset for r in log.strays] == [1, 2, 3] and log.next_own(1) == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "waits"),
+    [
+        ([1] * PUT_MOST, []),
+        ([1] * (2 * PUT_MOST + 1), [PUT_MOST, 2 * PUT_MOST]),
+        ([PUT_BYTES // 4] * 9, [4, 8]),
+        ([PUT_BYTES + 1, 1, PUT_BYTES, 1], [1, 2, 3]),
+    ],
+)
+def test_a_transaction_waits_before_too_much_is_on_its_way(sizes: list[int], waits: list[int]) -> None:
+    waited, begun = list[int](), 0
+    pace = Pace(lambda: waited.append(begun))
+    for begun, size in enumerate(sizes):  # noqa: B007 - told by the pace
+        pace.before(size)
+    assert waited == waits
