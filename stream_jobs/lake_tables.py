@@ -332,7 +332,11 @@ def _group_columns() -> tuple[Column, ...]:
         column("admitted", pa.bool_(), "True: in a batch. False: refused."),
         column("batch_seq", pa.int64(), "Batch it is in; null: refused."),
         column("index", pa.int32(), "Place in the batch; null: refused."),
-        column("whole_group", pa.bool_(), "False: only these members are refused, the round goes on."),
+        column(
+            "whole_group",
+            pa.bool_(),
+            "False: only these members are refused, the round goes on; or a part of a group that one record does not take.",
+        ),
         column("reason", pa.string(), "Why refused; null: admitted."),
         column("detail", pa.string(), "The reason with numbers."),
         column("trajectory_ids", pa.list_(pa.string()), "Members, or who is refused."),
