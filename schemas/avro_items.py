@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.avro_reader import ITEMS_MAX, long, size
-from schemas.avro_types import Schema
+from schemas.avro_types import Schema, size_of
+
+_VISITS = 8
+"""Values for each byte, those included that hold others or take none. What anyone writes has two or three."""
 
 _SIZES = {"null": 0, "boolean": 1, "float": 4, "double": 8}
 
@@ -17,8 +20,8 @@ _SIZES = {"null": 0, "boolean": 1, "float": 4, "double": 8}
 def check_items(schema: Schema, named: Mapping[str, Schema], data: bytes, at: int) -> None:
     """Step over a record as fastavro does. named: the types that the schema names.
 
-    Raises ValueError when it has more than ITEMS_MAX records, or items that take no bytes, in all its arrays; one of `Read`'s errors, or
-    RecursionError, when it is no such record.
+    Raises ValueError when it has more than ITEMS_MAX records, or items that take no bytes, in all its arrays, or far more values than
+    bytes; one of `Read`'s errors, or RecursionError, when it is no such record.
     """
     _Walk(named, data).value(schema, at)
 
@@ -26,9 +29,13 @@ def check_items(schema: Schema, named: Mapping[str, Schema], data: bytes, at: in
 class _Walk:
     def __init__(self, named: Mapping[str, Schema], data: bytes) -> None:
         self._named, self._data, self._left = named, data, ITEMS_MAX
+        self._visits = ITEMS_MAX + _VISITS * len(data)
 
     def value(self, schema: Any, at: int) -> int:
         """The position behind a value. Bytes that are missing are noticed at the next one."""
+        self._visits -= 1
+        if self._visits < 0:
+            raise ValueError(f"far more values than the {len(self._data)} bytes have room for")
         if isinstance(schema, list):
             branch, at = size(self._data, at)
             return self.value(schema[branch], at)
@@ -42,7 +49,7 @@ class _Walk:
             case "null" | "boolean" | "float" | "double":
                 return at + _SIZES[kind]
             case "fixed":
-                return at + int(schema["size"])
+                return at + size_of(schema)
             case "record" | "error":
                 for field in schema["fields"]:
                     at = self.value(field["type"], at)

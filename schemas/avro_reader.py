@@ -4,6 +4,7 @@ Value for value what fastavro reads (a test holds both against each other), but 
 than 64 bits, which no writer writes, is refused, and so are more than 100,000 records in one array: one of two bytes would become sixty.
 Only the types that our schemas use; a pair that needs more is a ValueError. For each pair one function is written out, as `dataclasses`
 does: a call for each field would cost more than the field. What is not wanted is stepped over, what was not written has its default.
+Schemas come from anybody: nothing of one gets into that source but through `schemas.avro_source`.
 
 Format: https://avro.apache.org/docs/1.12.0/specification/#binary-encoding, and #schema-resolution there.
 """
@@ -15,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
-from schemas.avro_types import Schema, kind_of, not_null, plain_name, takes_nothing
+from schemas.avro_source import identifier, literal
+from schemas.avro_types import Schema, kind_of, not_null, plain_name, size_of, takes_nothing
 
 Read = Callable[[bytes, int], Any]
 """From bytes and the position of the record in them: the record, which must end with them. Raises one of MALFORMED."""
@@ -26,6 +28,8 @@ MALFORMED = (IndexError, ValueError, struct.error, MemoryError, OverflowError)
 """What a `Read` raises for bytes that are no such record."""
 ITEMS_MAX = 100_000
 """Records in one array. What we write has far fewer: its records have a bound of bytes."""
+LINES_MAX = 20_000
+"""Lines of one reader; ours have some 350. Types that are used in many places are written out in each, and compiling 20,000 takes a second."""
 
 _SIZES = {"boolean": 1, "float": 4, "double": 8}
 _float, _double = struct.Struct("<f").unpack_from, struct.Struct("<d").unpack_from
@@ -66,7 +70,7 @@ class Records:
             raise ValueError(f"{cls.__name__} and its schema have other fields")
         record, twin = code.name(), code.constant(type(name, (), {"__slots__": tuple(names)}))
         code.add(depth, f"{record} = new({twin})")
-        return record, {n: f"{record}.{n}" for n in names}, [f"{record}.__class__ = {code.constant(cls)}"]
+        return record, {n: f"{record}.{identifier(n)}" for n in names}, [f"{record}.__class__ = {code.constant(cls)}"]
 
     def array(self, found: str) -> str:
         return f"tuple({found})"
@@ -86,7 +90,7 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
     }  # fmt: skip
     source = "def read(data, at):\n" + "\n".join(code.lines)
     try:
-        exec(compile(source, f"<reader of {writer['name']}>", "exec"), names)
+        exec(compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names)
     except (SyntaxError, RecursionError, MemoryError) as e:  # Python nests at most 20 loops, and two are an array
         raise ValueError(f"types nested so deeply are not read here: {e}") from e
     return names["read"]  # type: ignore[no-any-return]
@@ -142,6 +146,18 @@ def _bad(what: str, at: int) -> None:
     raise ValueError(f"{what} at byte {at}")
 
 
+def _is_value(kind: str, value: Any) -> bool:
+    """Whether a default is what a field of a plain kind can have. Raises ValueError for text that is none in UTF-8."""
+    match kind:
+        case "string" | "enum":
+            return type(value) is str and value.encode() is not None
+        case "int" | "long":
+            return type(value) is int and value.bit_length() < (32 if kind == "int" else 64)
+        case "float" | "double":
+            return type(value) is float or (type(value) is int and value.bit_length() < 64)
+    return kind == "boolean" and type(value) is bool
+
+
 class Code:
     """Lines of a reader, and the constants that they name. In them `data` and `at` are the bytes and the position; `n` is for the moment."""
 
@@ -153,6 +169,8 @@ class Code:
 
     def add(self, depth: int, *lines: str) -> None:
         self.lines += ["    " * depth + line for line in lines]
+        if len(self.lines) > LINES_MAX:
+            raise ValueError(f"a reader of more than {LINES_MAX} lines is not made")
 
     def name(self) -> str:
         self._names += 1
@@ -262,7 +280,7 @@ class Code:
             case "boolean" | "float" | "double" as kind:
                 self.add(depth, f"at += {_SIZES[kind]}")
             case "fixed":
-                self.add(depth, f"at += {writer['size']}")
+                self.add(depth, f"at += {literal(size_of(writer))}")
             case "record":
                 self.add(depth, "pass")
                 for field in writer["fields"]:
@@ -308,9 +326,7 @@ class Code:
         """Code of what a field is that nobody wrote. Raises ValueError when its schema has no default that is read here."""
         value, kind = field.get("default", self), field["type"]
         kind = kind_of(kind[0] if isinstance(kind, list) else kind)
-        if value is None or (
-            kind in ("string", "int", "long", "float", "double", "boolean", "enum") and value is not self
-        ):
+        if value is None or _is_value(kind, value):
             return self.constant(value)
         if kind in ("array", "map") and not value:
             return self._made.empty if kind == "array" else self._made.map()[0]

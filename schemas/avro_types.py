@@ -1,12 +1,122 @@
-"""Avro schemas as parsed JSON: what a type is, and types written out where they are used. Pure."""
+"""Avro schemas as parsed JSON: what is one, what a type is, and types written out where they are used. Pure."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 Schema = Any
 """An Avro schema as parsed JSON."""
 PLAIN = ("null", "boolean", "int", "long", "float", "double", "bytes", "string")
+TYPES_MAX = 20_000
+"""Types in a schema with each named one written out where it is used. Ours have a few hundred; in 3 KB of names there can be a million."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TEXTS = ("doc", "logicalType", "namespace", "packing")
+
+
+def is_name(text: str) -> bool:
+    """Whether it is a name as the specification has them, without a namespace."""
+    return _NAME.fullmatch(text) is not None
+
+
+def check(schema: Schema) -> None:
+    """Refuse what no schema has, before anything is made of one that somebody announced.
+
+    Raises ValueError for names that are none, sizes and texts that are of another type, types without their parts; RecursionError.
+    Whether types are known, and defaults are values of theirs, is not asked here.
+    """
+    if isinstance(schema, list):
+        for branch in schema:
+            if isinstance(branch, list):
+                raise ValueError("a union right inside a union")
+            check(branch)
+    elif isinstance(schema, dict):
+        _check_type(schema)
+    else:
+        _check_name(schema)
+
+
+def _check_type(schema: dict[str, Any]) -> None:
+    _check_texts(schema)
+    match kind := schema.get("type"):
+        case "record" | "error":
+            _check_name(schema.get("name"))
+            names = set[str]()
+            for field in _list_of(dict, schema, "fields"):
+                _check_texts(field)
+                if not isinstance(name := field.get("name"), str) or not is_name(name) or name in names:
+                    raise ValueError(f"{name!r:.40} is no name of a field, or of two")
+                names.add(name)
+                check(field.get("type"))
+        case "enum":
+            _check_name(schema.get("name"))
+            if not all(map(is_name, _list_of(str, schema, "symbols"))):
+                raise ValueError(f"a symbol of {schema['name']} is no name")
+        case "fixed":
+            _check_name(schema.get("name"))
+            size_of(schema)
+        case "array":
+            check(schema.get("items"))
+        case "map":
+            check(schema.get("values"))
+        case _ if kind not in PLAIN:
+            raise ValueError(f"{kind!r:.40} is no type")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not all(map(is_name, name.split("."))):
+        raise ValueError(f"{name!r:.40} is no name of a type")
+
+
+def _check_texts(part: dict[str, Any]) -> None:
+    """part: a type or a field."""
+    for key in _TEXTS:
+        if not isinstance(part.get(key, ""), str | None):
+            raise ValueError(f"{key} is text, not {part[key]!r:.40}")
+        (part.get(key) or "").encode()  # half a surrogate pair is a ValueError here rather than in whoever shows it
+    if "aliases" in part:
+        for alias in _list_of(str, part, "aliases"):
+            _check_name(alias)
+
+
+def _list_of(kind: type, schema: dict[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise ValueError(f"{key} of {schema.get('name')!r:.40} is no list of {kind.__name__}")
+    return found
+
+
+def check_extent(schema: Schema) -> None:
+    """Raises ValueError when the schema has more than TYPES_MAX types and symbols, written out. schema: with whole names everywhere.
+
+    A type inside itself counts as one: how often it is there, the bytes of a record say.
+    """
+    _extent(schema, {})
+
+
+def _extent(schema: Schema, named: dict[str, int]) -> int:
+    if isinstance(schema, str):
+        return named.get(schema, 1)
+    if isinstance(schema, list):
+        inner: list[Schema] = schema
+    else:
+        inner = [f["type"] for f in schema.get("fields", ())] + [schema[k] for k in ("items", "values") if k in schema]
+    extent = 1 + sum(_extent(one, named) for one in inner)
+    if isinstance(schema, dict):
+        extent += len(schema.get("symbols", ()))
+        named[schema.get("name", "")] = extent
+    if extent > TYPES_MAX:
+        raise ValueError(f"more than {TYPES_MAX} types, written out where they are used")
+    return extent
+
+
+def size_of(fixed: Schema) -> int:
+    """Bytes of a `fixed`. Raises ValueError when its schema does not say them."""
+    size = fixed.get("size")
+    if type(size) is not int or not 0 <= size < 1 << 31:
+        raise ValueError(f"{size!r:.40} is no number of bytes")
+    return size
 
 
 def plain_name(name: str) -> str:
@@ -15,7 +125,10 @@ def plain_name(name: str) -> str:
 
 
 def expanded(schema: Schema, named: dict[str, Schema] | None = None) -> Schema:
-    """The schema with each named type written out where it is used. Raises ValueError when a type is unknown or contains itself."""
+    """The schema with each named type written out where it is used.
+
+    Raises ValueError when a type is unknown or contains itself, or two have one name in different namespaces.
+    """
     named = {} if named is None else named
     if isinstance(schema, list):
         return [expanded(branch, named) for branch in schema]
@@ -29,16 +142,20 @@ def expanded(schema: Schema, named: dict[str, Schema] | None = None) -> Schema:
     match schema["type"]:
         case "record":
             out["fields"] = [{**f, "type": expanded(f["type"], named)} for f in schema["fields"]]
-        case "enum" | "fixed":
+        case "enum":
             pass
+        case "fixed":
+            size_of(schema)
         case "array":
             out["items"] = expanded(schema["items"], named)
         case "map":
             out["values"] = expanded(schema["values"], named)
         case inner:
             out["type"] = expanded(inner, named)
-    if "name" in schema:
-        named[plain_name(schema["name"])] = out
+    if schema["type"] in ("record", "enum", "fixed"):
+        if (name := plain_name(schema["name"])) in named:
+            raise ValueError(f"two types of the name {name} are not told apart here")
+        named[name] = out
     return out
 
 
@@ -62,5 +179,5 @@ def takes_nothing(schema: Schema) -> bool:
         case "record":
             return all(takes_nothing(f["type"]) for f in schema["fields"])
         case "fixed":
-            return not schema["size"]
+            return not size_of(schema)
     return False

@@ -2,7 +2,7 @@
 
 Byte for byte what fastavro writes (a test holds both against each other); only the types that our schemas use. For each record one
 function is written out, as `dataclasses` does: a call for each field would cost more than the field. Every record that anyone writes
-goes through here, several times a step.
+goes through here, several times a step. Nothing of a schema gets into that source but through `schemas.avro_source`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import struct
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
+
+from schemas.avro_source import identifier
+from schemas.avro_types import plain_name
 
 Append = Callable[[bytes], None]
 Write = Callable[[Any, Append], None]
@@ -58,15 +61,19 @@ class _Compiler:
 
     def record(self, schema: Any) -> Write:
         """The writer of a record, which other records may use."""
-        name = _plain(schema["name"])
-        self._types[name] = schema
+        name = identifier(plain_name(schema["name"]))
+        self._define(schema)
         lines: list[str] = []
         for field in schema["fields"]:
             value = self._new("value")
-            lines += [f"{value} = record.{field['name']}", *self._value(value, field["type"])]
+            lines += [f"{value} = record.{identifier(field['name'])}", *self._value(value, field["type"])]
         source = "\n ".join([f"def write_{name}(record, append):", *lines])
         exec(compile(source, f"<writer of {name}>", "exec"), self._globals)
         return self._globals[f"write_{name}"]  # type: ignore[no-any-return]
+
+    def _define(self, schema: Any) -> None:
+        if self._types.setdefault(plain_name(schema["name"]), schema) is not schema:
+            raise ValueError(f"two types of the name {plain_name(schema['name'])} are not written here")
 
     def _new(self, word: str) -> str:
         return f"{word}{next(self._numbers)}"
@@ -84,7 +91,7 @@ class _Compiler:
             inner = [" " + line for line in ["append(b'\\2')", *self._value(of, schema[1])]]
             return [f"if {of} is None:", " append(b'\\0')", "else:", *inner]
         if isinstance(schema, str):
-            schema = self._types.get(_plain(schema), {"type": schema})
+            schema = self._types.get(plain_name(schema), {"type": schema})
         match schema["type"]:
             case "string":
                 return [f"data = {of}.encode()", *_data("data")]
@@ -104,9 +111,12 @@ class _Compiler:
             case "enum":
                 return self._enum(of, schema)
             case "record":
-                if _plain(schema["name"]) not in self._types:
+                name = identifier(plain_name(schema["name"]))
+                if name in self._types:
+                    self._define(schema)
+                else:
                     self.record(schema)
-                return [f"write_{_plain(schema['name'])}({of}, append)"]
+                return [f"write_{name}({of}, append)"]
             case "array":
                 item = self._new("item")
                 one = [
@@ -122,7 +132,7 @@ class _Compiler:
                 raise ValueError(f"Avro type {kind!r} is not written here")
 
     def _enum(self, of: str, schema: Mapping[str, Any]) -> list[str]:
-        self._types[_plain(schema["name"])] = schema
+        self._define(schema)
         symbols = self._global({symbol: _varint(at) for at, symbol in enumerate(schema["symbols"])})
         return [
             f"data = {symbols}.get({of})", "if data is None:", f" raise ValueError(f'{{{of}!r:.40}} is none of {{list({symbols})}}')",
@@ -136,10 +146,6 @@ class _Compiler:
             f"if {of}:", *(" " + x for x in _length(of)), f" for {key}, {item} in {of}.items():", *("  " + x for x in one),
             "append(b'\\0')",
         ]  # fmt: skip
-
-
-def _plain(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _length(of: str) -> list[str]:

@@ -26,7 +26,7 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from schemas import events
 from schemas.avro_items import check_items
 from schemas.avro_reader import Read, Records, reader_of
-from schemas.avro_types import Schema, expanded, plain_name
+from schemas.avro_types import Schema, check, check_extent, expanded, plain_name
 from schemas.avro_writer import Write, writer_of
 from schemas.errors import Undecodable, UnknownSchema
 
@@ -147,6 +147,8 @@ def _written(cls: type) -> Write:
 
 
 _RECORDS = Records(partial(getattr, events))
+_PARSED = frozenset(("__fastavro_parsed", "__named_schemas"))
+"""By these fastavro knows a schema that it has checked. It would believe anybody's."""
 
 
 @cache
@@ -209,15 +211,27 @@ class Codec:
             self.announce(json.dumps(schema))
 
     def announce(self, schema_json: str, confluent_id: int | None = None) -> str:
-        """Make a writer's schema known. Returns its fingerprint in hex; Undecodable when it is no record schema."""
+        """Make a writer's schema known. Returns its fingerprint in hex.
+
+        Raises Undecodable when it is no record schema, or one that means far more than it says: whoever meets a record of it has an
+        UnknownSchema.
+        """
         try:
             schema = json.loads(schema_json)
+            check(schema)
+            if not isinstance(schema, dict) or schema.keys() & _PARSED:
+                raise ValueError("no record, or one that says that it is parsed")
+            if confluent_id is not None and not -(1 << 31) <= confluent_id < 1 << 31:
+                raise ValueError(f"an id of {confluent_id}, which has more than 32 bits")
             header = bytes.fromhex(fingerprint_of(schema))
             if header not in self._writers:
                 named: dict[str, Schema] = {}
                 parsed = _parse(schema, named)
+                check_extent(parsed)
                 self._writers[header] = _Writer(parsed, named, plain_name(parsed["name"]))
-        except (ValueError, TypeError, KeyError, RecursionError, fastavro.schema.SchemaParseException) as e:
+        except (
+            ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError, fastavro.schema.SchemaParseException,
+        ) as e:  # fmt: skip
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
             self._confluent[confluent_id] = header

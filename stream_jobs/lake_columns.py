@@ -174,7 +174,7 @@ def _of_fields(schema: Schema) -> list[tuple[Mapping[str, Any], pa.DataType, Con
 
 def _of_field(field: Mapping[str, Any]) -> tuple[pa.DataType, Convert]:
     kind = not_null(field["type"])
-    if field.get("packing") in _PACKED:
+    if field.get("packing") in _PACKED and kind_of(kind) == "bytes":
         item = _PACKED[field["packing"]]
         return pa.list_(item), partial(unpacked, item)
     if kind == "bytes" and field["name"].endswith("_json"):
@@ -184,7 +184,7 @@ def _of_field(field: Mapping[str, Any]) -> tuple[pa.DataType, Convert]:
 
 def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
     schema = not_null(schema)
-    if isinstance(schema, dict) and schema.get("logicalType") in _UNITS:
+    if isinstance(schema, dict) and schema.get("logicalType") in _UNITS and kind_of(schema) in ("int", "long"):
         return TIME, partial(time, _UNITS[schema["logicalType"]])
     match kind_of(schema):
         case "array":

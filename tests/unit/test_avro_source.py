@@ -1,0 +1,278 @@
+"""Schemas come from anybody, and readers and writers are compiled from them: nothing of one is ever run, and none ends a process."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from runtime.kafka import Record
+from runtime.records import Decoder, decode_all
+from schemas import avro_reader, avro_writer
+from schemas.avro_items import check_items
+from schemas.avro_source import identifier, literal
+from schemas.avro_types import TYPES_MAX, expanded
+from schemas.avro_writer import writer_of
+from schemas.codec import MAGIC, Codec, fingerprint_of, shipped
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.events import Tick
+from stream_jobs import lake_avro
+from stream_jobs.lake_rows import Rows, Schemas
+from stream_jobs.lake_tables import catalog
+
+RUN = "__import__('builtins').__dict__.__setitem__('ran', 1)"
+HOSTILE = (
+    RUN, f"x = {RUN} #", f"x\n    {RUN}\n    ", f"'+{RUN}+'", f"{{{RUN}}}", f"x'); {RUN}; ('", f"a(record, append):\n {RUN}\ndef b",
+)  # fmt: skip
+TICK = Codec().encode(Tick(partition=1))[10:]
+PERSON = {
+    "type": "record", "name": "Person", "namespace": "a.b", "aliases": ["Old", "c.Older"], "doc": "Who.",
+    "fields": [{"name": "age", "type": "int", "aliases": ["years"], "order": "ignore"}],
+}  # fmt: skip
+MORE: list[dict[str, Any]] = [
+    {"name": "who", "type": PERSON},
+    {"name": "again", "type": ["null", "a.b.Person"], "default": None, "doc": "Again."},
+    {"name": "hue", "type": {"type": "enum", "name": "Hue", "symbols": ["RED", "BLUE"], "default": "RED"}, "default": "RED"},
+    {"name": "hash", "type": {"type": "fixed", "name": "Hash", "size": 4, "aliases": ["Sum"]}},
+    {"name": "cents", "type": {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 2}},
+    {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}, "default": 0},
+    {"name": "ids", "type": ["null", "bytes"], "packing": "i32le", "default": None},
+    {"name": "all", "type": {"type": "array", "items": "Hash"}, "default": []},
+    {"name": "by", "type": {"type": "map", "values": "a.b.Person"}, "default": {}},
+]  # fmt: skip
+BODY = b"\x0a\x02\x0c\x02\x00\x00\x00\x00\x02\x01\x04\x00\x02\x04\x00\x00\x00\x00\x02\x02k\x0a\x00"
+
+
+def newer(name: str, more: list[dict[str, Any]]) -> dict[str, Any]:
+    schema = copy.deepcopy(dict(shipped(name)))
+    schema["fields"] += copy.deepcopy(more)
+    return schema
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a schema, but for the schema itself and the name by which we know it."""
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        if path or key not in ("name", "namespace"):
+            yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def replaced(schema: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    out = copy.deepcopy(schema)
+    node: Any = out
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return out
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """All source and its names of files, as it is compiled; at the end none of it has anything of HOSTILE, and none of that has run."""
+    seen: list[str] = []
+
+    def compiled(source: str, name: str, mode: str) -> Any:
+        seen.extend((source, name))
+        return compile(source, name, mode)
+
+    for module in (avro_reader, avro_writer):
+        monkeypatch.setattr(module, "compile", compiled, raising=False)
+    yield seen
+    assert not [s for s in seen if "import" in s or "ran" in s.split()]
+    assert not hasattr(builtins, "ran")
+
+
+def met(schemas: Schemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
+    """What every process and the lake do with an announced schema and records of it. Fails for any error that they don't expect."""
+    try:
+        header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
+    except Undecodable:
+        return
+    rows = Rows(schemas, cast(Decoder, schemas), dict(catalog()), lambda table: bool(table.schema))
+    for body in bodies:
+        with contextlib.suppress(Undecodable, UnknownSchema):
+            schemas.decode(header + body)
+        with contextlib.suppress(Undecodable, UnknownSchema):
+            rows(Record("t", 0, 0, 0, b"k", header + body, {}), "T", tuple(catalog()))
+
+
+def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> None:
+    schemas, schema = Schemas(), newer("Tick", MORE)
+    header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
+    assert schemas.decode(header + TICK + BODY) == Tick(partition=1)
+    assert sources
+
+
+@pytest.mark.parametrize("name", ["Tick", "Candidate"])
+def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) -> None:
+    """Tick is read by every process, Candidate by the lake as columns as well."""
+    schemas = Schemas()
+    schema = newer(name, MORE)
+    if name == "Candidate":
+        schema["fields"] = schema["fields"][:1] + schema["fields"][-len(MORE) :]
+    for path in places(schema):
+        for hostile in HOSTILE:
+            met(schemas, replaced(schema, path, hostile), (TICK + BODY, bytes(60)))
+    for path in places(schema):
+        for odd in (None, -1, True, 10**400, 1.5, [], {}, ["null"], "\ud800", {"type": "long"}):
+            met(schemas, replaced(schema, path, odd), (TICK + BODY, bytes(60)))
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_of_a_schema_that_nobody_checked_is_run(hostile: str, sources: list[str]) -> None:
+    """Each generator holds by itself, whoever calls it."""
+    person = {**PERSON, "fields": [*PERSON["fields"], *MORE[2:3]]}
+    tick = newer("Tick", [{"name": "who", "type": person}, *MORE[3:4]])
+    wide = newer("Tick", MORE)
+    for schema, path in ((s, p) for s in (tick, wide) for p in (*places(s), ("name",), ("namespace",))):
+        bad = replaced(schema, path, hostile)
+        for make in (
+            writer_of,
+            lambda s: lake_avro.reader_of(expanded(s), expanded(s)),
+            lambda s: lake_avro.reader_of(expanded(s), expanded(shipped("Tick"))),
+        ):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                make(bad)
+
+
+@pytest.mark.parametrize(
+    "value", [True, None, 1.0, b"x", [], type("Text", (str,), {"__repr__": lambda s: "run()"})("x")]
+)
+def test_only_whole_numbers_and_text_are_literals(value: Any) -> None:
+    with pytest.raises(ValueError):
+        literal(value)
+    with pytest.raises(ValueError):
+        identifier(value)
+
+
+def test_literals_and_identifiers() -> None:
+    assert eval(literal("a'\n\"b\\")) == "a'\n\"b\\"
+    assert (literal(-3), identifier("_a1")) == ("-3", "_a1")
+    for name in ("", "a.b", "a b", "1a", "é", "class", "a\n", *HOSTILE):
+        with pytest.raises(ValueError):
+            identifier(name)
+
+
+FIXED: list[Any] = [-1, 1 << 31, 10**30, True, 1.0, "1", None]
+
+
+@pytest.mark.parametrize("size", FIXED)
+def test_a_size_that_is_none_is_refused_wherever_it_is_used(size: Any) -> None:
+    fixed = {"type": "fixed", "name": "F", "size": size}
+    many = {"type": "array", "items": fixed}
+    for kind in (fixed, many):
+        with pytest.raises(Undecodable, match="number of bytes"):
+            Codec().announce(json.dumps(newer("Tick", [{"name": "x", "type": kind}])))
+        with pytest.raises(ValueError, match="number of bytes"):
+            expanded(kind)
+        with pytest.raises(ValueError, match="number of bytes"):
+            check_items(kind, {}, b"\x02\x02\x00", 0)
+
+
+REFUSED: dict[str, Any] = {
+    "a default beyond a double": newer("Tick", [{"name": "x", "type": "double", "default": 10**400}]),
+    "said to be parsed": {**shipped("Tick"), "__fastavro_parsed": True, "__named_schemas": {}},
+    "two fields of a name": newer("Tick", [{"name": "partition", "type": "int"}]),
+    "a union in a union": newer("Tick", [{"name": "x", "type": [["null"]]}]),
+    "no fields": {"type": "record", "name": "Tick"},
+    "doc": {**shipped("Tick"), "doc": 5},
+    "a half pair": {**shipped("Tick"), "doc": "\ud800"},
+    "name": {**shipped("Tick"), "name": "a b"},
+    "a list": [shipped("Tick")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_records_of_a_refused_schema_are_dead_letters(why: str) -> None:
+    codec, schema, buried = Schemas(), REFUSED[why], list[str]()
+    with pytest.raises(Undecodable):
+        codec.announce(json.dumps(schema))
+    value = MAGIC + b"refused!" + TICK
+    record = Record("t", 0, 0, 0, None, value, {})
+    assert decode_all(cast(Decoder, codec), [record], lambda r, reason, detail: buried.append(reason)) == []
+    assert buried == ["unknown_schema"]
+
+
+def test_an_id_of_more_than_32_bits_is_none() -> None:
+    with pytest.raises(Undecodable, match="32 bits"):
+        Schemas().announce(json.dumps(shipped("Tick")), confluent_id=1 << 31)
+
+
+def doubled(levels: int, leaf: Any) -> list[dict[str, Any]]:
+    first = {"type": "record", "name": "A0", "fields": [{"name": "f", "type": leaf}]}
+    return [{"name": "x0", "type": first}] + [
+        {"name": f"x{n}", "type": {"type": "record", "name": f"A{n}", "fields": [
+            {"name": "a", "type": f"A{n - 1}"}, {"name": "b", "type": f"A{n - 1}"}]}}
+        for n in range(1, levels)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("leaf", ["int", "null", {"type": "enum", "name": "E", "symbols": ["A"]}])
+def test_a_schema_that_doubles_is_refused(leaf: Any) -> None:
+    for levels in (16, 40):
+        with pytest.raises(Undecodable, match=f"more than {TYPES_MAX} types"):
+            Codec().announce(json.dumps(newer("Tick", doubled(levels, leaf))))
+    many = {"type": "enum", "name": "E", "symbols": [f"S{n}" for n in range(TYPES_MAX)]}
+    with pytest.raises(Undecodable, match=f"more than {TYPES_MAX} types"):
+        Codec().announce(json.dumps(newer("Tick", [{"name": "e", "type": many}])))
+
+
+def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
+    wide = {"type": "record", "name": "W", "fields": [{"name": f"f{n}", "type": "int"} for n in range(150)]}
+    schema = newer("Tick", [{"name": "w", "type": wide}, *({"name": f"w{n}", "type": "W"} for n in range(110))])
+    codec = Codec()
+    header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
+    with pytest.raises(ValueError, match="lines"):
+        lake_avro.reader_of(expanded(schema), expanded(shipped("Tick")))
+    assert codec.decode(header + TICK + b"\0" * 150 * 111) == Tick(partition=1)
+    with pytest.raises(Undecodable):
+        codec.decode(header + TICK + b"\0" * 149)
+
+
+def test_records_inside_records_are_bounded_by_the_bytes() -> None:
+    """A byte that is forty records deep, and many of them."""
+    deep: Any = {
+        "type": "record",
+        "name": "D0",
+        "fields": [{"name": "f", "type": "int"}, {"name": "n", "type": "null"}],
+    }
+    for n in range(1, 40):
+        deep = {"type": "record", "name": f"D{n}", "fields": [{"name": "f", "type": deep}]}
+    codec = Codec()
+    schema = newer("Tick", [{"name": "many", "type": {"type": "array", "items": ["null", deep]}}])
+    header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
+    assert codec.decode(header + TICK + b"\x02\x02\x00\x00") == Tick(partition=1)
+    with pytest.raises(Undecodable, match="far more values"):
+        codec.decode(header + TICK + b"\xfe\xff\x01" + b"\x02\x00" * 16383 + b"\x00")
+
+
+def test_types_of_one_name_in_two_namespaces_are_told_apart() -> None:
+    number = {"name": "f", "type": "long"}
+    one = {"type": "record", "name": "X", "namespace": "a", "fields": [number]}
+    two = {"type": "record", "name": "X", "namespace": "b", "fields": [number, {"name": "g", "type": "long"}]}
+    schema = newer("Tick", [{"name": "z", "type": "long"}])
+    more = [("p", one), ("q", two), ("r", "a.X")]
+    schema["fields"] = [{"name": name, "type": kind} for name, kind in more] + schema["fields"]
+    with pytest.raises(ValueError, match="name X"):
+        expanded(schema)
+    with pytest.raises(ValueError, match="name X"):
+        writer_of({**schema, "fields": schema["fields"][:2]})
+    codec = Codec()
+    header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
+    assert header[2:].hex() == fingerprint_of(schema)
+    body = b"\x00" + b"\x00\x00" + b"\x0e" + TICK + b"\x06"
+    assert codec.decode(header + body) == Tick(partition=1)
+    record, buried = Record("t", 0, 0, 0, None, header + body, {}), list[tuple[Any, ...]]()
+    ((_, tick),) = decode_all(cast(Decoder, codec), [record], partial(_keep, buried))
+    assert (tick, buried) == (Tick(partition=1), [])
+
+
+def _keep(buried: list[tuple[Any, ...]], *one: Any) -> None:
+    buried.append(one)
