@@ -36,6 +36,29 @@ class Complaints:
             logger().warning("kafka_not_readable", error=str(err))
 
 
+class Advice:
+    """Positions that Kafka is to be told of, until it has taken the newest of each partition. Pure."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[str, int], int] = {}
+        self._due: dict[tuple[str, int], int] = {}
+
+    def due(self, positions: Mapping[tuple[str, int], int]) -> Mapping[tuple[str, int], int]:
+        """What to commit now: these, and those that have not landed."""
+        self._newest |= positions
+        self._due |= positions
+        return dict(self._due)
+
+    def landed(self, at: tuple[str, int], offset: int) -> None:
+        """Kafka has taken a position. The client repeats commits by itself, so an older one may land behind a newer one: then that is due again."""
+        if at not in self._newest:
+            return
+        if offset == self._newest[at]:
+            self._due.pop(at, None)
+        else:
+            self._due[at] = self._newest[at]
+
+
 class Reader:
     """Reads given partitions from given offsets, committed records only. Group and commits are advice for lag displays.
 
@@ -63,7 +86,7 @@ class Reader:
         self._next: dict[tuple[str, int], int] = dict(start)
         self._ends: set[tuple[str, int]] = set()
         self._complaints = Complaints()
-        self._to_commit: dict[tuple[str, int], int] = {}
+        self._advice = Advice()
         self._assign(start)
 
     def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
@@ -126,17 +149,14 @@ class Reader:
 
         What Kafka has not taken, such as while its coordinator was away, is told again by the next call, also by one without positions.
         """
-        self._to_commit |= positions
-        if self._to_commit:
-            self._consumer.commit(
-                offsets=[TopicPartition(t, p, o) for (t, p), o in self._to_commit.items()], asynchronous=True
-            )
+        if due := self._advice.due(positions):
+            self._consumer.commit(offsets=[TopicPartition(t, p, o) for (t, p), o in due.items()], asynchronous=True)
 
     def _on_commit(self, error: Code | None, partitions: Iterable[TopicPartition]) -> None:
         """Called inside of `poll`: what became of a commit."""
         for tp in partitions:
-            if error is None and tp.error is None and self._to_commit.get((tp.topic, tp.partition)) == tp.offset:
-                del self._to_commit[tp.topic, tp.partition]
+            if error is None and tp.error is None:
+                self._advice.landed((tp.topic, tp.partition), tp.offset)
 
     def close(self) -> None:
         """Leave; commits in flight are finished."""
