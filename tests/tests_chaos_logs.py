@@ -152,13 +152,27 @@ class Logs:
                     out.entries.append(Entry(record.offset, event, place))
         for record, event in decoded(topics.dead_letters, 0):
             out._output(record, event)
+        out._await_admission(cluster)
         journal = topics.ready_batches(settings.run_id, TRAIN)
+        end = out.entries[-1].offset + 1 if out.entries else 0
         for record, event in decoded(journal, 0):
+            if isinstance(event, ReadyBatch | Refused) and event.input_to > end:
+                break  # a tick decided it that came after the candidates were read
             out.decisions.append(event)
             out.journal_end = record.offset + 1
             if isinstance(event, ReadyBatch):
                 out.batch_times.append(record.timestamp_ms)
         return out
+
+    def _await_admission(self, cluster: Cluster) -> None:
+        """Ticks decide too, and come all the time: until the journal has what those that were read decide."""
+        candidates = self.settings.kafka.topics.candidates
+        at = candidates, partition_of(self.settings.run_id.encode(), cluster.topics(candidates)[candidates])
+        group = f"{self.settings.kafka.topic_prefix}-admit.{self.settings.run_id}.{TRAIN}"
+        end, deadline = self.entries[-1].offset + 1 if self.entries else 0, time.monotonic() + 60
+        while cluster.committed(group).get(at, 0) < end:
+            assert time.monotonic() < deadline, f"admission has not read {at} to {end}"
+            time.sleep(0.1)
 
     def _inputs(self, records: Iterable[tuple[Source, Record, Any]]) -> None:
         fold, batch = Worker(limits=limits_of(self.settings)), []

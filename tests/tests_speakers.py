@@ -37,8 +37,11 @@ class Seen:
     logprobs: tuple[float, ...] | None = field(default=None, compare=False)
 
     def text(self, tail: str = THOUGHT) -> str:
-        """What the model must have said. tail: behind the reasoning."""
-        reasoning = THINK + self.reasoning + tail if self.reasoning else ""
+        """What the model must have said. tail: behind the reasoning.
+
+        A busy engine streams several tokens at once; its parser then leaves the tag in the reasoning that begins with it.
+        """
+        reasoning = THINK + self.reasoning.removeprefix(THINK) + tail if self.reasoning else ""
         return reasoning + self.content + "".join(call_text(*call) for call in self.calls)
 
 

@@ -219,7 +219,8 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
 
     jobs = settings.jobs.model_copy(update={"reward_functions": {"*": ("tests_rewards:contrary@2",)}})
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
-    assert len(hashes(other)) == len(hashes(one)) and not set(hashes(other)) & set(hashes(one))
+    # Not as many: which rewards of agents came before the completion decides in which group all are equal.
+    assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))
     steps = sum(high for _, high in recorded.cluster.watermarks("replay-kept.steps").values())
     assert steps == kept["steps"] + 2 * 4 * GROUPS  # opened and completed
