@@ -6,13 +6,13 @@ Reads only: the candidates from their start, `claw.weights`, and the journals (r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.kafka import Cluster, KafkaError, Record
 from runtime.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AdmissionPolicy, Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
-from schemas.ids import RUN_ID
+from schemas.events import AdmissionPolicy, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
+from schemas.ids import is_run
 from schemas.topics import Topics, partition_of
 
 
@@ -98,7 +98,7 @@ class RunSurvey:
                 channel == "train",
             )
         except (Undecodable, UnknownSchema) as e:
-            return Journal(run_id, channel, topic, low, end, flaw=f"it can't be read: {e}")
+            return replace(bare, flaw=f"it can't be read: {e}")
 
     def _events(self, topic: str) -> Iterator[tuple[int, object]]:
         return ((r.offset, self._decoder.decode(r.value)) for r in self._cluster.read_all(topic))
@@ -125,8 +125,7 @@ def traces_in(records: Iterator[Record], partition: int, decoder: Decoder) -> di
         if record.key is None:
             continue
         if record.key not in found:
-            is_run = RUN_ID.fullmatch(record.key.decode(errors="replace")) is not None
-            found[record.key] = Traces(partition, record.offset) if is_run else None
+            found[record.key] = Traces(partition, record.offset) if is_run(record.key) else None
         traces = found[record.key]
         if traces is not None and record.value is not None:
             _hear(traces, record, decoder)
@@ -173,15 +172,13 @@ def journal_of(
             seen = max(seen, event.input_to)
         elif isinstance(event, PolicyApplied) and event.input_topic_id == candidates_id:
             seen = max(seen, event.from_offset + 1)
-        elif isinstance(event, Late):
-            pass  # does not say of which candidates
     if not is_trained or not (batches or versions):
         trained, untrained = bare.end, 0
     else:
         last = last_trained(versions, journal_id)
         done = [behind for seq, behind in batches if last is not None and seq <= last]
         trained, untrained = max(done, default=bare.low), len(batches) - len(done)
-    return Journal(bare.run_id, bare.channel, bare.topic, bare.low, bare.end, seen, trained, untrained)
+    return replace(bare, seen=seen, trained=trained, untrained=untrained)
 
 
 def last_trained(versions: list[WeightVersion], journal_id: str) -> int | None:

@@ -21,14 +21,10 @@ from typing import NamedTuple
 
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster
+from runtime.last_ticks import first_tick_needed
 from runtime.records import Decoder
 from runtime.run_survey import Journal, RunSurvey, Traces
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import Tick
 from schemas.settings import Settings
-
-TICK_WINDOW = 64
-"""Offsets for each source partition that are looked through first for its last Tick; each time twice as many."""
 
 CLOCKS_APART_MS = 60_000
 """How far the clocks of two brokers may be apart: each stamps the partitions that it leads."""
@@ -231,31 +227,12 @@ class TopicTrim:
                 bounds += [] if bound is None else [bound]
         ends = survey.ends[topic][partition]
         found = cut(topic, partition, ends, bounds)
-        first = self._first_tick_needed(partition, found.low, found.to)
+        tickers = survey.there[self._topics.steps]
+        first = first_tick_needed(self._cluster, self._decoder, (topic, partition), found.low, found.to, tickers)
         if first == found.to:
             return found
         reason = f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
         return cut(topic, partition, ends, [Bound(first, reason)])
-
-    def _first_tick_needed(self, partition: int, low: int, to: int) -> int:
-        """Lowest offset of the last Ticks of all source partitions before `to`, of those that have ever ticked; `to` without any."""
-        topic, tickers = self._topics.candidates, self._survey.there[self._topics.steps]
-        last: dict[int, int] = {}
-        start, window = to, TICK_WINDOW * max(1, tickers)
-        while start > low and len(last) < tickers:
-            stop, start = start, max(low, start - window)
-            window *= 2
-            found = dict[int, int]()
-            for record in self._cluster.read_range(topic, partition, start, stop - 1):
-                if self._decoder.codec.is_tick(record.value):
-                    try:
-                        event = self._decoder.decode(record.value)
-                    except (Undecodable, UnknownSchema):
-                        continue  # nobody can read it
-                    if isinstance(event, Tick) and 0 <= event.partition < tickers and event.event_time is not None:
-                        found[event.partition] = record.offset
-            last = found | last
-        return min(last.values(), default=to)
 
     def _rewards(self) -> Iterator[Cut]:
         """Only by time: nothing but the replay of what is gone from the steps can tell that a reward is not needed."""

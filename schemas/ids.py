@@ -53,6 +53,11 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+def is_run(key: bytes) -> bool:
+    """Whether the key of a record is a run id."""
+    return RUN_ID.fullmatch(key.decode(errors="replace")) is not None
+
+
 def check_trajectory_key(key: str) -> str:
     """Return `key`, or raise InvalidId."""
     if not TRAJECTORY_KEY.fullmatch(key):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
+from runtime.last_ticks import first_tick_needed
 from runtime.lifecycle import run_sync
 from runtime.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
@@ -37,6 +38,7 @@ from schemas.events import (
     RunEnded,
     Tick,
 )
+from schemas.ids import is_run
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
@@ -46,7 +48,7 @@ from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, jou
 from stream_jobs.journal_start import check_whole
 from stream_jobs.ledger import Ledger, Past, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
-from stream_jobs.policy_log import RunLog, is_run
+from stream_jobs.policy_log import RunLog
 
 PROCESS = "admit"
 POLL_RECORDS = 1000
@@ -138,7 +140,10 @@ class Desk:
         """Begin to read: at what is not decided, or as far before it as event time needs."""
         self._ahead.read(self.past.resume_from)
         first = self._ahead.next_own(self.past.resume_from)
-        start = self._first_tick_needed(first)
+        topic, partition = self._at
+        low = self._cluster.watermarks(topic, [partition])[partition][0]
+        tickers = self._source.tickers
+        start = first_tick_needed(self._cluster, self._decoder, self._at, low, max(low, first), tickers)
         committed = self._cluster.committed(self._name).get(self._at, 0)
         self._buried_below = 0 if self.past.renewed else committed
         self._reader = self._cluster.reader(self._name, {self._at: start})
@@ -173,32 +178,6 @@ class Desk:
         """Where the candidates end now."""
         topic, partition = self._at
         return self._cluster.watermarks(topic, [partition])[partition][1]
-
-    def _first_tick_needed(self, first: int) -> int:
-        """Offset from which every source partition ticks once before `first`; of those that ever did. As `TopicTrim` has it, which removes
-        what is below: so it comes in between of this and the reading, and does no harm.
-        """
-        topic, partition = self._at
-        low = self._cluster.watermarks(topic, [partition])[partition][0]
-        start = max(low, first)
-        needed, tickers = start, self._source.tickers
-        window, last = 64 * tickers, dict[int, int]()
-        while start > low and len(last) < tickers:
-            stop, start = start, max(low, start - window)
-            window *= 2
-            last = self._ticks(self._cluster.read_range(topic, partition, start, stop - 1)) | last
-        return min(last.values(), default=needed)
-
-    def _ticks(self, records: Iterable[Record]) -> dict[int, int]:
-        """Offset of the last Tick of each source partition."""
-        last = dict[int, int]()
-        for record in records:
-            if self._decoder.codec.is_tick(record.value):
-                with suppress(Undecodable, UnknownSchema):  # buried when it was folded
-                    tick = self._decoder.decode(record.value)
-                    if 0 <= tick.partition < self._source.tickers and tick.event_time is not None:
-                        last[tick.partition] = record.offset
-        return last
 
     def step(self, timeout_s: float) -> bool:
         """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
@@ -303,9 +282,8 @@ class Desk:
     def _commit(self, now: bool = False) -> None:
         position = self._reader.positions[self._at]
         due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
-        known = max(
-            self.past.input_to, self._buried_below
-        )  # below it a commit would go back behind one of a transaction
+        # Below this a commit would go back behind one of a transaction.
+        known = max(self.past.input_to, self._buried_below)
         if (due or now) and position != self._committed and position >= known:
             self._reader.commit({self._at: position})
             self._committed, self._committed_at = position, time.monotonic()

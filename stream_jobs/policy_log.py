@@ -16,7 +16,7 @@ from runtime.records import Decoder, now_micros, publish_schemas
 from schemas.codec import MAGIC
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import AdmissionPolicy, Channel, RunEnded
-from schemas.ids import RUN_ID
+from schemas.ids import is_run
 from schemas.settings import PolicySettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.errors import PolicyRefused
@@ -118,11 +118,6 @@ class RunLog:
             self._strays_bytes += size
         else:
             self._offsets.append(record.offset)
-
-
-def is_run(key: bytes) -> bool:
-    """Whether a key is that of some run."""
-    return RUN_ID.fullmatch(key.decode(errors="replace")) is not None
 
 
 class PolicyLog:
