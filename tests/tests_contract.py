@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import aiohttp
 import torch
-from tests_ports import free_port
+from tests_engine import engine_settings
 from tests_speakers import THINK, THOUGHT, TOOLS, Seen, Speaker
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +27,7 @@ from gateway.workers import WorkerTable
 from rollout.server import VllmServer
 from schemas.codec import Codec
 from schemas.events import Step, VersionSpan
-from schemas.settings import RolloutSettings, Settings
+from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 T = TypeVar("T")
@@ -185,14 +185,8 @@ async def gateway(directory: Path, engine: str, kind: str, **more: Any) -> Async
 @contextmanager
 def standing(work: Path, directory: Path, tokenizer: Any, network: Any, *words: str) -> Iterator[Contract]:
     """A real vLLM that serves a model, and gateways before it. network: the same model in transformers; words: more of vLLM's arguments."""
-    settings = RolloutSettings(
-        port=free_port(),
-        dtype="float32",
-        max_model_len=model.MAX_TOKENS,
+    settings = engine_settings(
         max_num_seqs=16,
-        kv_cache_mb=64,
-        tool_parser="strict_tags",
-        tool_parser_plugin=Path(model.__file__).with_name("tool_parser.py"),
         reasoning_parser="think_tags",
         startup_timeout_s=300,
         extra_args=(

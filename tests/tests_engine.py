@@ -103,19 +103,19 @@ def random_version(work: Path, seed: int) -> Path:
     return directory if directory.exists() else model.make_random_model(directory, seed)
 
 
+def engine_settings(**more: Any) -> RolloutSettings:
+    """How a server of a test serves a model of the demo's size, which calls tools. more: besides, or otherwise."""
+    values = {
+        "port": free_port(), "dtype": "float32", "max_model_len": model.MAX_TOKENS, "kv_cache_mb": 64, "tool_parser": "strict_tags",
+        "tool_parser_plugin": Path(model.__file__).with_name("tool_parser.py"),
+    }  # fmt: skip
+    return RolloutSettings.model_validate(values | more)
+
+
 @contextmanager
 def serving(work: Path) -> Iterator[Engine]:
     """A server on a model of random weights; it has ended behind the block."""
-    settings = RolloutSettings(
-        port=free_port(),
-        dtype="float32",
-        max_model_len=model.MAX_TOKENS,
-        max_num_seqs=64,
-        kv_cache_mb=64,
-        tool_parser="strict_tags",
-        tool_parser_plugin=Path(model.__file__).with_name("tool_parser.py"),
-        startup_timeout_s=240,
-    )
+    settings = engine_settings(max_num_seqs=64, startup_timeout_s=240)
     server = VllmServer(settings, random_version(work, 0), work / "vllm.log")
     with closing(asyncio.Runner()) as runner:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +19,6 @@ from stream_jobs.journal import journaled_by
 from trainer.payload import read_payload
 from trainer.rows import rows_of
 
-ROOT = Path(__file__).parents[2]
 ADMIT = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
 KEY = "swe-" + "repository-issue." * 11
 STEPS = 2100
@@ -40,14 +38,9 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
         yield made
 
 
-def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
-    jobs: Jobs, tmp_path: Path, eventually: Eventually
-) -> None:
+def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(jobs: Jobs, eventually: Eventually) -> None:
     jobs.start()
-    with (tmp_path / "admit.log").open("wb") as log:
-        jobs.workers.append(
-            subprocess.Popen([sys.executable, "-c", ADMIT, *words_of(jobs.settings)], cwd=ROOT, stderr=log)
-        )
+    jobs.processes.start("admit", [sys.executable, "-c", ADMIT, *words_of(jobs.settings)])
     for key in (KEY, "short"):
         jobs.put(session(key, "opened", group_id="g", group_size=2))
     jobs.put(step("short", [1], [2]), session("short", "completed"), reward("short", 0.0))

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from tests_ports import free_port
+from tests_engine import engine_settings
 from transformers import AutoModelForCausalLM
 
 from demo import model
@@ -24,7 +24,7 @@ from gateway.workers import WorkerTable
 from rollout.server import VllmServer
 from schemas.codec import Codec
 from schemas.events import Step
-from schemas.settings import RolloutSettings, Settings
+from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,10 +36,7 @@ LIMIT = 24
 @asynccontextmanager
 async def engine(directory: Path) -> AsyncIterator[str]:
     """A vLLM server of the toy model; gives its URL."""
-    settings = RolloutSettings(
-        port=free_port(), dtype="float32", max_model_len=model.MAX_TOKENS, max_num_seqs=16, kv_cache_mb=64,
-        tool_parser="strict_tags", tool_parser_plugin=Path(model.__file__).with_name("tool_parser.py"), startup_timeout_s=300,
-    )  # fmt: skip
+    settings = engine_settings(max_num_seqs=16, startup_timeout_s=300)
     server = VllmServer(settings, directory, directory / "vllm.log")
     try:
         async with aiohttp.ClientSession() as http:
