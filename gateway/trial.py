@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,11 @@ class Trial:
 
     def spooled(self) -> list[Any]:
         """Everything that waits in the spool, in order."""
-        files = sorted((self.settings.spool_dir / self.settings.gateway.gateway_id).glob("*.spool"))
-        return [self.codec.decode(m.value) for file in files for m, _ in frames(file.read_bytes())]
+        out: list[Any] = []
+        for file in sorted((self.settings.spool_dir / self.settings.gateway.gateway_id).glob("*.spool")):
+            with suppress(FileNotFoundError):  # drained since it was listed
+                out += [self.codec.decode(m.value) for m, _ in frames(file.read_bytes())]
+        return out
 
     async def metric(self, name: str) -> float:
         """Sum of the samples whose name begins so."""
