@@ -69,7 +69,7 @@ def _steps(written: Written) -> list[Delta]:
     """Each delta that notes steps, all of its bytes shared among them: also those that say how a trajectory began and ended."""
     turns, deltas = Counter[tuple[int, int]](), list[Delta]()
     for record, delta in written:
-        noted = [(record.partition, e[1]) for e in unpacked(delta.entries) if e[0] == op.STEP]
+        noted = [(record.partition, e[1]) for e in unpacked(delta) if e[0] == op.STEP]
         numbers = []
         for key in noted:
             turns[key] += 1

@@ -317,6 +317,7 @@ class AssemblyDelta:
     applied_rewards: int
     entries: bytes
     format: int = 0
+    hashes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

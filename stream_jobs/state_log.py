@@ -8,7 +8,9 @@ own offset was written by a worker that did not notice that the topic was made a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import cramjam
 import orjson
@@ -20,12 +22,16 @@ from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
 from stream_jobs.errors import UnreadableStateLog
-from stream_jobs.index import Entry
+from stream_jobs.index import Entry, StepEntry
 
 PIECE_BYTES = 900_000
 LEVEL = 1
-FORMAT = 1
+FORMAT = 2
 """Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
+READ = (1, FORMAT)
+"""What this release reads. 1: the hashes of steps were in their entries."""
+HASHES = tuple(StepEntry._fields.index(name) for name in ("end_hash", "asked", "idem", "leads", "repeats"))
+"""Places in the entry of a step."""
 
 
 class StateLog:
@@ -48,7 +54,7 @@ class StateLog:
         """Take the next record. size: its bytes. Raises UnreadableStateLog when a delta is missing."""
         if not counts(offset, record, self._epoch):
             return
-        if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format != FORMAT:
+        if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format not in READ:
             raise UnreadableStateLog(
                 f"state log, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
                 f"run all assemble workers on {'the newer' if record.format > FORMAT else 'that older'} release"
@@ -76,9 +82,9 @@ class StateLog:
         self.known = True
         self.seq = delta.seq
         try:
-            for entry in unpacked(delta.entries):
+            for entry in unpacked(delta):
                 self.state.apply(entry)
-        except (LookupError, TypeError, ValueError) as e:
+        except (LookupError, TypeError, ValueError, struct.error) as e:
             raise UnreadableStateLog(
                 f"state log, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
                 "if a newer release wrote it, upgrade all assemble workers"
@@ -127,9 +133,15 @@ def state_record(decoder: Decoder, record: Record) -> StateRecord:
 def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> AssemblyDelta:
     """The delta that leads to `state`. How far its clocks are goes with how far it has read: what it read is not read again."""
     steps, rewards = state.applied
-    changes = packed([[op.TIMES, *state.time], *entries])
+    changes, hashes = _packed([[op.TIMES, *state.time], *entries])
     return AssemblyDelta(
-        epoch=epoch, seq=seq, applied_steps=steps, applied_rewards=rewards, entries=changes, format=FORMAT
+        epoch=epoch,
+        seq=seq,
+        applied_steps=steps,
+        applied_rewards=rewards,
+        entries=changes,
+        format=FORMAT,
+        hashes=hashes,
     )
 
 
@@ -146,11 +158,44 @@ def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
     ]  # fmt: skip
 
 
-def packed(entries: Iterable[Entry]) -> bytes:
-    """Entries as zstd of JSON."""
-    return bytes(cramjam.zstd.compress(orjson.dumps(list(entries)), LEVEL))
+def unpacked(delta: AssemblyDelta) -> list[Entry]:
+    """The entries of a delta. Raises ValueError or struct.error when they are not what one holds."""
+    entries: list[Entry] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
+    if delta.format >= 2:
+        hashes = struct.iter_unpack("<q", delta.hashes)
+        for step, i in _hashed(entries):
+            found = next(hashes, None)
+            if found is None:
+                raise ValueError("fewer hashes than its steps have")
+            step[i] = found[0]
+        if next(hashes, None) is not None:
+            raise ValueError("more hashes than its steps have")
+    return entries
 
 
-def unpacked(data: bytes) -> list[Entry]:
-    """The entries of `packed`."""
-    return orjson.loads(bytes(cramjam.zstd.decompress(data)))  # type: ignore[no-any-return]
+def _packed(entries: Iterable[Entry]) -> tuple[bytes, bytes]:
+    """Entries as zstd of JSON, and beside it the hashes of their steps, eight bytes each: as digits they are random text, which takes more."""
+    plain = [[e[0], e[1], _shortened(e[2])] if e[0] == op.STEP else e for e in entries]
+    hashes = []
+    for step, i in _hashed(plain):
+        hashes.append(step[i])
+        step[i] = 0
+    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(f"<{len(hashes)}q", *hashes)
+
+
+def _hashed(entries: Iterable[Entry]) -> Iterator[tuple[list[Any], int]]:
+    """Each hash that the steps have: the step and its place there."""
+    for entry in entries:
+        if entry[0] == op.STEP:
+            step = entry[2]
+            for i in HASHES:
+                if i < len(step) and step[i] is not None:
+                    yield step, i
+
+
+def _shortened(step: list[Any]) -> list[Any]:
+    """A copy without what is None at its end: `reply`, the first that has a default, is always there."""
+    short = step.copy()
+    while short[-1] is None:
+        short.pop()
+    return short

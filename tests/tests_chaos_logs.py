@@ -305,7 +305,7 @@ class Logs:
                 if isinstance(event, AssemblyDelta) and event.seq > seq:
                     assert event.seq == seq + 1, f"{topic}-{p} is not whole"
                     seq = event.seq
-                    for entry in unpacked(event.entries):
+                    for entry in unpacked(event):
                         if entry[0] in (op.CLOSED, op.REVISED):
                             (closed if entry[0] == op.CLOSED else revised)[entry[2]] += 1
         assert closed == Counter({t for t, _ in self.payload}), "others are closed, or oftener, than was decided"

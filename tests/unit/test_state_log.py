@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cramjam
+import orjson
 import pytest
 
 from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
@@ -12,6 +14,7 @@ from stream_jobs import assembly as op
 from stream_jobs import state_log
 from stream_jobs.assembly import Assembly
 from stream_jobs.errors import UnreadableStateLog
+from stream_jobs.index import StepEntry
 from stream_jobs.state_log import StateLog
 from stream_jobs.trial import CODEC
 
@@ -52,7 +55,46 @@ def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> Non
         StateLog().read(1, state_log.delta(0, 1, Assembly(), [entry]), 1)
 
 
-@pytest.mark.parametrize(("format", "release"), [(state_log.FORMAT + 1, "newer"), (state_log.FORMAT - 1, "older")])
+def steps_of(log: StateLog) -> list[StepEntry]:
+    return [s for t in log.state.opened.values() for s in t.steps]
+
+
+STEP: list[Any] = [1, 5, "01CALL.0", 10, 2, None, 2**62 + 1, "failed", "no logprobs", None, None, 3, -7, None, 0]
+"""An entry with hashes of every size, and some that it has not."""
+
+
+def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
+    full = list(StepEntry(*STEP))
+    entries = [
+        [op.OPENED, "r", "k", 5, "train", 1],
+        [op.STEP, 1, full],
+        [op.STEP, 1, [*full[:2], "01NEXT.0", *full[3:18], 9]],
+    ]
+    written = state_log.delta(0, 1, Assembly(), entries)
+    assert full == list(StepEntry(*STEP)) and len(written.hashes) == 8 * (3 + 4)
+    log = StateLog()
+    log.read(1, CODEC.decode(CODEC.encode(written)), 1)
+    first, second = steps_of(log)
+    assert first == StepEntry(*STEP) and second == first._replace(tail="01NEXT.0", repeats=9)
+
+
+def test_the_format_before_is_read() -> None:
+    entries = [[op.TIMES, 5, 5], [op.OPENED, "r", "k", 5, "train", 1], [op.STEP, 1, list(StepEntry(*STEP))]]
+    packed = bytes(cramjam.zstd.compress(orjson.dumps(entries)))
+    log = StateLog()
+    log.read(1, AssemblyDelta(epoch=0, seq=1, applied_steps=1, applied_rewards=0, entries=packed, format=1), 1)
+    assert steps_of(log) == [StepEntry(*STEP)]
+
+
+@pytest.mark.parametrize("hashes", [b"", bytes(8), bytes(30), bytes(32)])
+def test_a_delta_whose_hashes_are_not_its_steps_is_refused(hashes: bytes) -> None:
+    entries = [[op.OPENED, "r", "k", 5, "train", 1], [op.STEP, 1, list(StepEntry(*STEP))]]
+    written = replace(state_log.delta(0, 1, Assembly(), entries), hashes=hashes)
+    with pytest.raises(UnreadableStateLog, match="can't apply"):
+        StateLog().read(1, written, 1)
+
+
+@pytest.mark.parametrize(("format", "release"), [(state_log.FORMAT + 1, "newer"), (0, "older")])
 def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(format: int, release: str) -> None:
     state = Assembly()
     pieces: list[AssemblyDelta | AssemblySnapshot] = [
