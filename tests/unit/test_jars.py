@@ -1,6 +1,7 @@
 """Obtaining Kafka's jars: pins, verification, repair, concurrency. The fetch is injected; nothing touches a network."""
 
 import hashlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,7 @@ def test_fetches_once_then_not_again(tmp_path: Path) -> None:
 def test_a_corrupted_jar_is_fetched_anew(tmp_path: Path, damage: bytes) -> None:
     ensure_jars(tmp_path, PINS, Repository(CONTENTS))
     (tmp_path / "a-1.0.jar").write_bytes(damage)
+    os.utime(tmp_path / "a-1.0.jar", ns=(0, 0))  # a file system's clock may not have ticked since the jar came
     repository = Repository(CONTENTS)
     ensure_jars(tmp_path, PINS, repository)
     assert repository.asked == ["a-1.0.jar"]
