@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from tests_ports import free_port
 
@@ -19,8 +20,10 @@ from runtime.kafka import Cluster
 from schemas.settings import Settings
 
 T = TypeVar("T")
-# A busy machine makes a test slow, not wrong.
-hypothesis_settings.register_profile("unhurried", deadline=None)
+# A busy machine makes a test slow, not wrong. And each run tries the same examples: a change is judged by what it changes, not by luck. To
+# look for new ones: `pytest --hypothesis-profile=searching`.
+hypothesis_settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.register_profile("unhurried", hypothesis_settings.get_profile("searching"), derandomize=True)
 hypothesis_settings.load_profile("unhurried")
 
 
