@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,20 @@ class Trial:
 
     def spooled(self) -> list[Any]:
         """Everything that waits in the spool, in order."""
-        out: list[Any] = []
-        for file in sorted((self.settings.spool_dir / self.settings.gateway.gateway_id).glob("*.spool")):
-            with suppress(FileNotFoundError):  # drained since it was listed
-                out += [self.codec.decode(m.value) for m, _ in frames(file.read_bytes())]
-        return out
+        directory = self.settings.spool_dir / self.settings.gateway.gateway_id
+        while True:
+            try:
+                found = [file.read_bytes() for file in sorted(directory.glob("*.spool"))]
+            except FileNotFoundError:
+                continue  # drained, or given another name, since it was listed
+            return [self.codec.decode(m.value) for data in found for m, _ in frames(data)]
 
     async def metric(self, name: str) -> float:
         """Sum of the samples whose name begins so."""
         text = await (await self.http.get(self.url + "/metrics")).text()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Wait until the condition is true, give its value. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not (value := condition()):  # noqa: ASYNC110 - the conditions are of the outside
@@ -98,7 +100,7 @@ def play(
         engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)
         bus = MemoryBus()
         async with engine.serve() as engine_url:
-            given = {"upstreams": [engine_url], "worker_wait_s": 0.5, "produce_timeout_s": 0.5} | gateway
+            given = {"upstreams": [engine_url], "worker_wait_s": 60, "produce_timeout_s": 60} | gateway
             settings = Settings.model_validate({"data_dir": directory, "gateway": given})
             demand = MemoryDemand()
             app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand)

@@ -215,7 +215,7 @@ def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> No
     value = CODEC.encode(a_step(request_json=b"q" * 5 * MIB))
 
     async def run() -> None:
-        blobs, kept = Blobs(Hangs(str(tmp_path)), CODEC, 0.2), []
+        blobs, kept = Blobs(Hangs(str(tmp_path)), CODEC, 1.0), []
 
         async def one() -> None:
             messages = Messages([Message("steps", b"t", value)])
@@ -228,6 +228,9 @@ def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> No
         await asyncio.sleep(0)  # all threads have been in the store for too long: it is told at once
         await asyncio.sleep(0)
         assert late.done()
+        async with asyncio.timeout(60):
+            while len(began) < THREADS:  # noqa: ASYNC110 - they encode before they are in the store
+                await asyncio.sleep(0.005)
         gc.collect()
         assert len([ref for ref in kept if ref() is not None]) <= THREADS == len(began)
         go_on.set()  # the store is back, and so are its threads

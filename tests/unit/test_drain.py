@@ -59,7 +59,7 @@ def drain(engine: Engine, timeout_s: float, then: int | None) -> tuple[bool, flo
         async with aiohttp.ClientSession() as http:
             began = time.monotonic()
             waiting = asyncio.create_task(drained(http, url, timeout_s))
-            while engine.asked < 3:  # noqa: ASYNC110 - it is asked over HTTP
+            while engine.asked < 3 and not waiting.done():  # noqa: ASYNC110 - it is asked over HTTP
                 await asyncio.sleep(0.01)
             engine.in_flight = then
             result = await waiting, time.monotonic() - began

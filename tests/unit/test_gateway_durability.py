@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
+from tests_ports import free_port
 
 from gateway.errors import SpoolTaken
 from gateway.scripted import Say, Script
@@ -255,8 +255,7 @@ def test_engine_that_dies_before_a_token_leaves_no_step(play: Play) -> None:
 
 
 def test_refused_connections_are_tried_again_until_an_engine_is_there(play: Play) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
 
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
@@ -293,7 +292,7 @@ def test_busy_engine_is_asked_again(play: Play) -> None:
             await client.chat.completions.create(**ASK)
         assert len(asked) == 3 and len(w.steps()) == 1
 
-    play(scenario, script, worker_wait_s=5)
+    play(scenario, script)
 
 
 def test_completion_without_a_log_is_spooled_behind_its_step(play: Play) -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from tests_ports import free_port
 from tests_wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
 
 from gateway.connections import Address, Pool
@@ -19,13 +20,16 @@ from gateway.workers import Worker
 from schemas.events import WorkerStatus
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
+PATIENT_S = 10.0
+"""Between probes that none fails of a machine that is busy: twice as long an engine may take to answer one."""
 
 
 def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
     async def body() -> None:
         for kind in ("captured", "vllm", "text"):
             engine = ScriptedEngine(lambda _: Script([HI]), kind)
-            async with engine.serve() as url, Rig([url]) as rig:
+            async with engine.serve() as url, Rig([url], probe_interval_s=PATIENT_S) as rig:
+                await rig.until(lambda: rig.upstream.ready)
                 assert [w.kind for w in rig.upstream.ready] == [kind]
                 bodies = lambda worker: json.dumps(ASK | {"kind": worker.kind}).encode()  # noqa: E731
                 async with rig.upstream.ask(
@@ -47,9 +51,10 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
         async with AsyncExitStack() as stack:
             here = await stack.enter_async_context(wired(saying(OK)))
             engine = ScriptedEngine(lambda _: Script([HI]))
-            async with engine.serve() as there:
-                port = int(there.rsplit(":", 1)[1])
-                rig = await stack.enter_async_context(Rig([{"url": here, "kind": "text"}, there]))
+            async with engine.serve(port := free_port()) as there:
+                upstreams = [{"url": here, "kind": "text"}, there]
+                rig = await stack.enter_async_context(Rig(upstreams, probe_interval_s=PATIENT_S))
+                await rig.until(lambda: len(rig.upstream.ready) == 2)
                 key = key_of(there, rig)
             assert await rig.ask(key) == (200, b"hi")
             await rig.until(lambda: rig.upstream.lanes.states()[there] == "out")
@@ -63,14 +68,14 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
 
 
 def test_a_provider_that_failed_is_tried_by_one_call() -> None:
-    failing, requests = [True], []
+    failing, requests, go_on = [True], [], asyncio.Event()
 
     async def answer(wire: Wire, request: bytes) -> bool | None:
         requests.append(request)
         if failing[0]:
             wire.die()
             return True
-        await asyncio.sleep(0.05)
+        await go_on.wait()
         await wire.say(OK)
         return None
 
@@ -85,6 +90,7 @@ def test_a_provider_that_failed_is_tried_by_one_call() -> None:
             await rig.until(lambda: rig.upstream.lanes.states()[url] == "trying")
             await rig.until(lambda: len(requests) > before)
             assert len(requests) == before + 1 and rig.count("waiting") == 9
+            go_on.set()
             assert {await call for call in calls} == {(200, b"hi")}
             assert rig.upstream.lanes.states()[url] == "ready" and rig.count("waiting") == 0
 
@@ -169,7 +175,7 @@ def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
         return None
 
     async def test(url: str) -> None:
-        async with Rig([] if reports else [url]) as rig:
+        async with Rig([] if reports else [url], probe_interval_s=0.2) as rig:
             if reports:
                 rig.table.hear("w", heard(url, "ready"), 0.0)
             _ = rig.upstream.ready

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from tests_ports import free_port
 from tests_wire import OK, SOON_S, Answer, Rig, Wire, as_text, run, saying, wired
 
 from gateway.connections import Address, Connection, Pool, address_of
@@ -160,10 +161,12 @@ def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str)
 
     async def body() -> None:
         async with pool_to(answer) as pool:
-            connection = await asked(pool, 0.2 if how == "time-out" else SOON_S)
-            if how == "closed here":
-                pool.close()
+            connection = pool.take() or await pool.connect()
+            connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", None, 0.2 if how == "time-out" else SOON_S)
             with pytest.raises(TimeoutError if how == "time-out" else ConnectionError):
+                await connection.begin()
+                if how == "closed here":
+                    pool.close()
                 await connection.read()
             assert not connection.complete
             connection.release()
@@ -293,10 +296,8 @@ def test_long_requests_and_slow_replies() -> None:
 
 def test_nobody_listens() -> None:
     async def body() -> None:
-        async with wired(saying(OK)) as url:
-            address = address_of(url)
         with pytest.raises(OSError, match=r"refused|Connect call failed"):
-            await Pool(address).connect()
+            await Pool(Address("127.0.0.1", free_port(), False, "")).connect()
         with pytest.raises(OSError):
             await Pool(Address("nowhere.invalid", 80, False, "")).connect()
 

@@ -82,10 +82,14 @@ def test_a_version_that_cannot_be_read_now_is_wanted_again_later() -> None:
 
 
 class Log:
-    """A weights log that breaks off after its second version when it is read for the first time."""
+    """A weights log that breaks off after its second version when it is read for the first time.
+
+    looks: how often was looked at what was heard. The log goes on when that was done.
+    """
 
     def __init__(self) -> None:
-        self.reads = 0
+        self.reads = self.looks = 0
+        self.over = False
         self.at_end = False
         self.left: list[WeightVersion] = []
 
@@ -98,7 +102,9 @@ class Log:
         return self
 
     def poll(self) -> list[Record]:
-        time.sleep(0.05)  # longer than who looks at what was heard
+        looks = self.looks
+        while self.looks < looks + 3 and not self.over:
+            time.sleep(0.001)
         self.at_end = not self.left
         if self.reads == 1 and len(self.left) == 1:
             raise Unavailable("gone")
@@ -120,10 +126,12 @@ def test_a_log_that_is_read_again_does_not_bring_old_versions_back() -> None:
         async with asyncio.timeout(60):
             while wanted[-1] != 2:
                 await asyncio.sleep(0.001)
+                log.looks += 1
                 now = versions.wanted(None)
                 if log.reads > 1 and (now.sync_index if now else None) != wanted[-1]:
                     wanted.append(now.sync_index if now else None)
         feed.stop()
+        log.over = True
         assert not failed.done()
         return wanted
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 from openai import APITimeoutError, AsyncOpenAI
+from tests_ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -48,6 +49,25 @@ def play(tmp_path: Path) -> Play:
 
 def sdk(w: Trial, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=w.url + path, api_key="not-used", **({"max_retries": 0} | more))
+
+
+class Impatient(httpx.AsyncHTTPTransport):
+    """A client whose time is over, so many times, as soon as an engine was asked."""
+
+    def __init__(self, asked: Sequence[Any], times: int) -> None:
+        super().__init__()
+        self._asked, self._times = asked, times
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        before, waits = len(self._asked), asyncio.create_task(super().handle_async_request(request))
+        if self._times:
+            self._times -= 1
+            while len(self._asked) == before:  # noqa: ASYNC110 - the engine's list
+                await asyncio.sleep(0.005)
+            waits.cancel()
+            await asyncio.gather(waits, return_exceptions=True)
+            raise httpx.ReadTimeout("no answer in time", request=request)
+        return await waits
 
 
 async def post(w: Trial, path: str, body: Any = None) -> tuple[int, Any]:
@@ -124,7 +144,10 @@ def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(play: Play, capfd: 
         for i in range(200):
             async with w.http.post(w.url + ("/t/g/v1/chat/completions", "/submit_steps")[i % 2], data=b"{") as r:
                 assert r.status == 400
-        assert capfd.readouterr() == ("", "")
+        said = "".join(capfd.readouterr())
+        assert said.count("\n") < 20, (
+            said
+        )  # not by a line each; an engine that is slow to answer a probe may be told of
 
     play(scenario, SCRIPT)
 
@@ -174,7 +197,8 @@ def test_6_a_call_that_is_tried_three_times_is_trained_once(play: Play) -> None:
         return Script([HI], versions=SPANS, gate=never if len(asked) < 3 else None)
 
     async def scenario(w: Trial) -> None:
-        async with sdk(w, max_retries=2, timeout=0.4) as client:
+        impatient = httpx.AsyncClient(transport=Impatient(asked, 2))
+        async with sdk(w, max_retries=2, http_client=impatient) as client:
             await client.chat.completions.create(**ASK)
         await w.until(lambda: len(w.steps()) == 3)
         assert sorted(s.status for s in w.steps()) == ["aborted", "aborted", "ok"]
@@ -227,7 +251,7 @@ def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_fo
         await w.until(lambda: len(w.steps()) == 1)
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        assert len(w.steps()) == 2
+        await w.until(lambda: len(w.steps()) == 2)  # by way of the spool, if the drain has not done with it
 
     play(scenario, SCRIPT)
 
@@ -340,14 +364,12 @@ def test_2_1_9_a_client_of_its_own_is_a_group_of_its_own(play: Play) -> None:
 
 
 def test_2_1_13_one_dead_engine_of_two_fails_no_call(play: Play) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    dead = f"http://127.0.0.1:{free_port()}"
 
     async def scenario(w: Trial) -> None:
         both = w.settings.gateway.model_copy(
             update={"upstreams": Settings.model_validate({"gateway": {"upstreams": [dead, w.engine_url]}}).gateway.upstreams,
-                    "gateway_id": "gateway-1", "worker_wait_s": 30.0}
+                    "gateway_id": "gateway-1"}
         )  # fmt: skip
         app = create_app(w.settings.model_copy(update={"gateway": both}), w.bus, WorkerTable(both.upstreams), CODEC)
         async with running(app) as url:
@@ -461,7 +483,8 @@ def test_a_client_that_gives_up_gets_its_own_timeout_and_leaves_no_half_step(pla
     never = asyncio.Semaphore(0)
 
     async def scenario(w: Trial) -> None:
-        async with sdk(w, timeout=0.3) as client:
+        impatient = httpx.AsyncClient(transport=Impatient(w.engine.requests, 1))
+        async with sdk(w, http_client=impatient) as client:
             with pytest.raises(APITimeoutError):
                 await client.chat.completions.create(**ASK)
         await w.until(w.steps)
