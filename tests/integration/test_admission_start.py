@@ -51,11 +51,14 @@ class Log:
         return self.cluster.watermarks(self.topics.candidates, [PARTITION])[PARTITION][1]
 
     def decisions(self, kind: type) -> list[Any]:
-        topic = self.topics.ready_batches("r", "train")
-        return [d for r in self.cluster.read_all(topic) if isinstance(d := CODEC.decode(r.value), kind)]
+        return [d for d in self._committed(self.topics.ready_batches("r", "train")) if isinstance(d, kind)]
 
     def letters(self) -> list[DeadLetter]:
-        return [CODEC.decode(r.value) for r in self.cluster.read_all(self.topics.dead_letters)]
+        return self._committed(self.topics.dead_letters)
+
+    def _committed(self, topic: str) -> list[Any]:
+        """A transaction is seen a moment after its commit: with `await_open` all that the desks have written until now."""
+        return [CODEC.decode(r.value) for r in self.cluster.read_all(topic, await_open=True)]
 
 
 @pytest.fixture
@@ -143,6 +146,7 @@ def test_what_a_run_had_long_before_its_admission_is_found(mine: Settings, clust
     log.put(RUN, RunEnded(run_id="r", created_at=0))
     log.ticks(OLD)
     log.put(RUN, cand("c"))
+    log.producer.flush()
     policies = PolicyLog(mine, cluster)
     assert policies.ended is not None and len(policies.entries) == 1
     read_on(train)

@@ -32,12 +32,14 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
 
 
 def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> None:
-    worker = jobs.start()
+    worker = jobs.start(
+        session_timeout_s=60
+    )  # a busy machine does not make it an owner once more, that tells the time once more
     keys = [f"k{i}" for i in range(12)]
     for key in keys:
         jobs.put(*jobs.conversation(key), reward(key, 0.5))
     jobs.producer.flush()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(keys), 60)
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(keys), 180)
 
     topic_id = jobs.cluster.topic_id(jobs.topics.trajectories)
     for record, c in jobs.records(jobs.topics.candidates, Candidate):
@@ -72,19 +74,19 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
     eventually(lambda: all(jobs.cluster.committed(group).get(place, -1) >= end for place, end in ends.items()))
 
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     count = len(jobs.records(jobs.topics.trajectories, Trajectory))
     jobs.start()  # a new owner does nothing again
     jobs.put(*jobs.conversation("next"))
     jobs.producer.flush()
-    eventually(lambda: "next" in jobs.candidates(), 60)
+    eventually(lambda: "next" in jobs.candidates(), 180)
     assert len(jobs.records(jobs.topics.trajectories, Trajectory)) == count + 1
 
 
 def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventually) -> None:
     jobs.start(trajectory_timeout_s=1.5, orphan_after_s=1.0)
     topics = jobs.topics
-    eventually(lambda: jobs.records(topics.candidates, Tick), 60)
+    eventually(lambda: jobs.records(topics.candidates, Tick), 180)
     key = "straggler"
     other = f"{key}~{'0' * 26}.0"
     for topic in (topics.steps, topics.rewards):
@@ -183,17 +185,17 @@ def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) 
     for _ in range(6):
         worker = jobs.start(snapshot_min_bytes=3000)
         before = written()
-        eventually(lambda n=before: written() >= n + 10, 60)
+        eventually(lambda n=before: written() >= n + 10, 180)
         time.sleep(rng.uniform(0, 1.0))  # where in a batch the kill falls is chance
         worker.kill()
         worker.wait()
     feed.enough = True
     jobs.start(snapshot_min_bytes=3000)
     feed.join()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 60)
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180)
     twice = check_everything_once(jobs, feed.keys)
-    lows = [low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values()]
-    assert all(lows), "no snapshot has trimmed the state log"
+    # What the last snapshot replaces goes a moment after the outputs.
+    eventually(lambda: all(low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values()))
     print(f"{twice} records were sent again")
 
 
@@ -207,19 +209,19 @@ def test_second_worker_shares_and_a_stopped_one_is_fenced(jobs: Jobs, eventually
 
     feed = Feed(jobs, 150, 100)
     first = jobs.start("0")
-    eventually(lambda: len(owners()) == 4, 60)
+    eventually(lambda: len(owners()) == 4, 180)
     feed.start()
     second = jobs.start("1")
-    eventually(lambda: set(owners().values()) == {"0", "1"}, 60)
+    eventually(lambda: set(owners().values()) == {"0", "1"}, 180)
     first.send_signal(signal.SIGSTOP)
-    eventually(lambda: set(owners().values()) == {"1"}, 60)
+    eventually(lambda: set(owners().values()) == {"1"}, 180)
     feed.join()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 60)
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180)
     first.send_signal(signal.SIGCONT)
     # Stopped in a batch it is fenced and dies; stopped between two it finds itself out of the group, and comes back into it.
     jobs.put(*jobs.conversation("t-after"), reward("t-after", 7.0))
     jobs.producer.flush()
-    eventually(lambda: "t-after" in jobs.candidates() and jobs.candidates()["t-after"].rewards, 60)
+    eventually(lambda: "t-after" in jobs.candidates() and jobs.candidates()["t-after"].rewards, 180)
     assert first.poll() in (None, 70)
     assert second.poll() is None
     check_everything_once(jobs, [*feed.keys, "t-after"])
@@ -229,19 +231,19 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     worker = jobs.start()
     jobs.put(*jobs.conversation("done"), step("open", [1], [2]))
     jobs.producer.flush()
-    eventually(lambda: "done" in jobs.candidates(), 60)
+    eventually(lambda: "done" in jobs.candidates(), 180)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     jobs.cluster.delete_topic(jobs.topics.steps)
     eventually(lambda: jobs.topics.steps not in jobs.cluster.topics())
     create_topics(jobs.cluster, jobs.settings)
     jobs.put(*jobs.conversation("fresh"))
     jobs.producer.flush()
     worker = jobs.start()
-    eventually(lambda: {"open", "fresh"} <= jobs.candidates().keys(), 60)
+    eventually(lambda: {"open", "fresh"} <= jobs.candidates().keys(), 180)
     assert (jobs.candidates()["open"].outcome, jobs.candidates()["fresh"].outcome) == ("lost", "completed")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
 
     jobs.put(step("gone", [1], [2]))  # folded, then removed by retention before it closes
     jobs.producer.flush()
@@ -249,23 +251,23 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     place = (jobs.topics.steps, partition_of(b"gone", 4))
     end = max(r.offset for r, _ in jobs.records(jobs.topics.steps, Step) if r.key == b"gone") + 1
     group = f"{jobs.topics.prefix}-assemble"
-    eventually(lambda: jobs.cluster.committed(group).get(place, 0) >= end, 60)
+    eventually(lambda: jobs.cluster.committed(group).get(place, 0) >= end, 180)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     jobs.cluster.delete_records(place[0], place[1], end)
     worker = jobs.start()
     jobs.put(session("gone", "completed"), reward("gone", 1.0))
     jobs.producer.flush()
-    eventually(lambda: "gone" in jobs.candidates() and jobs.candidates()["gone"].rewards, 60)
+    eventually(lambda: "gone" in jobs.candidates() and jobs.candidates()["gone"].rewards, 180)
     assert (jobs.candidates()["gone"].outcome, jobs.candidates()["gone"].trainable) == ("lost", False)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
 
     jobs.put(*[step("open2", [1], [2]) for _ in range(5)])
     jobs.producer.flush()
     p = partition_of(b"open2", 4)
     jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
-    assert jobs.start().wait(60) == EXIT_SOURCE
+    assert jobs.start().wait(180) == EXIT_SOURCE
     assert "source truncated" in jobs.processes.log("assemble-0")
 
 
@@ -300,7 +302,7 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, event
     assert worker.wait() == EXIT_SOURCE
     low = jobs.cluster.watermarks(topic, [partition])[partition][0]
     assert f"source truncated: {topic}-{partition} begins at offset {low}; " in jobs.processes.log("assemble-0")
-    assert jobs.start().wait(60) == EXIT_SOURCE  # nor is anything behind the hole in its state
+    assert jobs.start().wait(180) == EXIT_SOURCE  # nor is anything behind the hole in its state
     told = re.findall(
         rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)", jobs.processes.log("assemble-0")
     )
@@ -314,23 +316,23 @@ def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Even
     for key in first:
         jobs.put(*jobs.conversation(key), reward(key, 0.5))
     jobs.producer.flush()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(first), 60)
+    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(first), 180)
     jobs.cluster.delete_topic(jobs.topics.assembly)
     eventually(lambda: jobs.topics.assembly not in jobs.cluster.topics())
     create_topics(jobs.cluster, jobs.settings)
     for key in ("b0", "b1", "b2", "b3"):
         jobs.put(*jobs.conversation(key))
     jobs.producer.flush()
-    assert worker.wait(60) == 70
+    assert worker.wait(180) == 70
     assert "the topic was made anew" in jobs.processes.log("assemble-0")
 
     worker = jobs.start()
-    eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 60)
+    eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 180)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     count = len(jobs.records(jobs.topics.trajectories, Trajectory))
     jobs.start()  # its state is on the log again: nothing is done a third time
     jobs.put(*jobs.conversation("c"))
     jobs.producer.flush()
-    eventually(lambda: "c" in jobs.candidates(), 60)
+    eventually(lambda: "c" in jobs.candidates(), 180)
     assert len(jobs.records(jobs.topics.trajectories, Trajectory)) == count + 1

@@ -47,8 +47,8 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
     with running(settings, cluster, tmp_path, bucket_inactivity_s=600.0, snapshot_min_bytes=2000) as jobs:
         rows = [rollout(i) for i in range(1, 7)]
         for at in range(4):
-            jobs.start()
             before = written(jobs)
+            jobs.start()
             # An aborted first call and its retry stand together: whose retry it is must be certain for this test.
             jobs.put(*[s for row in rows for s in (row[:2] if at == 0 else row[at + 1 : at + 2])])
             jobs.put(rows[0][1])  # once more
@@ -57,18 +57,18 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
                 jobs.put(replace(reward(BUCKET, 0.5), step_id=rows[1][2].step_id))
                 jobs.put(session(BUCKET, "failed", step_id=rows[2][1].step_id))
             jobs.producer.flush()
-            eventually(lambda n=before: written(jobs) > n + 4, 60)
+            eventually(lambda n=before: written(jobs) > n + 4, 180)
             jobs.workers[-1].kill()
             jobs.workers[-1].wait()
         # Killed workers may have left the last calls unread: with seconds of patience they would come too late for their trajectories.
         worker = jobs.start()
-        eventually(lambda: all_read(jobs), 90)
+        eventually(lambda: all_read(jobs), 180)
         worker.kill()
         worker.wait()
         jobs.start(bucket_inactivity_s=3.0)
         ids = {f"{BUCKET}~{row[0].call_id.rpartition('~')[2]}": row for row in rows}
-        eventually(lambda: jobs.candidates().keys() == ids.keys(), 90)
-        eventually(lambda: sum(len(c.rewards) for c in jobs.candidates().values()) == 2, 60)
+        eventually(lambda: jobs.candidates().keys() == ids.keys(), 180)
+        eventually(lambda: sum(len(c.rewards) for c in jobs.candidates().values()) == 2, 180)
 
         whole = {t.trajectory_id: t for _, t in jobs.records(jobs.topics.trajectories, Trajectory)}
         for trajectory_id, row in ids.items():

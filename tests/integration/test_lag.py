@@ -20,8 +20,16 @@ def commit(cluster: Cluster, group: str, topic: str) -> None:
     while not reader.at_end:
         reader.poll(100, 0.5)
     assert reader.positions == ends
-    reader.commit(ends)
+    while not ends.items() <= cluster.committed(group).items():  # it is advice: what has not landed is told again
+        reader.commit(ends)
+        reader.poll(1, 0.1)
     reader.close()
+
+
+def wait_for_end(cluster: Cluster, topic: str, end: int) -> None:
+    """A transaction is seen a moment after its commit."""
+    while cluster.watermarks(topic)[0][1] < end:
+        pass
 
 
 def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) -> None:
@@ -47,6 +55,7 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
     producer.flush()
     with admit.transaction():
         admit.put(ready.name, b"default", codec.encode(ENDED))
+    wait_for_end(cluster, ready.name, 2)
 
     rows = {(r.group.removeprefix(f"{prefix}-"), r.topic.removeprefix(f"{prefix}.")): r for r in lag(cluster, settings)}
     assert {k: (r.offsets, r.records) for k, r in rows.items() if r.offsets} == {
@@ -99,4 +108,35 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
     assert (rows[topics.weights].records, rows[topics.weights].exact) == (11, False)
     assert (rows[topics.dead_letters].offsets, rows[topics.dead_letters].exact) == (0, True)
     assert "<=11" in format_lag(rows.values())
+    wait_for_end(cluster, topics.dead_letters, 2)
     assert data_lag(cluster, settings, f"{prefix}-lake") == 1 + 23
+
+
+class Busy(Cluster):
+    """A cluster on which a group goes on at the moment when its position is asked for."""
+
+    going_on: tuple[str, str] | None = None
+
+    def committed(self, group: str) -> dict[tuple[str, int], int]:
+        """Its new position."""
+        if self.going_on is not None and self.going_on[0] == group:
+            topic = self.going_on[1]
+            producer = self.producer()
+            for p in self.watermarks(topic):
+                producer.put(topic, None, Codec().encode(events.Tick(partition=p, event_time=1)), partition=p)
+            producer.flush()
+            commit(Cluster(self.bootstrap_servers), group, topic)
+        return super().committed(group)
+
+
+def test_a_group_that_goes_on_while_lag_is_asked_is_not_behind_by_the_whole_log(settings: Settings) -> None:
+    """Two groups read the candidates; the end that the first was held against lay before the second's newer position."""
+    cluster = Busy(settings.bootstrap_servers)
+    create_topics(cluster, settings)
+    topic, admit = settings.kafka.topics.candidates, f"{settings.kafka.topic_prefix}-admit.default."
+    cluster.going_on = admit + "val", topic
+    cluster.committed(admit + "val")
+    commit(Cluster(settings.bootstrap_servers), admit + "train", topic)
+    rows = {r.group: r for r in lag(cluster, settings) if r.topic == topic}
+    assert rows[admit + "val"].committed is not None and rows[admit + "val"].offsets == 0
+    assert (rows[admit + "train"].offsets, rows[admit + "train"].records) == (1, 0)

@@ -8,6 +8,7 @@ from uuid import uuid4
 from tests_feed import POLICY, Feed, reward, step
 from tests_up import up
 
+from runtime.lag import data_lag
 from schemas.events import Late, WeightVersion
 from schemas.settings import Settings
 from stream_jobs.ancestry import Ancestry
@@ -51,6 +52,8 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
         running.until(lambda: feed.column("late_revisions", "revision"), "the late reward is in the lake")
         running.until(lambda: set(feed.steps) == set(feed.column("steps", "step_id")), "every step is in the lake")
         running.until(lambda: len(feed.column("groups", "group_id")) == 3, "every group is in the lake")
+        group = f"{feed.topics.prefix}-lake"
+        running.until(lambda: data_lag(feed.cluster, settings, group) == 0, "the lake has read all topics")
         running.stop()
     feed.close()
 

@@ -61,7 +61,7 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(jobs: Jo
         records = jobs.cluster.read_all(journal) if jobs.cluster.topics(journal) else ()
         return [d for r in records if isinstance(d := journaled_by(decoder, r), ReadyBatch)]
 
-    (batch,) = eventually(batches)
+    (batch,) = eventually(batches, 300)
     (member,) = (m for m in batch.groups[0].members if m.trajectory_id == KEY)
     assert (member.untrainable_steps, member.trainable_tokens) == ((), 2 * STEPS)
     assert member.place.last_offset > member.place.first_offset

@@ -84,7 +84,7 @@ def test_faust_producer(kafka: str, topic: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert json.loads(done.stdout.splitlines()[-1]) == expected()
 

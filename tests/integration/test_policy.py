@@ -97,7 +97,7 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert (newest.batch_groups, newest.min_quality, newest.published_by) == (7, 0.5, "ann")
     eventually(lambda: "train: in force" in cli("policy", "show", "--run", "demo").stdout)
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(180) == 0
 
     process = admit(mine)  # the same settings: what ann has set stays
     producer = cluster.producer()
@@ -110,7 +110,7 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     eventually(lambda: cluster.committed(group).get(at) == cluster.watermarks(at[0], [at[1]])[at[1]][1])
     assert [p.policy_version for p in applied()] == [1, 2]
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(180) == 0
     process = admit(with_policy(settings, batch_groups=4))  # others: they hold again
     eventually(lambda: [(p.policy_version, p.batch_groups, p.min_quality) for p in applied()][-1] == (3, 4, None))
 

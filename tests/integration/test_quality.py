@@ -30,8 +30,10 @@ def test_quality_from_rules_to_marks(settings: Settings, cluster: Cluster, tmp_p
         jobs.producer.flush()
 
         def assessed() -> dict[str, Candidate]:
+            """Once their rewards are there, too: nothing is to come that would revise them."""
             found = jobs.candidates()
-            return found if len(found) == 2 and all(c.assessment_revision == 7 for c in found.values()) else {}
+            done = len(found) == 2 and all(c.assessment_revision == 7 and c.rewards for c in found.values())
+            return found if done else {}
 
         candidates = eventually(assessed)
         assert candidates["good"].quality == 1.0 and [s.quality for s in candidates["good"].steps] == [1.0] * 3
@@ -78,4 +80,4 @@ def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
         assert (marked.steps[0].assessed_quality, marked.quality) == (0.0, 0.0)
     finally:
         lake.terminate()
-        assert lake.wait(60) == 0
+        assert lake.wait(180) == 0

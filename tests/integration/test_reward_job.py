@@ -90,19 +90,19 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
             *parts[:2],
         )  # fmt: skip
         producer.put(topics.trajectories, b"right", b"garbage")
-        eventually(lambda: len(read(cluster, topics.rewards)) >= 11, 60)
+        eventually(lambda: len(read(cluster, topics.rewards)) >= 11, 180)
         job.kill()  # in the middle of a trajectory: its writer was killed, too, and begins anew
         job.wait()
     with worker(settings, functions) as job:
         put(*parts, trajectory("right", "42"))
-        eventually(lambda: any(r.trajectory_key == "parts" for r in read(cluster, topics.rewards)), 60)
+        eventually(lambda: any(r.trajectory_key == "parts" for r in read(cluster, topics.rewards)), 180)
         group = f"{topics.prefix}-reward"
         ends = {
             (topics.trajectories, p): high for p, (_, high) in cluster.watermarks(topics.trajectories).items() if high
         }
         eventually(lambda: {k: v for k, v in cluster.committed(group).items() if v} == ends)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 0
+        assert job.wait(180) == 0
     producer.close()
 
     answers: dict[tuple[str, str], Reward] = {}
@@ -166,7 +166,7 @@ def test_retention_that_overtakes_a_worker_is_an_error(
 
 @pytest.mark.parametrize("replayed", [True, False], ids=["replayed", "lost"])
 def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
-    settings: Settings, cluster: Cluster, replayed: bool
+    settings: Settings, cluster: Cluster, replayed: bool, eventually: Eventually
 ) -> None:
     """A replay's transaction ends in one, at the position of a job that has read all. A record may have lain there as well."""
     create_topics(cluster, settings)
@@ -193,8 +193,15 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
         await running.assigned([0])
         await running.process(0, [first])
         await running.tick()
-        committing = cluster.reader(f"{settings.kafka.topic_prefix}-reward", {})
-        committing.commit({(topics.trajectories, 0): 1})
+        group, position = f"{settings.kafka.topic_prefix}-reward", {(topics.trajectories, 0): 1}
+        committing = cluster.reader(group, {})
+
+        def told() -> bool:
+            committing.commit(position)  # advice: what has not landed is told again
+            committing.poll(1, 0.1)
+            return cluster.committed(group) == position
+
+        eventually(told)
         committing.close()
         cluster.delete_records(topics.trajectories, 0, 2)
         assert cluster.watermarks(topics.trajectories, [0])[0] == (2, 2)
@@ -270,5 +277,5 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
 
 def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
     with worker(settings, {"*": ("no_such@1",)}) as job:
-        assert job.wait(60) == EXIT_SETTINGS
+        assert job.wait(180) == EXIT_SETTINGS
     assert "jobs.reward_functions.*: 'no_such@1': no built-in reward" in (settings.data_dir / "reward.log").read_text()

@@ -78,8 +78,8 @@ def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at
         put(*(candidate(f"t{i}-{m}", f"g{i}", float(m)) for m in range(MEMBERS)))
     producer.flush()
     end = topics.ready_batches("demo", "train")
-    eventually(lambda: cluster.topics(end) and cluster.watermarks(end)[0][1] > GROUPS // BATCH_GROUPS, 120)
-    batches = eventually(lambda: found if len(found := journal(ReadyBatch)) == GROUPS // BATCH_GROUPS else None, 120)
+    eventually(lambda: cluster.topics(end) and cluster.watermarks(end)[0][1] > GROUPS // BATCH_GROUPS, 300)
+    batches = eventually(lambda: found if len(found := journal(ReadyBatch)) == GROUPS // BATCH_GROUPS else None, 300)
     assert [g.group_id for b in batches for g in b.groups] == [f"g{i}" for i in range(GROUPS)]
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
     (first,) = {b.input_from for b in batches}

@@ -57,7 +57,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     ], said
     assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
     for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "runtime.cli", "topics", "create"]):
-        done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, done.stderr
 
     cluster.delete_topic(topics.rewards)
