@@ -188,7 +188,7 @@ def standing(work: Path, directory: Path, tokenizer: Any, network: Any, *words: 
     settings = engine_settings(
         max_num_seqs=16,
         reasoning_parser="think_tags",
-        startup_timeout_s=300,
+        startup_timeout_s=600,
         extra_args=(
             *("--reasoning-parser-plugin", str(REASONING_PARSER)),
             *("--structured-outputs-config.enable_in_reasoning", "true"),

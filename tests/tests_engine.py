@@ -115,7 +115,7 @@ def engine_settings(**more: Any) -> RolloutSettings:
 @contextmanager
 def serving(work: Path) -> Iterator[Engine]:
     """A server on a model of random weights; it has ended behind the block."""
-    settings = engine_settings(max_num_seqs=64, startup_timeout_s=240)
+    settings = engine_settings(max_num_seqs=64, startup_timeout_s=600)
     server = VllmServer(settings, random_version(work, 0), work / "vllm.log")
     with closing(asyncio.Runner()) as runner:
 

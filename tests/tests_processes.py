@@ -33,7 +33,7 @@ class Processes:
         path = self.logs / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def stop(self, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> int:
+    def stop(self, process: subprocess.Popen[bytes], timeout_s: float = 180.0) -> int:
         """SIGTERM, as Ctrl-C does it; the exit code."""
         process.send_signal(signal.SIGTERM)
         return process.wait(timeout_s)

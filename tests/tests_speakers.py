@@ -36,12 +36,13 @@ class Seen:
     finish: str | None = field(default=None, compare=False)
     logprobs: tuple[float, ...] | None = field(default=None, compare=False)
 
-    def text(self, tail: str = THOUGHT) -> str:
-        """What the model must have said. tail: behind the reasoning.
+    def __post_init__(self) -> None:
+        # A busy engine streams several tokens at once; its parser then leaves the tag in the reasoning that begins with it.
+        object.__setattr__(self, "reasoning", self.reasoning.removeprefix(THINK))
 
-        A busy engine streams several tokens at once; its parser then leaves the tag in the reasoning that begins with it.
-        """
-        reasoning = THINK + self.reasoning.removeprefix(THINK) + tail if self.reasoning else ""
+    def text(self, tail: str = THOUGHT) -> str:
+        """What the model must have said. tail: behind the reasoning."""
+        reasoning = THINK + self.reasoning + tail if self.reasoning else ""
         return reasoning + self.content + "".join(call_text(*call) for call in self.calls)
 
 
@@ -67,14 +68,14 @@ class Speaker(Protocol):
 @asynccontextmanager
 async def openai_client(base_url: str, key: str = "none") -> Any:
     """The official client, which tries once."""
-    async with AsyncOpenAI(base_url=base_url + "/v1", api_key=key, max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(base_url=base_url + "/v1", api_key=key, max_retries=0, timeout=300) as client:
         yield client
 
 
 @asynccontextmanager
 async def anthropic_client(base_url: str, key: str = "none") -> Any:
     """The official client, which tries once."""
-    async with AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=60) as client:
+    async with AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=300) as client:
         yield client
 
 

@@ -25,7 +25,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "runtime.cli", *words]
 
 
-def call(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         command(*words), cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -61,7 +61,7 @@ class Up:
         found = self.table.get(name)
         return found and found["state"]
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 180.0) -> None:
         """Wait for the condition while the supervisor lives; at the deadline fail with the ends of all logs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -69,11 +69,11 @@ class Up:
             assert time.monotonic() < deadline, self._tails(f"not within {timeout_s:g} s: {what}")
             time.sleep(0.1)
 
-    def until_says(self, name: str, text: str, timeout_s: float = 90.0) -> None:
+    def until_says(self, name: str, text: str, timeout_s: float = 180.0) -> None:
         """Wait until a process has logged something."""
         self.until(lambda: text in self.log(name), f"{name} says {text!r}", timeout_s)
 
-    def until_state(self, name: str, state: str, timeout_s: float = 90.0) -> None:
+    def until_state(self, name: str, state: str, timeout_s: float = 180.0) -> None:
         """Wait until the supervisor says so of a process."""
         self.until(lambda: self.state(name) == state, f"{name} is {state}", timeout_s)
 
@@ -84,7 +84,7 @@ class Up:
 
     def stop(self) -> None:
         """SIGTERM, as Ctrl-C does it: everything drains and ends, in order."""
-        code = self._processes.stop(self.process, 120)
+        code = self._processes.stop(self.process, 300)
         assert code == 0, self._tails(f"`up` ended with {code}")
 
 
