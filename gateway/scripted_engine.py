@@ -28,6 +28,8 @@ from schemas import capture
 from schemas.tokens import pack_ids, pack_logprobs
 
 VOICES: tuple[Voice, ...] = (ChatVoice(), CompletionsVoice(), ResponsesVoice(), MessagesVoice())
+BACKLOG = 2048
+"""Connections that may come at once. Those beyond are not refused but try again after seconds, and their calls count as unreachable."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=BACKLOG)
         await site.start()
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -128,7 +128,7 @@ def test_2_more_than_100_calls_are_asked_at_once(play: Play) -> None:
                     return r.status
 
             calls = [asyncio.create_task(call(i)) for i in range(250)]
-            await w.until(lambda: len(w.engine.requests) == 250, 60)
+            await w.until(lambda: len(w.engine.requests) == 250, 300)
             for _ in calls:
                 gate.release()
             assert set(await asyncio.gather(*calls)) == {200}
