@@ -150,11 +150,13 @@ def _lag(cluster: Cluster, settings: Settings, groups: Iterable[str], scan_recor
 def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[_Backlog]:
     topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
     there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
+    # All positions before any end: a group that goes on meanwhile would otherwise be past an end that was asked earlier.
+    positions = {group: cluster.committed(group) for group in groups}
     ends = _Ends(cluster)
     out = []
-    for group in groups:
+    for group, everything in positions.items():
         role = group.removeprefix(f"{prefix}-")
-        committed = {tp: o for tp, o in cluster.committed(group).items() if tp[0] in there}
+        committed = {tp: o for tp, o in everything.items() if tp[0] in there}
         wanted = {(t, p) for t, ps in inputs(topics, role, there).items() for p in ps}
         key = role.split(".")[1].encode() if role.startswith("admit.") else None
         for topic, partition in sorted(wanted or committed.keys()):
