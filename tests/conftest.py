@@ -63,7 +63,7 @@ def cluster(settings: Settings) -> Cluster:
 def eventually() -> Callable[..., object]:
     """`eventually(condition, timeout_s)`: polls until the condition is true, returns its value, fails at the deadline."""
 
-    def poll(condition: Callable[[], T], timeout_s: float = 90.0) -> T:
+    def poll(condition: Callable[[], T], timeout_s: float = 180.0) -> T:
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"

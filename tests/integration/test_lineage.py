@@ -34,7 +34,7 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
     with up(settings) as running:
         for batch, name in enumerate(("a", "b", "c")):
             feed.group(name)
-            running.until(lambda n=batch + 1: len(feed.batches()) == n, f"{name} is admitted")
+            running.until(lambda n=batch + 1: len(feed.batches()) == n, f"{name} is admitted", 180)
         feed.put(reward(RUN, "a-0", 9.0, step_id=feed.steps[0]))
         late = step(RUN, "b-1")
         feed.put(late)
