@@ -211,17 +211,17 @@ ADVERSARIAL = [
 def test_work_is_linear_in_the_text(unit: str) -> None:
     """A text eight times as long takes about eight times the work, whatever it repeats; quadratic work would be 64 times as much."""
 
-    def seconds(size: int) -> float:
-        text = (unit * (size // len(unit) + 1))[:size].encode()
-        best = 9e9
-        for _ in range(3):
+    texts = [(unit * (size // len(unit) + 1))[:size].encode() for size in (1 << 13, 1 << 16)]
+    best = [9e9, 9e9]
+    for tries in range(30):  # what else the machine does only adds: the best of more tries is nearer to the truth
+        for which, text in enumerate(texts):
             began = time.thread_time()
             SCAN.find(text)
-            best = min(best, time.thread_time() - began)
-        return best
-
-    small, large = seconds(1 << 13), seconds(1 << 16)
-    assert large < 32 * max(small, 1e-3)
+            best[which] = min(best[which], time.thread_time() - began)
+        small, large = best
+        if tries >= 2 and large < 32 * max(small, 1e-3):
+            return
+    raise AssertionError(f"{small:.6f} s, {large:.6f} s")
 
 
 @settings(max_examples=20)
