@@ -30,11 +30,11 @@ def exclusive(
         started = said = time.monotonic()
         while not _taken(file):
             now = time.monotonic()
-            if now - started >= patience_s:
-                raise late
             if waiting is not None and now - said >= say_every_s:
                 said = now
                 waiting(now - started)
+            if now - started >= patience_s:
+                raise late
             time.sleep(_POLL_S)
         yield
 

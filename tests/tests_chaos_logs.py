@@ -69,6 +69,8 @@ class Outputs:
         self.decided: set[str] = set()
         """Trajectories that were admitted or refused."""
         self.batches = 0
+        self.event_times: dict[int, int] = {}
+        """How far assemble has come in each source partition, with its outputs, by the log's clock; ms."""
 
     def look(self, timeout_s: float = 1.0) -> None:
         """Read on to the end there is now, or for so long."""
@@ -91,6 +93,8 @@ class Outputs:
                 self.steps.add(event.step_id)
             case Candidate():
                 self.groups[event.trajectory_id] = event.group_id
+            case Tick(event_time=int(at)):
+                self.event_times[event.partition] = max(at, self.event_times.get(event.partition, at))
             case ReadyBatch():
                 self.batches += 1
                 self.decided.update(m.trajectory_id for g in event.groups for m in g.members)

@@ -49,7 +49,7 @@ def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: flo
     print(json.dumps({"kills": kills, "seconds_of_kills": round(killed_s), **pause, **figures}))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_killed_at_random(tmp_path: Path) -> None:
     """The short version of the one below."""
     kill_at_random(tmp_path, kills=12, steps=10_000, rate=400.0, pause_s=2.5, seed=random.randrange(1 << 30))

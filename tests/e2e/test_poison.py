@@ -243,7 +243,7 @@ def test_weights(there: Installation) -> None:
         failed = feed.start()
         while versions.wanted(None) is None:
             changed.clear()
-            await asyncio.wait_for(changed.wait(), 30)
+            await asyncio.wait_for(changed.wait(), 90)
         feed.stop()
         assert not failed.done()
         return versions.wanted(None)
@@ -265,7 +265,7 @@ def test_workers(there: Installation) -> None:
         table, out = WorkerTable(), list[Message]()
         feed = WorkerFeed(there.feed.cluster, there.feed.settings, table, Codec(), lambda: 0.0, out.append)
         feed.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while not table.ready(0.0):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         feed.stop()

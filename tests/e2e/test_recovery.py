@@ -112,7 +112,7 @@ def recover(
 
 def test_recovers_what_was_open(jobs: Jobs, eventually: Callable[..., Any]) -> None:
     """The short version of the one below. It asserts no time."""
-    print(json.dumps(recover(jobs, 2000, 20_000, 120.0, eventually)))
+    print(json.dumps(recover(jobs, 2000, 20_000, 400.0, eventually)))
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ ACKS_PAUSE_S, BATCHES_PAUSE_S = 10.0, 30.0
 @contextmanager
 def brokers(settings: Settings) -> Iterator[None]:
     """The cluster of the settings, started as a person does it."""
-    started = call("broker", "start", "--nodes", str(NODES), *words_of(settings), timeout_s=180)
+    started = call("broker", "start", "--nodes", str(NODES), *words_of(settings), timeout_s=400)
     try:
         assert started.returncode == 0, started.stderr
         yield
@@ -46,7 +46,7 @@ def kill_node(settings: Settings, node: int) -> None:
 
 def bring_back(made: Installation) -> None:
     """The dead node runs again, and has all that the others have."""
-    back = call("broker", "start", *words_of(made.settings), timeout_s=180)
+    back = call("broker", "start", *words_of(made.settings), timeout_s=400)
     assert back.returncode == 0, back.stderr
     assert len([n for n in status(made.settings.broker_dir) if n.ready]) == NODES
     admin = AdminClient({"bootstrap.servers": made.settings.bootstrap_servers, "log_level": 0})
@@ -90,7 +90,7 @@ def kill_each(home: Path, rate: float, batches: int, settings_of: random.Random)
     return pauses
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_each_is_killed_once(tmp_path: Path) -> None:
     """The short version of the one below, which also holds the pauses against their bounds."""
     kill_each(tmp_path, rate=120.0, batches=3, settings_of=random.Random(os.getpid()))

@@ -24,7 +24,7 @@ case "$*" in
 *) trap '' TERM; while :; do sleep 0.2; done ;;
 esac
 """
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def java(tmp_path: Path) -> str:
     return str(path)
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -63,6 +63,12 @@ def pid_of(supervisor: Supervisor, name: str) -> int | None:
     return pid
 
 
+def restarts_of(supervisor: Supervisor, name: str) -> int:
+    restarts = supervisor.table[name]["restarts"]
+    assert isinstance(restarts, int)
+    return restarts
+
+
 def test_killed_process_comes_back(tmp_path: Path) -> None:
     async def body() -> None:
         supervisor = acquired(tmp_path, restart_delay_s=0.05)
@@ -98,7 +104,7 @@ def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
     async def body() -> None:
         supervisor = acquired(tmp_path, restart_delay_s=0.02)
         supervisor.start(ProcessSpec("a", exits(70)))
-        await until(lambda: supervisor.table["a"]["restarts"] == 4)
+        await until(lambda: restarts_of(supervisor, "a") >= 4)
         await supervisor.stop_all()
         assert supervisor.table["a"]["exit_code"] == 70
 
@@ -113,9 +119,9 @@ def test_killed_process_is_not_restarted_more_slowly(tmp_path: Path, ends: list[
         supervisor = acquired(tmp_path, restart_delay_s=0.02)
         supervisor.start(ProcessSpec("a", ends))
         with capture_logs() as logged:
-            await until(lambda: supervisor.table["a"]["restarts"] == 5)
+            await until(lambda: restarts_of(supervisor, "a") >= 5)
         await supervisor.stop_all()
-        assert [e["delay_s"] for e in logged if e["event"] == "restart"] == [0.02] * 5
+        assert [e["delay_s"] for e in logged if e["event"] == "restart"][:5] == [0.02] * 5
 
     asyncio.run(body())
 
@@ -169,7 +175,7 @@ def test_what_cannot_be_spawned_is_tried_again(tmp_path: Path) -> None:
     async def body() -> None:
         supervisor = acquired(tmp_path, restart_delay_s=0.01)
         supervisor.start(ProcessSpec("absent", [str(tmp_path / "no-such-program")]))
-        await until(lambda: supervisor.table["absent"]["restarts"] == 2)
+        await until(lambda: restarts_of(supervisor, "absent") >= 2)
         await supervisor.stop_all()
         assert supervisor.state("absent") == "stopped"
 
@@ -193,7 +199,7 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
     assert ask_to_stop(tmp_path) is None
     code = (
         "import sys, time; from pathlib import Path; from runtime.supervisor import Supervisor; "
-        "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(60)"
+        "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as running:
         assert running.stdout is not None and running.stdout.readline() == b"up\n"
