@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -95,12 +94,11 @@ class Cluster:
         return True
 
     def _wait_until_made(self, name: str) -> None:
-        for _ in range(300):
-            metadata = self.topics(name).get(name)
-            if metadata is not None:
-                return
-            threading.Event().wait(0.02)
-        raise Unavailable(f"topic {name} was made, but is not in the metadata after 6 s")
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while self.topics(name).get(name) is None:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"topic {name} was made, but is not in the metadata after {READ_TIMEOUT_S:g} s")
+            time.sleep(0.02)
 
     def ask(self, timeout_s: float) -> None:
         """Raises Unavailable, with what to do, when no broker answers in time. For commands that a person waits for."""
