@@ -33,14 +33,14 @@ from tests_contract import (
     teach,
     text_of,
 )
-from tests_speakers import SPEAKERS, anthropic_client, openai_client
+from tests_speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
 from gateway.calls import NO_TOKENS
 from schemas.events import VersionSpan
 from schemas.tokens import unpack_ids
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,10 @@ def test_log_probabilities_are_shown_to_who_asks(
 @pytest.mark.parametrize("name", ["openai.chat", "openai.completions"])
 def test_choices_of_a_call_are_sibling_steps(contract: Contract, name: str, stream: bool) -> None:
     speaker = SPEAKERS[name]
+    # So hot it may open a reasoning within a reasoning: the engine's parser shows the one tag less of it in a stream.
+    tags = {str(contract.tokenizer.convert_tokens_to_ids(tag)): -100 for tag in (THINK, THOUGHT)}
     for to in (contract.captured, contract.vllm):
-        seen, steps = contract.ask(speaker, QUESTIONS[1], False, stream, to, n=3, temperature=2.0)
+        seen, steps = contract.ask(speaker, QUESTIONS[1], False, stream, to, n=3, temperature=2.0, logit_bias=tags)
         assert [step.choice_index for step in steps] == [0, 1, 2]
         assert len({step.call_id for step in steps}) == 1 and len({step.step_id for step in steps}) == 3
         assert len({step.response_token_ids for step in steps}) > 1
@@ -231,9 +233,15 @@ def test_a_prompt_is_counted_as_it_will_be_rendered(contract: Contract) -> None:
 def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -> None:
     async def leave(trajectory: str) -> str:
         async with openai_client(f"{contract.captured.url}/{trajectory}/g") as client:
-            said: Any = [{"role": "user", "content": QUESTIONS[0]}]
+            # By heart: it does not begin with a reasoning, which is no content.
+            said: Any = [{"role": "user", "content": "price of k4"}]
             async with await client.chat.completions.create(
-                model="policy", messages=said, max_tokens=220, stream=True, extra_body={"ignore_eos": True}
+                model="policy",
+                messages=said,
+                max_tokens=220,
+                stream=True,
+                temperature=0,
+                extra_body={"ignore_eos": True},
             ) as chunks:
                 async for chunk in chunks:  # at once, for the engine is quick
                     if got := chunk.choices[0].delta.content:
@@ -252,7 +260,7 @@ def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -
             break
     assert step.status == "aborted" and step.finish_reason is None
     assert json.loads(step.response_json)["content"].startswith(got)
-    assert text_of(contract, ids_of(step), False).startswith(got)
+    assert contract.tokenizer.decode(ids_of(step)).startswith(got)
     assert len(ids_of(step)) == len(logprobs_of(step)) < 220
 
 

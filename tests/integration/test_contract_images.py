@@ -18,7 +18,7 @@ from schemas.events import VersionSpan
 from schemas.tokens import unpack_ids
 
 NAMES = ("openai.chat", "openai.responses", "anthropic.messages")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Vision(NamedTuple):

@@ -30,7 +30,7 @@ from schemas.settings import Settings
 from stream_jobs.admission import serve
 
 CODEC = Codec()
-SOON_S = 90.0
+SOON_S = 240.0
 PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 
 
@@ -51,7 +51,7 @@ def admission(settings: Settings) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(180)
     assert not failed and not thread.is_alive()
 
 
@@ -73,6 +73,13 @@ async def when(feed: DemandFeed, run: str, condition: Callable[[Seen], Any]) -> 
                 if seen is not None and condition(seen):
                     return seen
             await asyncio.sleep(0.02)
+
+
+async def absent(feed: DemandFeed, run: str) -> bool:
+    """Whether there is no such journal; False while that is not known yet."""
+    with suppress(DemandUnknown):
+        return await feed.look(run, "train") is None
+    return False
 
 
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:
@@ -118,7 +125,7 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
 
     async def body() -> None:
         with _feeding(DemandFeed(cluster, settings)) as feed:
-            assert await feed.look("one", "train") is None, "nobody has made its journal"
+            await until(lambda: absent(feed, "one"))  # nobody has made its journal
             with admission(wanting(settings, "one")):
                 opened = await when(feed, "one", lambda s: s.standing.policy is not None)
                 assert opened.standing.free_capacity("train") == 0, "no version to begin with"
@@ -200,13 +207,7 @@ def test_journal_made_anew_and_journal_that_cannot_be_read(cluster: Cluster, set
                 log.journal("one", CODEC.encode(one))
             first = await when(feed, "one", lambda s: s.standing.replacements_total == 9)
             cluster.delete_topic(spec.name)
-
-            async def gone() -> bool:
-                with suppress(DemandUnknown):
-                    return await feed.look("one", "train") is None
-                return False
-
-            await until(gone)
+            await until(lambda: absent(feed, "one"))
             make()
             Log(cluster, settings).journal("one", CODEC.encode(one))
             anew = await when(feed, "one", lambda s: s.journal_id != first.journal_id)

@@ -21,7 +21,7 @@ from schemas.settings import Settings
 
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 BODY = b'{"model": "policy", "messages": []}'
-SOON_S = 90.0
+SOON_S = 240.0
 CODEC = Codec()
 
 

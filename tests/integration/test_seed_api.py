@@ -27,7 +27,7 @@ from schemas.events import Step
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 CODEC = Codec()
 QUESTION = [{"role": "user", "content": "price of k374 plus 2?"}]
 LIMIT = 24
@@ -36,7 +36,7 @@ LIMIT = 24
 @asynccontextmanager
 async def engine(directory: Path) -> AsyncIterator[str]:
     """A vLLM server of the toy model; gives its URL."""
-    settings = engine_settings(max_num_seqs=16, startup_timeout_s=300)
+    settings = engine_settings(max_num_seqs=16, startup_timeout_s=600)
     server = VllmServer(settings, directory, directory / "vllm.log")
     try:
         async with aiohttp.ClientSession() as http:
