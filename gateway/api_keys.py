@@ -154,9 +154,8 @@ class KeyRing:
         if seen == self._seen:
             return False
         keys = read_keys(self._path)
-        self._by_digest = {bytes.fromhex(k.sha256): k for k in keys}
-        self._by_id = {k.key_id: k for k in keys}
-        self._seen = seen
+        by_digest, by_id = {bytes.fromhex(k.sha256): k for k in keys}, {k.key_id: k for k in keys}
+        self._by_digest, self._by_id, self._seen = by_digest, by_id, seen  # at once: a gateway reloads in a thread
         return True
 
     def by_digest(self, digest: bytes) -> ApiKey | None:

@@ -69,6 +69,8 @@ async def wired(answer: Answer) -> AsyncIterator[str]:
     finally:
         dead.set()
         server.close()
+        for _ in range(5):  # a connection that was accepted just now has its task after so many turns of the loop
+            await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -167,7 +167,7 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: bool) -> None:
-    calls, agents, held = 6, 32, []
+    calls, agents, held = 3, 64, []  # so many that either engine is the first of enough of them, whatever its port
 
     async def holds(wire: Wire, request: bytes) -> bool | None:
         """An engine under load: it has shown nothing yet of its calls when it dies."""
