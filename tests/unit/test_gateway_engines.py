@@ -20,7 +20,7 @@ from gateway.workers import Worker
 from schemas.events import WorkerStatus
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
-PATIENT_S = 10.0
+PATIENT_S = 4.0
 """Between probes that none fails of a machine that is busy: twice as long an engine may take to answer one."""
 
 
