@@ -114,7 +114,7 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             _record_half(jobs, cluster, settings)
         finally:
             first.set()
-            admission.join(60)
+            admission.join(180)
         second.start()
         try:
             _until(lambda: len(jobs.records(jobs.topics.candidates, AdmissionPolicy)) == 2)
@@ -122,13 +122,13 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             _settle(jobs, cluster, settings)
             for worker in jobs.workers:
                 worker.send_signal(signal.SIGTERM)
-            assert [worker.wait(60) for worker in jobs.workers] == [0, 0]
+            assert [worker.wait(180) for worker in jobs.workers] == [0, 0]
             _until(lambda: _lake_has_all(cluster, settings))
             _until(lambda: _has_read(cluster, settings, "admit.run.train", _ends(cluster, settings, "candidates")))
         finally:
             stop.set()
-            second.join(60)
-            lake.join(60)
+            second.join(180)
+            lake.join(180)
     mine = [t for t in cluster.topics() if t.startswith(f"{settings.kafka.topic_prefix}.")]
     # The marker of the last transaction comes a moment after its commit.
     _until(lambda: all(cluster.watermarks(t) == cluster.watermarks(t, isolation="read_uncommitted") for t in mine))
