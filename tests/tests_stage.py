@@ -30,7 +30,7 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
 Scenario = Callable[[str, Ear], Awaitable[None]]
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 SHOWN = 120
 """Characters of a text that a recording keeps."""
 WHOLE = ("user_id", "arguments")

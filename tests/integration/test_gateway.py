@@ -78,7 +78,7 @@ async def until_up(settings: Settings, path: str = "/health", status: int = 200)
 
 @asynccontextmanager
 async def agent(settings: Settings, path: str, key: str = "none") -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url_of(settings) + path, api_key=key, max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(base_url=url_of(settings) + path, api_key=key, max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -118,7 +118,7 @@ def spool_files(settings: Settings) -> list[Path]:
 
 def status(url: str, state: Any = "ready") -> WorkerStatus:
     return WorkerStatus(
-        worker_id="w0", base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=20_000,
+        worker_id="w0", base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=600_000,
         started_at=1, loads=0,
     )  # fmt: skip
 
@@ -137,8 +137,8 @@ async def answer_all(settings: Settings, other: Settings, trajectories: int) -> 
 
 
 def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
-    first = with_gateway(settings, port=free_port(), worker_wait_s=20)
-    second = with_gateway(settings, port=free_port(), worker_wait_s=20, gateway_id="gateway-1")
+    first = with_gateway(settings, port=free_port(), worker_wait_s=20, produce_timeout_s=60)
+    second = with_gateway(settings, port=free_port(), worker_wait_s=20, produce_timeout_s=60, gateway_id="gateway-1")
     create_topics(cluster, settings)
     topics = settings.kafka.topics
 
@@ -262,7 +262,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
             with gateway(settings) as process:
                 await after()
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                assert process.wait(180) == 0
 
     asyncio.run(body())
     found = step_ids(cluster, settings)
@@ -287,7 +287,7 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
     async def body() -> list[str]:
         engine = ScriptedEngine(lambda _: Script([HI], gate=gate))
         async with engine.serve() as engine_url:
-            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url])
+            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60)
             with gateway(mine) as process:
                 await until_up(mine, "/ready")
                 async with agent(mine, "/t/g") as client:
@@ -304,7 +304,7 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
                     for _ in range(8):
                         gate.release()
                     answered = await asyncio.gather(*calls)
-                assert await asyncio.to_thread(process.wait, 60) == 0
+                assert await asyncio.to_thread(process.wait, 180) == 0
         return [s for found in answered for s in found]
 
     answered = asyncio.run(body())
@@ -317,7 +317,7 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, s
     async def body() -> None:
         engine = ScriptedEngine(lambda _: Script([HI], gate=asyncio.Semaphore(1)))  # one token, then silence
         async with engine.serve() as engine_url:
-            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url])
+            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60)
             mine = Settings.model_validate(mine.model_dump(exclude_unset=True) | {"up": {"stop_timeout_s": 9}})
             with gateway(mine) as process:
                 await until_up(mine, "/ready")
@@ -328,9 +328,9 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, s
                         while b'"Hel"' not in seen:
                             seen += await r.content.readany()
                         process.send_signal(signal.SIGTERM)
-                        with pytest.raises(aiohttp.ClientPayloadError):
+                        with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
                             await r.read()
-                assert await asyncio.to_thread(process.wait, 60) == 0
+                assert await asyncio.to_thread(process.wait, 180) == 0
 
     asyncio.run(body())
     (step,) = (e for e in on_log(cluster, settings) if isinstance(e, Step))
@@ -356,7 +356,7 @@ def test_any_order_of_starts(tmp_path: Path) -> None:
                         await asyncio.sleep(0.1)
                     assert step_ids(Cluster(settings.bootstrap_servers), settings) == answered
                     process.send_signal(signal.SIGTERM)
-                    assert process.wait(60) == 0
+                    assert process.wait(180) == 0
         return answered
 
     assert len(asyncio.run(body())) == 2

@@ -49,7 +49,7 @@ from rollout.weights import engine_label, load_version
 from schemas import capture
 from schemas.settings import RolloutSettings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -146,23 +146,39 @@ def test_the_client_sees_the_same_with_and_without_capture(
         assert told.choices
 
 
+async def counted(engine: Engine, metric: str) -> float:
+    """What the engine says of itself."""
+    async with engine.http.get(f"{engine.url}/metrics") as reply:
+        lines = [line for line in (await reply.text()).splitlines() if line.startswith(metric)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
 def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engine) -> None:
     versions = {f"run/{i}.0": random_version(engine.work, i) for i in range(6)}
     replies: list[Sampled] = []
 
-    async def client(stream: bool, until: asyncio.Event) -> None:
+    async def client(number: int, until: asyncio.Event) -> None:
+        tokens = 140 + 4 * number  # other lengths, so they never all end at once and every swap meets some in flight
         while not until.is_set():
-            body = request(temperature=1.0, max_tokens=200, ignore_eos=True, stream=stream)
+            body = request(temperature=1.0, max_tokens=tokens, ignore_eos=True, stream=number % 2 == 0)
             replies.append((await chat(engine, body)).tokens)
+            assert len(replies[-1].ids) == tokens
+
+    async def under_load() -> None:
+        """Until those in flight have sampled from the version that is loaded."""
+        before = await counted(engine, "vllm:generation_tokens_total")
+        async with asyncio.timeout(300):
+            while await counted(engine, "vllm:generation_tokens_total") < before + 300:  # noqa: ASYNC110 - another process counts
+                await asyncio.sleep(0.02)
 
     async def scenario() -> None:
         await engine.load("run/0.0", versions["run/0.0"])
         loaded = asyncio.Event()
         async with asyncio.TaskGroup() as clients:
             for i in range(16):
-                clients.create_task(client(i % 2 == 0, loaded))
+                clients.create_task(client(i, loaded))
             for version, directory in list(versions.items())[1:]:
-                await asyncio.sleep(0.4)
+                await under_load()
                 result = await load_version(engine.http, engine.url, version, manifest(directory), engine.work)
                 print(version, result, f"{result.total_ms:.0f} ms")
                 assert await engine_label(engine.http, engine.url) == version
@@ -171,7 +187,6 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
     engine.run(scenario())
     order = list(versions)
     for reply in replies:
-        assert len(reply.ids) == 200
         assert spans_cover(reply)
         seen = [order.index(version) for version, _, _ in reply.spans]
         assert seen == sorted(set(seen))
@@ -316,13 +331,9 @@ def test_tools_that_must_not_be_called_are_not(engine: Engine, parrot: Path) -> 
 
 
 def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
-    async def counted(metric: str) -> float:
-        async with engine.http.get(f"{engine.url}/metrics") as reply:
-            lines = [line for line in (await reply.text()).splitlines() if line.startswith(metric)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    async def scenario() -> None:
-        before = await counted("vllm:generation_tokens_total")
+    async def leave() -> bool:
+        """Whether the engine had not come to the end already: then all must be as it is for a client that left."""
+        before = await counted(engine, "vllm:generation_tokens_total")
         body = request(max_tokens=230, ignore_eos=True, stream=True, tools=None)
         headers, url = {capture.ASK: "1"}, f"{engine.url}/v1/chat/completions"
         async with engine.http.post(url, json=body, headers=headers) as reply:
@@ -332,17 +343,20 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
         told = folded(b"".join(event for event in events if not capture.is_comment(event)), frames)
         (tokens,) = told.choices.values()
         shown = seen_by_index(told.own)[0]
-        assert shown
         # All that was shown is told; of the last comment read, the event may be missing.
         assert tokens.text.startswith(shown)
-        assert (tokens.finish, tokens.spans) == (None, [])
-        deadline = time.monotonic() + 60
-        while await counted("vllm:num_requests_running"):
+        deadline = time.monotonic() + 120
+        while await counted(engine, "vllm:num_requests_running"):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        assert 0 < await counted("vllm:generation_tokens_total") - before < 230, "the engine went on for nobody"
+        sampled = await counted(engine, "vllm:generation_tokens_total") - before
+        if tokens.finish is not None or sampled == 230:
+            return False
+        assert shown and tokens.spans == []
+        return 0 < sampled < 230
 
-    engine.run(scenario())
+    # A busy machine may give this process its turn to leave only when the engine is done.
+    assert any(engine.run(leave()) for _ in range(20)), "the engine went on for nobody"
 
 
 def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
@@ -352,6 +366,13 @@ def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
         engine.run(rival.start())
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has gone since
+        return False
+
+
 def test_a_killed_server_leaves_nothing_behind(engine: Engine) -> None:
     """Last in the module: the server is gone afterwards."""
     assert engine.server.pid is not None
@@ -359,7 +380,7 @@ def test_a_killed_server_leaves_nothing_behind(engine: Engine) -> None:
     assert len(family) >= 2
     os.kill(engine.server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
+    while any(lives(p) for p in family):
         assert time.monotonic() < deadline, f"still there: {family}"
         time.sleep(0.05)
     assert "exit code -9" in engine.run(engine.server.wait_ended(engine.http))
