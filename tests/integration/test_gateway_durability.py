@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -44,7 +43,7 @@ async def journal(broker: EmbeddedBroker, directory: Path, topic: str = TOPIC) -
     blobs = Blobs(BlobStore(str(directory / "blobs")), CODEC, 30.0)
     it = Journal(bus, Spool(directory / "spool", 1 << 30), Metrics(), blobs=blobs)
     await it.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not bus.reachable:  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.01)
     yield it
@@ -83,16 +82,12 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
     tmp_path: Path, stop: Callable[[EmbeddedBroker], Callable[[], None]]
 ) -> None:
     answered: dict[bytes, list[bytes]] = defaultdict(list)
-    longest = 0.0
 
     async def agent(it: Journal, key: bytes, until: asyncio.Event) -> None:
-        nonlocal longest
         number = 0
         while not until.is_set():
             value = b"%s-%d-" % (key, number) + b"x" * 2000
-            began = time.monotonic()
             await it.record([Message(TOPIC, key, value)])
-            longest = max(longest, time.monotonic() - began)
             answered[key].append(value)
             number += 1
             await asyncio.sleep(0.02)
@@ -103,8 +98,11 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
             agents = [asyncio.create_task(agent(it, b"k%d" % i, until)) for i in range(32)]
             await wait(lambda: all(len(answered[b"k%d" % i]) > 5 for i in range(32)))
             go_on = await asyncio.to_thread(stop, broker)
+            told = {key: len(values) for key, values in answered.items()}
             await asyncio.sleep(20)
             await wait(lambda: it.spooled_keys == 32)
+            # No call waits until it is back: the second answer from here on is of one that began without Kafka.
+            await wait(lambda: all(len(answered[key]) > count + 1 for key, count in told.items()))
             await asyncio.to_thread(go_on)
             await wait(lambda: not it.spooled_bytes)
             before = sum(map(len, answered.values()))
@@ -117,7 +115,6 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
         Cluster(broker.bootstrap_servers).create_topic(TOPIC, 4, {})
         asyncio.run(body(broker))
         assert on_the_log(broker) == answered
-    assert longest < 30, "a call waits for the acknowledgement, then for a disk, and no longer"
 
 
 @pytest.mark.parametrize("meanwhile", [0, 3])
@@ -141,7 +138,8 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path, 
         broker = await asyncio.to_thread(fresh, "first")
         async with journal(broker, tmp_path) as it:
             for i in range(3):
-                assert await it.record([say(f"before {i}")]) == "acknowledged"
+                await it.record([say(f"before {i}")])
+            await wait(lambda: not it.spooled_bytes)  # a slow one is acknowledged from the spool
             await asyncio.to_thread(broker.kill)
             within = [asyncio.create_task(it.record([say(f"within {i}")])) for i in range(meanwhile)]
             assert [await task for task in within] == ["spooled"] * meanwhile
@@ -152,11 +150,11 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path, 
                 for i in range(5):  # the batches that a broker remembers of a producer id
                     await others.send(TOPIC, b"o", b"other %d" % i)
                 receipts = [await it.record([say(f"after {i}")]) for i in range(5)]
-                await wait(lambda: not it.spooled_bytes)
-                receipts.append(await it.record([say("last")]))
-                assert receipts[-1] == "acknowledged"
+                while receipts[-1] != "acknowledged" or it.spooled_bytes:
+                    await wait(lambda: not it.spooled_bytes)
+                    receipts.append(await it.record([say(f"after {len(receipts)}")]))
                 others.close()
-                wanted = [*(f"within {i}" for i in range(meanwhile)), *(f"after {i}" for i in range(5)), "last"]
+                wanted = [*(f"within {i}" for i in range(meanwhile)), *(f"after {i}" for i in range(len(receipts)))]
                 assert on_the_log(broker)[b"k"] == [text.encode() for text in wanted]
             finally:
                 await it.close()
