@@ -85,7 +85,9 @@ def test_episodes_of_a_process_survive_a_gateway_that_is_just_starting() -> None
             for i in range(8)
         ]
         jobs.append({"id": "lost", "question": "?", "base_url": f"http://127.0.0.1:{port}/nowhere"})
-        lines, _ = await asyncio.wait_for(process.communicate("".join(json.dumps(j) + "\n" for j in jobs).encode()), 60)
+        lines, _ = await asyncio.wait_for(
+            process.communicate("".join(json.dumps(j) + "\n" for j in jobs).encode()), 240
+        )
         await gateway.runner.cleanup()
         results = {result["id"]: result for result in map(json.loads, lines.splitlines())}
         assert results.keys() == {job["id"] for job in jobs}
