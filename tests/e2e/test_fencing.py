@@ -49,6 +49,7 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
         feed.group("third")
         running.until(lambda: feed.ids() == ["0.0", "1.0", "2.1", "3.1"], "the second ones work on")
         running.until(lambda: sorted(feed.column("batches", "batch_seq")) == [0, 1, 2], "the second lake works on")
+        running.until(lambda: set(feed.steps) <= set(feed.column("steps", "step_id")), "all steps are in the lake")
 
         for name in FENCED:
             row = running.table[name]
@@ -59,6 +60,6 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
         running.stop()
         for process in newer:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(180) == 0
     assert sorted(feed.column("steps", "step_id")) == sorted(feed.steps), "each step once, whichever writer took it"
     feed.close()

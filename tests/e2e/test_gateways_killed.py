@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
+import pytest
 from tests_feed import Feed
 from tests_ports import free_port
 from tests_up import ROOT, Up, command, up
@@ -34,6 +35,9 @@ EACH_PHASE = 300
 """Calls that are answered between two faults."""
 BROKER_STOPS_S = 20.0
 HANGS_S = 120.0
+"""A call that takes longer hangs."""
+PATIENCE_S = 400.0
+"""With all that a slow machine has to do."""
 
 
 def script(request: Any) -> Script:
@@ -106,7 +110,7 @@ class Agents:
     async def more(self, calls: int) -> None:
         """Wait until so many more calls are answered."""
         goal = self.calls + calls
-        async with asyncio.timeout(HANGS_S):
+        async with asyncio.timeout(PATIENCE_S):
             while self.calls < goal:  # noqa: ASYNC110 - many tasks count
                 await asyncio.sleep(0.05)
 
@@ -140,7 +144,7 @@ async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
 
 async def answers(port: int) -> None:
     """Wait until a gateway has Kafka and an engine."""
-    async with asyncio.timeout(HANGS_S), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
         while True:
             try:
                 async with http.get(f"http://127.0.0.1:{port}/ready") as reply:
@@ -183,6 +187,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.timeout(1500)
 def test_what_was_answered_is_kept_once_and_in_order(tmp_path: Path) -> None:
     async def body() -> None:
         async with ScriptedEngine(script).serve() as engine_url:
@@ -208,13 +213,13 @@ def check(running: Up, feed: Feed, agents: Agents, answered: set[str], in_order:
     def on_log() -> set[str]:
         return {e.step_id for e in feed.events(topics.steps, Step)}
 
-    running.until(lambda: answered <= on_log(), "every answered step is on the log", HANGS_S)
+    running.until(lambda: answered <= on_log(), "every answered step is on the log", PATIENCE_S)
 
     def in_lake() -> Counter[str]:
         return Counter(feed.column("steps", "step_id"))
 
     running.until(
-        lambda: answered <= in_lake().keys() and on_log() == in_lake().keys(), "every step is in the lake", HANGS_S
+        lambda: answered <= in_lake().keys() and on_log() == in_lake().keys(), "every step is in the lake", PATIENCE_S
     )
     doubled = {step: n for step, n in in_lake().items() if n > 1}
     assert not doubled
@@ -222,7 +227,7 @@ def check(running: Up, feed: Feed, agents: Agents, answered: set[str], in_order:
     running.until(
         lambda: completed <= {t.trajectory_id for t in feed.events(topics.trajectories, Trajectory)},
         "every completed trajectory is assembled",
-        HANGS_S,
+        PATIENCE_S,
     )
     trajectories = {t.trajectory_id: t for t in feed.events(topics.trajectories, Trajectory)}
     assert len(in_order) > AGENTS

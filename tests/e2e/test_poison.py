@@ -255,7 +255,7 @@ def test_workers(there: Installation) -> None:
     topic = there.topics.workers
     status = WorkerStatus(
         worker_id="w0", base_url="http://w0", models=("policy",), state="ready", heartbeat_at=0,
-        heartbeat_interval_ms=60_000, started_at=0, loads=0,
+        heartbeat_interval_ms=600_000, started_at=0, loads=0,
     )  # fmt: skip
     there.feed.poison(topic, b"w0")
     there.feed.put_newer(topic, b"w0", status)

@@ -62,6 +62,8 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         feed.group("two")
         running.until(lambda: feed.ids() == ["0.1", "1.1"], "a new chain, no id used twice")
         running.until(lambda: len(feed.column("steps", "step_id")) == 4, "old and new rows")
+        running.until(lambda: len(feed.column("weights", "version_id")) == 4, "old and new versions")
+        running.until(lambda: len(set(feed.column("batches", "kafka_topic_id"))) == 2, "old and new batches")
         running.until_says("lake", "topic_made_anew")
         running.until_says("trainer", "weights_of_another_log")
         told = call("doctor", *words_of(installation))
