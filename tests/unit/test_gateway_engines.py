@@ -127,7 +127,7 @@ def heard(url: str, state: Any) -> WorkerStatus:
 def test_calls_wait_while_weights_load_and_go_on_at_once() -> None:
     async def body() -> None:
         engine = ScriptedEngine(lambda _: Script([HI]))
-        async with engine.serve() as url, Rig([]) as rig:
+        async with engine.serve() as url, Rig([], probe_interval_s=PATIENT_S) as rig:
             rig.table.hear("w", heard(url, "loading"), 0.0)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(20)]
             await rig.until(lambda: rig.count("waiting") == 20)
@@ -256,7 +256,7 @@ def test_a_draining_engine_ends_its_calls_and_gets_no_new_ones(how: str) -> None
         return None
 
     async def test(old: str, new: str) -> None:
-        async with Rig([] if how != "removed" else as_text(old)) as rig:
+        async with Rig([] if how != "removed" else as_text(old), probe_interval_s=PATIENT_S) as rig:
             if how != "removed":
                 rig.table.hear("w", heard(old, "ready"), 0.0)
             call = asyncio.create_task(rig.ask())
