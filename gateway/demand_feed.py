@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gateway.demand import Demand, Seen, Standing
@@ -263,7 +264,8 @@ class DemandFeed:
         standing = watch.demand.standing() if watch.readable else None
         watch.answer = _Answer(watch.journal_id, standing, watch.flaw, at)
         if self._loop is not None and not self._stop.is_set():
-            self._loop.call_soon_threadsafe(watch.known.set)
+            with suppress(RuntimeError):  # the loop has ended since
+                self._loop.call_soon_threadsafe(watch.known.set)
 
 
 def _take(watch: _Watch, decoder: Decoder, record: Record) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from gateway.bus import Message
 from gateway.connections import address_of
@@ -121,4 +122,5 @@ class WorkerFeed:
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None and not self._stop.is_set():
-            self._loop.call_soon_threadsafe(call)
+            with suppress(RuntimeError):  # the loop has ended since
+                self._loop.call_soon_threadsafe(call)

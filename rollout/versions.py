@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
 from runtime.records import Decoder
@@ -144,4 +145,5 @@ class WeightsFeed:
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._stop.is_set():
-            self._loop.call_soon_threadsafe(call, *args)
+            with suppress(RuntimeError):  # the loop has ended since
+                self._loop.call_soon_threadsafe(call, *args)
