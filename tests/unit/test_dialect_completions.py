@@ -270,7 +270,7 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
     async def scenario(w: Trial) -> None:
         ask: Any = {"model": "policy", "prompt": ["a", "b"], "n": 2}
         texts = ["", "", "", ""]
-        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
             if stream:
                 async for chunk in await client.completions.create(**ask, stream=True):
                     texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -297,7 +297,7 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
 
 def test_an_engines_error_passes_as_it_is(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
             with pytest.raises(BadRequestError) as caught:
                 await client.completions.create(model="policy", prompt="hi")
         assert caught.value.type == "BadRequestError" and w.steps() == []

@@ -43,7 +43,7 @@ def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
 
 
 def sdk(w: Trial) -> AsyncAnthropic:
-    return AsyncAnthropic(base_url=w.url + "/t1/g1", api_key="none", max_retries=0)
+    return AsyncAnthropic(base_url=w.url + "/t1/g1", api_key="none", max_retries=0, timeout=600)
 
 
 def sse(*said: Json) -> bytes:

@@ -42,7 +42,7 @@ def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
 
 
 def sdk(w: Trial) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0)
+    return AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def sse(*said: Json) -> bytes:

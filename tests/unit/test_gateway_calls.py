@@ -48,7 +48,7 @@ def spans_in(w: Trial, spans: list[dict[str, Any]]) -> tuple[VersionSpan, ...]:
 
 
 def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, **more)
+    return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
 def events(body: bytes) -> list[bytes]:

@@ -48,7 +48,7 @@ def play(tmp_path: Path) -> Play:
 
 
 def sdk(w: Trial, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=w.url + path, api_key="not-used", **({"max_retries": 0} | more))
+    return AsyncOpenAI(base_url=w.url + path, api_key="not-used", **({"max_retries": 0, "timeout": 600} | more))
 
 
 class Impatient(httpx.AsyncHTTPTransport):
