@@ -35,9 +35,10 @@ test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
 
-test-long: install ## faults and soak, many minutes
+test-long: install ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m runtime.cli broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
+	$(PY) -m pytest tests/unit -n 2 -q --hypothesis-profile=searching
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
 	@bash infra/install-peers.sh

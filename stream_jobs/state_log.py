@@ -9,8 +9,7 @@ own offset was written by a worker that did not notice that the topic was made a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import cramjam
 import orjson
@@ -159,43 +158,36 @@ def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
 
 
 def unpacked(delta: AssemblyDelta) -> list[Entry]:
-    """The entries of a delta. Raises ValueError or struct.error when they are not what one holds."""
+    """The entries of a delta. Raises LookupError, ValueError or struct.error when they are not what one holds."""
     entries: list[Entry] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
-    if delta.format >= 2:
-        hashes = struct.iter_unpack("<q", delta.hashes)
-        for step, i in _hashed(entries):
-            found = next(hashes, None)
-            if found is None:
-                raise ValueError("fewer hashes than its steps have")
-            step[i] = found[0]
-        if next(hashes, None) is not None:
-            raise ValueError("more hashes than its steps have")
-    return entries
-
-
-def _packed(entries: Iterable[Entry]) -> tuple[bytes, bytes]:
-    """Entries as zstd of JSON, and beside it the hashes of their steps, eight bytes each: as digits they are random text, which takes more."""
-    plain = [[e[0], e[1], _shortened(e[2])] if e[0] == op.STEP else e for e in entries]
-    hashes = []
-    for step, i in _hashed(plain):
-        hashes.append(step[i])
-        step[i] = 0
-    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(f"<{len(hashes)}q", *hashes)
-
-
-def _hashed(entries: Iterable[Entry]) -> Iterator[tuple[list[Any], int]]:
-    """Each hash that the steps have: the step and its place there."""
+    if delta.format == 1:
+        return entries
+    hashes, at = struct.unpack(f"<{len(delta.hashes) // 8}q", delta.hashes), 0
     for entry in entries:
         if entry[0] == op.STEP:
             step = entry[2]
             for i in HASHES:
                 if i < len(step) and step[i] is not None:
-                    yield step, i
+                    step[i] = hashes[at]
+                    at += 1
+    if at != len(hashes):
+        raise ValueError(f"{len(hashes)} hashes where the steps have {at}")
+    return entries
 
 
-def _shortened(step: list[Any]) -> list[Any]:
-    """A copy without what is None at its end: `reply`, the first that has a default, is always there."""
-    short = step.copy()
-    while short[-1] is None:
-        short.pop()
-    return short
+def _packed(entries: Iterable[Entry]) -> tuple[bytes, bytes]:
+    """Entries as zstd of JSON, and beside it the hashes of their steps, eight bytes each: as digits they are random text, which takes more."""
+    plain, hashes = list[Entry](), list[int]()
+    for entry in entries:
+        if entry[0] != op.STEP:
+            plain.append(entry)
+            continue
+        step = entry[2].copy()
+        for i in HASHES:
+            if step[i] is not None:
+                hashes.append(step[i])
+                step[i] = 0
+        while step[-1] is None:  # up to `reply` at most, the first that may be left out
+            step.pop()
+        plain.append([op.STEP, entry[1], step])
+    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(f"<{len(hashes)}q", *hashes)
