@@ -32,7 +32,7 @@ DELTA_AT_LEAST_EVERY_MS = 60_000
 """Ticks alone change nothing that must be kept; this bounds how many are read again."""
 SNAPSHOT_BEHIND = 2
 """The next snapshot comes behind so many times the last one's bytes: then snapshots add a half to what is written, and a new owner reads at
-most three times the state. What is behind the snapshot takes it longest: 8 to 11 µs a step."""
+most three times the state. What is behind the snapshot takes it longest: 6 to 8 µs a step."""
 CANDIDATE_TICK_S = 1.0
 SLICE_BYTES = 32 << 20
 """Of payload in memory at once, when many trajectories close together, and of candidates. One trajectory is never cut."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, Transaction, write_deltalake
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
+from tests_positions import tell
 
 from runtime.kafka import Cluster
 from runtime.lifecycle import EXIT_FENCED, EXIT_SOURCE
@@ -107,9 +108,7 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     producer.close()
 
 
-def test_how_far_another_lake_is_says_nothing_of_this_one(
-    settings: Settings, cluster: Cluster, eventually: Eventually
-) -> None:
+def test_how_far_another_lake_is_says_nothing_of_this_one(settings: Settings, cluster: Cluster) -> None:
     """Two lakes on one Kafka commit to one group."""
     create_topics(cluster, settings)
     topic, group, producer = settings.kafka.topics.steps, f"{settings.kafka.topic_prefix}-lake", cluster.producer()
@@ -122,15 +121,8 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(
     for name in ("steps", "session_events"):
         start = {(cluster.topic_id(topic), p): 1 for _, p in ends}
         lake.append(name, [], start, lambda *_: None, mark=True)
-    other = cluster.reader(group, {})
-
-    def told() -> bool:
-        other.commit(ends)  # advice: what has not landed is told again
-        other.poll(1, 0.1)
-        return cluster.committed(group) == ends
-
-    eventually(told)
-    other.close()
+    tell(cluster, group, ends)
+    assert cluster.committed(group) == ends
     with pytest.raises(LakeBehind, match="records behind on"):
         check_not_behind(small, cluster, topic)
     for name in ("steps", "session_events"):

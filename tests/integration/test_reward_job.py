@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests_positions import tell
 
 from runtime.config import words_of
 from runtime.kafka import Cluster, Record, SourceTruncated
@@ -166,7 +167,7 @@ def test_retention_that_overtakes_a_worker_is_an_error(
 
 @pytest.mark.parametrize("replayed", [True, False], ids=["replayed", "lost"])
 def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
-    settings: Settings, cluster: Cluster, replayed: bool, eventually: Eventually
+    settings: Settings, cluster: Cluster, replayed: bool
 ) -> None:
     """A replay's transaction ends in one, at the position of a job that has read all. A record may have lain there as well."""
     create_topics(cluster, settings)
@@ -194,15 +195,8 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
         await running.process(0, [first])
         await running.tick()
         group, position = f"{settings.kafka.topic_prefix}-reward", {(topics.trajectories, 0): 1}
-        committing = cluster.reader(group, {})
-
-        def told() -> bool:
-            committing.commit(position)  # advice: what has not landed is told again
-            committing.poll(1, 0.1)
-            return cluster.committed(group) == position
-
-        eventually(told)
-        committing.close()
+        tell(cluster, group, position)
+        assert cluster.committed(group) == position
         cluster.delete_records(topics.trajectories, 0, 2)
         assert cluster.watermarks(topics.trajectories, [0])[0] == (2, 2)
         if replayed:
