@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from gateway.bus import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
 from runtime.blob_store import BlobStore, BlobStoreAway
+from runtime.lifecycle import on_loop
 from schemas.blobs import Movable, shrink
 from schemas.codec import Codec
 from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
@@ -55,8 +55,7 @@ class Blobs:
         loop = asyncio.get_running_loop()
 
         def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended before a thread that hung
-                loop.call_soon_threadsafe(self._free.release)
+            on_loop(loop, self._free.release)  # a thread that hung may end behind it
 
         self._began_at = time.monotonic()
         work = self._threads.submit(self.fit_now, messages)

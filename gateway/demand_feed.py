@@ -11,13 +11,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gateway.demand import Demand, Seen, Standing
 from gateway.errors import DemandUnknown, Overloaded
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Reader, Record, SourceTruncated
-from runtime.lifecycle import die
+from runtime.lifecycle import die, on_loop
 from runtime.records import Decoder
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
@@ -264,8 +263,7 @@ class DemandFeed:
         standing = watch.demand.standing() if watch.readable else None
         watch.answer = _Answer(watch.journal_id, standing, watch.flaw, at)
         if self._loop is not None and not self._stop.is_set():
-            with suppress(RuntimeError):  # the loop has ended since
-                self._loop.call_soon_threadsafe(watch.known.set)
+            on_loop(self._loop, watch.known.set)
 
 
 def _take(watch: _Watch, decoder: Decoder, record: Record) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from gateway.bus import Message
 from gateway.connections import address_of
 from gateway.workers import WorkerTable
 from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
-from runtime.lifecycle import die
+from runtime.lifecycle import die, on_loop
 from runtime.records import Decoder, create_topics, dead_letter, reason_of
 from runtime.telemetry import logger
 from schemas.codec import Codec
@@ -122,5 +121,4 @@ class WorkerFeed:
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None and not self._stop.is_set():
-            with suppress(RuntimeError):  # the loop has ended since
-                self._loop.call_soon_threadsafe(call)
+            on_loop(self._loop, call)

@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
+from runtime.lifecycle import on_loop
 from runtime.records import Decoder
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
@@ -145,5 +145,4 @@ class WeightsFeed:
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._stop.is_set():
-            with suppress(RuntimeError):  # the loop has ended since
-                self._loop.call_soon_threadsafe(call, *args)
+            on_loop(self._loop, call, *args)

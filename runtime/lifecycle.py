@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from runtime.kafka import Fenced, SourceTruncated
 from runtime.telemetry import configure, logger
@@ -49,6 +50,12 @@ def die(error: BaseException) -> None:
         sys.stderr.flush()
     finally:
         os._exit(exit_code(error))
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """From a thread: call it on the loop; nothing, when the loop has ended before the thread."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 def _settle_memory() -> None:
