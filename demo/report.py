@@ -18,8 +18,8 @@ from schemas.settings import Settings
 QUESTIONS = (
     (
         "Reward by the version that sampled it",
-        "select policy_version, count(*) as trajectories, round(avg(reward), 3) as reward from trajectories "
-        "where channel = 'train' and policy_version is not null group by 1 order by 1",
+        "select oldest_sync_index as sync_index, count(*) as trajectories, round(avg(reward), 3) as reward from trajectories "
+        "where channel = 'train' and oldest_sync_index is not null group by 1 order by 1",
     ),
     (
         "Streamed and plain calls",
@@ -136,7 +136,7 @@ def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, af
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    x = [row["policy_version"] for row in curve]
+    x = [row["sync_index"] for row in curve]
     axes.plot(x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward")
     axes.plot((0, last_version), (before, after), "o", color="#d1495b", label="held-out tasks, share correct (T = 1)")
     axes.set(xlabel="weight version that sampled the trajectory", ylabel="reward", ylim=(0, 1.02))

@@ -38,7 +38,7 @@ class DemandReply(BaseModel):
     next_batch_seq: int
     newest_sync_index: int | None
     loaded_sync_index: int | None
-    policy_version: int | None
+    admission_policy_version: int | None
     max_staleness: int | None
     sync_every: int | None
     batch_groups: int | None
@@ -65,7 +65,7 @@ def reply_of(run_id: str, channel: Channel, seen: Seen, after: int | None, loade
         next_batch_seq=standing.next_batch_seq,
         newest_sync_index=standing.newest_sync_index,
         loaded_sync_index=loaded,
-        policy_version=policy and policy.policy_version,
+        admission_policy_version=policy and policy.policy_version,
         max_staleness=policy and policy.max_staleness,
         sync_every=policy and policy.sync_every,
         batch_groups=None if policy is None else policy.batch_groups if channel == "train" else policy.val_groups,

@@ -103,7 +103,7 @@ class Ancestry:
             batch = out.setdefault(
                 (g["version_id"], g["batch_seq"]),
                 {"version_id": g["version_id"], "batch_seq": g["batch_seq"], "channel": g["channel"],
-                 "policy_version": g["policy_version"], "groups": []},
+                 "admission_policy_version": g["admission_policy_version"], "groups": []},
             )  # fmt: skip
             members = [
                 {
@@ -228,7 +228,7 @@ class Ancestry:
                 AND list_contains(trajectory_ids, {_text(trajectory_id)})""",
         )
         decided = self._rows(
-            f"""SELECT admitted, channel, batch_seq, round, whole_group, reason, detail, policy_version,
+            f"""SELECT admitted, channel, batch_seq, round, whole_group, reason, detail, admission_policy_version,
                        revisions[list_position(trajectory_ids, {_text(trajectory_id)})] AS revision,
                        rewards[list_position(trajectory_ids, {_text(trajectory_id)})] AS reward
                 FROM {groups} ORDER BY kafka_timestamp"""

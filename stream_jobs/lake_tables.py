@@ -193,6 +193,7 @@ def _batch_row(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
         "group_ids": [g.group_id for g in batch.groups],
         "trajectories": sum(len(g.members) for g in batch.groups),
         "reward_mean": fmean(rewards) if rewards else None,
+        "admission_policy_version": batch.policy_version,
     }
     return (dict(plain_of(batch)) | more,)
 
@@ -209,9 +210,20 @@ def _admitted_rows(batch: events.ReadyBatch) -> Iterable[Mapping[str, Any]]:
             "revisions": [m.revision for m in group.members],
             "rewards": rewards, "reward_mean": fmean(known) if known else None,
             "trainable_tokens": sum(m.trainable_tokens for m in group.members),
-            "oldest_sync_index": min(syncs, default=None), "policy_version": batch.policy_version,
+            "oldest_sync_index": min(syncs, default=None), "staleness": [_staleness(batch, m) for m in group.members],
+            "admission_policy_version": batch.policy_version,
             "members": tupled(_members(), plain["members"]),
         }  # fmt: skip
+
+
+def _staleness(batch: events.ReadyBatch, member: events.BatchMember) -> int | None:
+    """Versions between a member's oldest token and the version that its batch trains, as admission judges it.
+
+    None: a validation batch, which trains nothing, or a member whose tokens have no sync index.
+    """
+    if batch.channel == "val" or member.oldest_sync_index is None:
+        return None
+    return batch.batch_seq // batch.sync_every - member.oldest_sync_index
 
 
 def _refused_rows(refused: events.Refused) -> Iterable[Mapping[str, Any]]:
@@ -225,11 +237,11 @@ def _refused_rows(refused: events.Refused) -> Iterable[Mapping[str, Any]]:
 def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
     match event:
         case events.AdmissionPolicy():
-            yield {"run_id": event.run_id, "kind": "policy", "policy_version": event.policy_version,
+            yield {"run_id": event.run_id, "kind": "policy", "admission_policy_version": event.policy_version,
                    "policy_json": _json(event), "created_at": event.created_at}  # fmt: skip
         case events.PolicyApplied():
             yield {"run_id": event.run_id, "kind": "policy_applied", "channel": event.channel,
-                   "policy_version": event.policy.policy_version, "policy_json": _json(event.policy),
+                   "admission_policy_version": event.policy.policy_version, "policy_json": _json(event.policy),
                    "from_offset": event.from_offset, "created_at": event.policy.created_at}  # fmt: skip
         case events.RunEnded():
             yield {"run_id": event.run_id, "kind": "ended", "reason": event.reason, "created_at": event.created_at}
@@ -308,8 +320,9 @@ def _admission_tables() -> Iterable[Table]:
         "batches",
         events.ReadyBatch,
         derived={events.ReadyBatch: _batch_row},
-        omit=("groups",),
+        omit=("groups", "policy_version"),
         more=(
+            column("admission_policy_version", pa.int64(), _ADMITTED_BY),
             column("group_ids", pa.list_(pa.string()), "Its groups, in order; one row each in `groups`."),
             column("trajectories", pa.int32(), "Trajectories in all groups."),
             column("reward_mean", pa.float64(), "Mean training reward of the trajectories that have one."),
@@ -345,11 +358,17 @@ def _group_columns() -> tuple[Column, ...]:
         column("reward_mean", pa.float64(), "Mean of those that are there."),
         column("trainable_tokens", pa.int64(), "Sum over members."),
         column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
-        column("policy_version", pa.int64(), "AdmissionPolicy that admitted it."),
+        column(
+            "staleness",
+            pa.list_(pa.int64()),
+            "Of each, same order: versions between its oldest trainable token and the version that this batch trains; null: in validation, or unknown.",
+        ),
+        column("admission_policy_version", pa.int64(), _ADMITTED_BY),
         members,
     )
 
 
+_ADMITTED_BY = "Version of the admission policy that held; the policy itself is in `run_events`."
 _MEMBERS = "Members in full: revision, place of the payload, rewards."
 
 
@@ -358,7 +377,9 @@ def _other_tables() -> Iterable[Table]:
         column("run_id", pa.string(), "Run."),
         column("kind", pa.string(), "policy: published; policy_applied: in force for a channel; ended."),
         column("channel", pa.string(), "Channel, of policy_applied."),
-        column("policy_version", pa.int64(), "Version of the policy."),
+        column(
+            "admission_policy_version", pa.int64(), "Version of the admission policy, of policy and policy_applied."
+        ),
         column("policy_json", pa.string(), "The policy in full.", text),
         column("from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."),
         column("reason", pa.string(), "Why the run ended."),

@@ -36,8 +36,8 @@ _SAMPLED_BY = """CASE WHEN len(t.versions) > 0 THEN list_sort(list_distinct([v.v
 
 STEPS = """
     WITH members AS (
-        SELECT run_id, channel, kafka_topic_id AS batches_topic_id, batch_seq, group_id, round, policy_version,
-               n, list_count(rewards) AS rewarded, unnest(members) AS m, unnest(rewards) AS reward
+        SELECT run_id, channel, kafka_topic_id AS batches_topic_id, batch_seq, group_id, round, admission_policy_version,
+               n, list_count(rewards) AS rewarded, unnest(members) AS m, unnest(rewards) AS reward, unnest(staleness) AS staleness
         FROM {groups} WHERE admitted
     ), inside AS (
         SELECT m.*, p.opened_at, p.closed_at, unnest(p.steps) AS s
@@ -49,12 +49,13 @@ STEPS = """
                        WHEN rewarded < 2 AND n >= 2 THEN 'fewer than two training rewards in its group'
                        WHEN NOT s.trainable THEN coalesce(s.untrainable_reason, 'untrainable')
                        WHEN list_contains(m.untrainable_steps, s.step_id)
-                       THEN 'left out by curation, or by policy ' || policy_version
+                       THEN 'left out by curation, or by policy ' || admission_policy_version
                        WHEN s.segment IS NULL OR s.response_tokens = 0 THEN 'no sampled tokens' END AS untrained_reason
         FROM inside
     )
     SELECT v.version_id, v.surviving, j.run_id, j.channel, j.batches_topic_id, j.batch_seq, j.group_id, j.round,
-           j.m.trajectory_id AS trajectory_id, j.m.revision AS revision, j.reward, j.policy_version,
+           j.m.trajectory_id AS trajectory_id, j.m.revision AS revision, j.reward, j.staleness,
+           j.admission_policy_version,
            s.step_id, s.index AS step_index, s.parent AS parent_index, s.response_tokens,
            j.untrained_reason IS NULL AND v.version_id IS NOT NULL AS trained, j.untrained_reason,
            {sampled_by} AS sampled_by, [x.name FOR x IN s.tags] AS tags, s.drift

@@ -36,7 +36,7 @@ _POLICY = """{"policy_version": "BIGINT", "required_rewards": ["VARCHAR"], "rewa
 _JUDGED = f"""
     applied AS (
         SELECT run_id, channel, from_json(policy_json, '{_POLICY}') AS p FROM run_events_raw WHERE kind = 'policy_applied'
-        QUALIFY row_number() OVER (PARTITION BY run_id, channel ORDER BY policy_version DESC, kafka_timestamp DESC) = 1
+        QUALIFY row_number() OVER (PARTITION BY run_id, channel ORDER BY admission_policy_version DESC, kafka_timestamp DESC) = 1
     ), trains AS (
         SELECT run_id, max_by(sync_index, (kafka_timestamp, kafka_offset)) AS newest FROM weights_raw GROUP BY run_id
     ), known AS (
@@ -95,7 +95,7 @@ READINESS = f"""
                 CASE WHEN staleness > staleness_limit THEN 'stale' END] IF x IS NOT NULL] AS later
         FROM lacking
     )
-    SELECT run_id, trajectory_id, group_id, channel, revision, p.policy_version AS policy_version,
+    SELECT run_id, trajectory_id, group_id, channel, revision, p.policy_version AS admission_policy_version,
            len(flaws) + len(later) = 0 AS ready, awaited IS NOT NULL AND len(flaws) = 0 AND len(later) = 1 AS awaits,
            1 - (len(flaws) + len(later)) / 8 AS score, list_concat(flaws, later) AS lacks, staleness,
            tokens AS trainable_tokens, quality, kafka_topic_id
@@ -103,7 +103,7 @@ READINESS = f"""
 
 STEP_READINESS = f"""
     WITH {_JUDGED}
-    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index, p.policy_version AS policy_version,
+    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index, p.policy_version AS admission_policy_version,
            len(s.lacks) = 0 AS ready, 1 - len(s.lacks) / 4 AS score, s.lacks, newest - s.oldest AS staleness, s.quality
     FROM (SELECT * EXCLUDE (seen), unnest(seen) AS s FROM judged)"""
 

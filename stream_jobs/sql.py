@@ -128,10 +128,10 @@ _VIEWS = {
         )
         SELECT c.run_id, c.trajectory_id, c.trajectory_key, c.group_id, c.group_size, c.round, c.channel, c.outcome, p.reason,
                list_sum([r.value FOR r IN c.rewards IF r.step_id IS NULL]) AS reward,
-               c.oldest_sync_index AS policy_version,
+               c.oldest_sync_index,
                list_min([s.oldest_version FOR s IN p.steps IF s.trainable
                          AND starts_with(s.oldest_version, c.run_id || '/' || c.oldest_sync_index || '.')]) AS weight_version,
-               c.newest_sync_index AS newest_policy_version,
+               c.newest_sync_index,
                len(c.steps)::INTEGER AS steps, c.prompt_tokens, c.trainable_tokens, c.trainable,
                c.reason AS untrainable_reason, c.quality, c.tags, c.revision, c.rewards, p.metadata_json,
                p.steps AS step_details,

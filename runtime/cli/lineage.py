@@ -93,7 +93,7 @@ def _of_version(said: Any) -> Iterator[str]:
     if said["descendants"]:
         yield f"later versions that come from it: {', '.join(said['descendants'])}"
     for batch in said["batches"]:
-        yield f"batch {batch['batch_seq']} of {batch['version_id']}, policy {batch['policy_version']}"
+        yield f"batch {batch['batch_seq']} of {batch['version_id']}, policy {batch['admission_policy_version']}"
         for one in batch["groups"]:
             yield f"  group {one['group_id']}, round {one['round']}"
             for member in one["members"]:

@@ -209,7 +209,7 @@ def with_policy(settings: Settings, **policy: Any) -> Settings:
 def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> None:
     report = check(recorded.settings, "train")
     assert report["first_difference"] is None and report["batches"] >= 7 and report["not_checked"] == 0
-    assert {b["policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
+    assert {b["admission_policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
     assert report["recorded"] == report["replayed"]
     said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings)])
     assert said.exit_code == 0 and f"all {report['batches']} batches came again, in order" in said.output

@@ -207,7 +207,7 @@ def test_demand_over_http(play: Play) -> None:
             "run_id": "r", "channel": "train", "journal_id": "memory", "read_to": 4, "age_s": 0.0, "ended": False,
             "replacements_total": 12, "replacements_by_reason": {"zero_variance": 8, "stale": 4}, "refusals": listed,
             "refusals_missing": False, "groups_admitted": 0, "groups_refused": 2, "next_batch_seq": 0,
-            "newest_sync_index": 1, "loaded_sync_index": None, "policy_version": 1, "max_staleness": 2, "sync_every": 2,
+            "newest_sync_index": 1, "loaded_sync_index": None, "admission_policy_version": 1, "max_staleness": 2, "sync_every": 2,
             "batch_groups": 3, "free_staleness_capacity": 24,
         }  # fmt: skip
         assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]

@@ -146,6 +146,10 @@ def test_a_batch_is_one_row_and_a_row_for_each_group() -> None:
     assert first["members"][0]["place"]["first_offset"] == 5
     assert first["members"][0]["rewards"][0]["value"] == 1.0
     assert (second["trajectory_ids"], second["reward_mean"]) == ([], None)
+    assert (first["staleness"], first["admission_policy_version"], batch["admission_policy_version"]) == ([1], 1, 1)
+    assert "policy_version" not in batch, (
+        "the record's field names the admission policy; a column says which version it is of"
+    )
     assert (third["admitted"], third["batch_seq"], third["reason"], third["n"]) == (False, None, "stale", 2)
 
 
@@ -190,7 +194,7 @@ def test_policies_and_ends_of_runs_are_kept() -> None:
     applied = events.PolicyApplied(run_id="r", channel="val", policy=policy, input_topic_id="C", from_offset=8)
     ended = events.RunEnded(run_id="r", reason="done", created_at=6)
     rows = round_trip("run_events", policy, applied, ended)
-    assert [(r["kind"], r["channel"], r["policy_version"]) for r in rows] == [
+    assert [(r["kind"], r["channel"], r["admission_policy_version"]) for r in rows] == [
         ("policy", None, 3), ("policy_applied", "val", 3), ("ended", None, None),
     ]  # fmt: skip
     assert '"group_size":2' in rows[1]["policy_json"]

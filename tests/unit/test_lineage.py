@@ -289,6 +289,10 @@ def test_the_views(settings: Settings) -> None:
         "select step_id, sampled_by from lineage_steps where version_id = 'r/4.1' and trained order by 1"
     ).fetchall()
     assert by == [("g6-0~2.0", ["r/1.0", "r/2.1"]), ("g6-1~1.0", ["r/0.0"])]
+    stale = sql.execute(
+        "select distinct channel, batch_seq, staleness from lineage_steps where batches_topic_id != 'B0' order by all"
+    ).fetchall()
+    assert stale == [*(("train", seq, seq // 2) for seq in range(8)), ("val", 0, None)]
     tokens = sql.execute(
         "select version, sum(end_token - first_token) from lineage_tokens group by 1 order by 1"
     ).fetchall()

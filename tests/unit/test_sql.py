@@ -55,7 +55,7 @@ def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> events.
     )  # fmt: skip
 
 
-def test_rewards_by_policy_version(settings: Settings, lake: SmallLake) -> None:
+def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"), trajectory("c", "r/2.2"),
              trajectory("d", "r/11.1", 0, 2), trajectory("d", "r/3.9", 1, 2))  # fmt: skip
     lake.put(
@@ -63,7 +63,7 @@ def test_rewards_by_policy_version(settings: Settings, lake: SmallLake) -> None:
         candidate("c", 0, 2, reward(0.25), reward(0.5, source="env")), candidate("c", 2, 2, reward(None), reward(0.5, source="env")),
         candidate("c", 1, 2, reward(7.0)), candidate("a", 1, 1, reward(0.5)), candidate("d", 0, 3), candidate("e", 0, None),
     )  # fmt: skip
-    query = "select policy_version, avg(reward) from trajectories group by 1 order by 1 nulls last"
+    query = "select oldest_sync_index, avg(reward) from trajectories group by 1 order by 1 nulls last"
     assert connect(settings).execute(query).fetchall() == [(1, 0.75), (2, 0.5), (3, None), (None, None)]
     columns = "trajectory_id, weight_version, revision, steps, trainable_tokens, len(step_details), closed_at::varchar"
     assert connect(settings).execute(f"select {columns} from trajectories order by 1").fetchall() == [
@@ -74,16 +74,16 @@ def test_rewards_by_policy_version(settings: Settings, lake: SmallLake) -> None:
         ("e", None, 0, 1, 2, None, "1970-01-01 00:00:02"),
     ]
     assert run_sql(settings, query).splitlines() == [
-        "policy_version  avg(reward)",
-        "--------------  -----------",
-        "             1         0.75",
-        "             2          0.5",
-        "             3",
+        "oldest_sync_index  avg(reward)",
+        "-----------------  -----------",
+        "                1         0.75",
+        "                2          0.5",
+        "                3",
         "",
         "(4 rows)",
     ]
-    assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [{"policy_version": 1, "avg(reward)": 0.75}]
-    assert run_sql(settings, f"{query} limit 1", "csv") == "policy_version,avg(reward)\n1,0.75"
+    assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [{"oldest_sync_index": 1, "avg(reward)": 0.75}]
+    assert run_sql(settings, f"{query} limit 1", "csv") == "oldest_sync_index,avg(reward)\n1,0.75"
 
 
 def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
