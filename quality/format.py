@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-import orjson
-
-from quality.reply import calls_in, texts_in
 from quality.score import Score
 from schemas.events import Trajectory
+from schemas.replies import Call, calls_in, loaded, texts_in
 
 BROKEN = "\ufffd"
 
@@ -22,7 +19,7 @@ def format(trajectory: Trajectory) -> Iterator[Score]:
         if step.status != "ok" or not step.response_json:
             continue
         try:
-            reply = _loaded(step.response_json)
+            reply = loaded(step.response_json)
         except ValueError as e:
             yield Score(0.0, f"the reply is no JSON: {e}", step.step_id)
         else:
@@ -40,38 +37,22 @@ def _plain_text(reply: Any) -> bool:
 
 def _flaws(reply: Any) -> Iterator[tuple[float, str]]:
     calls, texts = list(calls_in(reply)), list(texts_in(reply))
-    for name, arguments in calls:
-        why = _flaw(arguments)
+    for call in calls:
+        why = _flaw(call) if call.is_json else None
         if why is not None:
-            yield 0.0, f"call of {name}: {why}"
+            yield 0.0, f"call of {call.name or 'no function'}: {why}"
     if not calls and not any(text.strip() for text in texts):
         yield 0.0, "neither text nor a call"
     if any(BROKEN in text for text in texts):
         yield 0.5, "text with U+FFFD: bytes that were no character"
 
 
-def _flaw(arguments: object) -> str | None:
-    if arguments is None:
+def _flaw(call: Call) -> str | None:
+    if call.given is None:
         return "no arguments"
-    if not isinstance(arguments, str):
+    if not isinstance(call.given, str):
         return None
     try:
-        return None if isinstance(_loaded(arguments or "{}"), dict) else "arguments are no JSON object"
+        return None if isinstance(loaded(call.given or "{}"), dict) else "arguments are no JSON object"
     except ValueError as e:
         return f"arguments are no JSON: {e}"
-
-
-def _loaded(packed: bytes | str) -> Any:
-    """Raises ValueError. The standard library is asked as well: it reads the escape of half a character, which is JSON."""
-    try:
-        return orjson.loads(packed)
-    except orjson.JSONDecodeError as first:
-        try:
-            return json.loads(packed, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            raise first from None
-
-
-def _refuse(constant: str) -> NoReturn:
-    """NaN and Infinity are Python's."""
-    raise ValueError(constant)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import orjson
-
-from quality.reply import texts_in
 from quality.score import Score
 from schemas.events import Trajectory, TrajectoryStep
+from schemas.replies import loaded, texts_in
 
 ID_BYTES = 4
 WINDOW = 16
@@ -80,6 +78,6 @@ def _text(step: TrajectoryStep) -> bytes:
     if len(step.response_json) < 2 * WINDOW * ID_BYTES:
         return b""
     try:
-        return "\n".join(texts_in(orjson.loads(step.response_json))).encode("utf-8", "surrogatepass")
-    except orjson.JSONDecodeError:
+        return "\n".join(texts_in(loaded(step.response_json))).encode("utf-8", "surrogatepass")
+    except ValueError:
         return step.response_json

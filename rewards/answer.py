@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from schemas.events import Trajectory
+from schemas.events import Trajectory, TrajectoryStep
+from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
 
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
@@ -31,11 +32,25 @@ def gold(trajectory: Trajectory) -> str:
 
 
 def last_answer(trajectory: Trajectory) -> str:
-    """Text of the last step's reply. Raises ValueError when there is no step, or its reply has no text."""
+    """Return the text of the agent's last reply.
+
+    Auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that a retry replaced
+    are passed over.
+
+    Raises:
+        ValueError: there is no such step, or its reply has no text.
+    """
     if not trajectory.steps:
         raise ValueError("no steps")
-    reply = orjson.loads(trajectory.steps[-1].response_json)
-    text = reply.get("content") if isinstance(reply, dict) else None
-    if not isinstance(text, str):
+    last = next((step for step in reversed(trajectory.steps) if _is_own(step)), None)
+    if last is None:
+        raise ValueError("no step but auxiliary and retried calls")
+    text = answer_in(loaded(last.response_json))
+    if text is None:
         raise ValueError("the last reply has no text")
     return text
+
+
+def _is_own(step: TrajectoryStep) -> bool:
+    """Whether the step is of the agent's main conversation, as it went on."""
+    return not step.marks and not any(tag.name in AUXILIARY_TAGS for tag in step.tags)

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from schemas.replies import CALL_ITEMS, Call, calls_of, items_of, loaded, texts_of
 from stream_jobs.prefix import hash_of, number
 
-CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call")
-"""Items of Responses that the client has to answer. Other calls were done by the server; clients may leave them out."""
-TEXT_TYPES = ("text", "output_text", "refusal")
 MARSHAL_VERSION = 2
 """The last one whose bytes are a function of the value alone."""
 
@@ -45,16 +43,19 @@ def turns_of(request_json: bytes) -> list[Turn] | None:
 def reply_of(response_json: bytes) -> Turn | None:
     """The turn that a recorded reply is; None when it says nothing."""
     said = _loaded(response_json)
-    if not isinstance(said, dict):
-        return None
-    output = said.get("output")
-    turns = list(_turns(output if isinstance(output, list) else [{**said, "role": "assistant"}]))
+    is_list = isinstance(said, dict) and isinstance(said.get("output"), list)
+    items = items_of(said)
+    turns = list(_turns(items if is_list else [{**item, "role": "assistant"} for item in items]))
     return turns[-1] if turns else None
 
 
 def call_in(turn: Turn) -> bytes | None:
     """The last call of a tool in a turn; None without one."""
-    return next((call for item in reversed(turn) if (call := _last_call(item)) is not None), None)
+    for item in reversed(turn):
+        named = [call for call in calls_of(item) if call.call_id or call.name]
+        if named:
+            return _packed(named[-1])
+    return None
 
 
 def said_in(turn: Turn) -> int:
@@ -99,8 +100,8 @@ def _add(hashed: hashlib._Hash, turn: Turn) -> None:
 
 def _loaded(packed: bytes) -> Any:
     try:
-        return orjson.loads(packed)
-    except orjson.JSONDecodeError:
+        return loaded(packed)
+    except ValueError:
         return None
 
 
@@ -109,7 +110,7 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
     turn: list[Mapping[str, Any]] = []
     for item in items:
         kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALLS):
+        if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALL_ITEMS):
             turn.append(item)
         elif kind != "reasoning" and not str(kind).endswith("_call"):
             if any(map(_says, turn)):
@@ -124,9 +125,9 @@ def _says(item: Mapping[str, Any]) -> bool:
     content = item.get("content")
     if isinstance(content, str) and content and not content.isspace():
         return True  # as a rule
-    if item.get("type") in CALLS or item.get("tool_calls") or item.get("function_call"):
+    if item.get("type") in CALL_ITEMS or item.get("tool_calls") or item.get("function_call"):
         return True
-    if any(text and not text.isspace() for text in _texts(item)):
+    if any(text and not text.isspace() for text in texts_of(item)):
         return True
     return isinstance(content, list) and any(isinstance(b, dict) and b.get("type") == "tool_use" for b in content)
 
@@ -134,48 +135,16 @@ def _says(item: Mapping[str, Any]) -> bool:
 def _text(turn: Turn) -> str:
     if len(turn) == 1 and isinstance(content := turn[0].get("content"), str):
         return content.strip()
-    return "\n".join(text for item in turn for text in _texts(item)).strip()
+    return "\n".join(text for item in turn for text in texts_of(item)).strip()
 
 
-def _texts(item: Mapping[str, Any]) -> Iterator[str]:
-    content = item.get("content")
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for block in content:
-            if isinstance(block, str):
-                yield block
-            elif isinstance(block, dict) and block.get("type") in TEXT_TYPES:
-                found = block.get("text", block.get("refusal"))
-                if isinstance(found, str):
-                    yield found
-
-
-def _last_call(item: Mapping[str, Any]) -> bytes | None:
-    """The last call of a tool in a message or an item."""
-    if item.get("type") in CALLS:
-        return _call(item.get("call_id") or item.get("id"), item)
-    content, made = item.get("content"), item.get("tool_calls")
-    if isinstance(made, list) and made and isinstance(made[-1], dict):
-        inner = made[-1].get("function") or made[-1].get("custom")
-        return _call(made[-1].get("id"), inner if isinstance(inner, dict) else made[-1])
-    if isinstance(content, list):
-        uses = [b for b in content if isinstance(b, dict) and b.get("type") == "tool_use"]
-        if uses:
-            return _call(uses[-1].get("id"), uses[-1])
-    old = item.get("function_call")
-    return _call(None, old) if isinstance(old, dict) else None
-
-
-def _call(made_id: Any, made: Mapping[str, Any]) -> bytes:
-    letters = "".join(filter(str.isalnum, made_id)) if isinstance(made_id, str) else ""
-    given = next((made[name] for name in ("arguments", "input", "action") if name in made), None)
+def _packed(call: Call) -> bytes:
+    letters, given = "".join(filter(str.isalnum, call.call_id or "")), call.given
     if isinstance(given, str):
         given = _loaded(given.encode("utf-8", "surrogatepass")) or given
-    name = made.get("name")
-    call = [letters, name if isinstance(name, str) else None, given]
+    said = [letters, call.name, given]
     try:
-        return orjson.dumps(call, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
         # It reads 1,024 levels and writes 254. This writes 2,000, but leaves the keys in their order.
-        return marshal.dumps(call, MARSHAL_VERSION)
+        return marshal.dumps(said, MARSHAL_VERSION)

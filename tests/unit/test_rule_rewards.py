@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
 from rewards.built_in import BUILT_IN
 from rewards.rule import Rule
 from schemas.codec import Codec
 from schemas.errors import SettingsError
-from schemas.events import Trajectory, TrajectoryStep
+from schemas.events import Tag, Trajectory, TrajectoryStep
 from stream_jobs.reward import rewards_of, rules_for, rules_of
 
 
@@ -69,6 +71,36 @@ def test_the_answer_of_a_verl_dataset_is_found() -> None:
     assert BUILT_IN["last_number"](trajectory("so 72.", said)) == 1.0
     with pytest.raises(ValueError, match="no gold"):
         BUILT_IN["last_number"](trajectory("so 72.", b'{"reward_model":"big"}'))
+
+
+TEXT = [{"type": "thinking", "thinking": "7?"}, {"type": "text", "text": "42"}]
+REPLIES: dict[str, Any] = {
+    "chat": {"role": "assistant", "content": "42"},
+    "chat, blocks": {"role": "assistant", "content": [{"type": "text", "text": "42"}]},
+    "completions": {"text": "42", "finish_reason": "stop"},
+    "messages": {"role": "assistant", "content": TEXT},
+    "responses": {"output": [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "42"}]}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", REPLIES)
+def test_the_answer_is_read_from_the_replies_of_every_protocol(protocol: str) -> None:
+    whole = trajectory()
+    last = replace(whole.steps[1], response_json=orjson.dumps(REPLIES[protocol]))
+    answered = replace(whole, steps=(whole.steps[0], last))
+    assert [BUILT_IN[name](answered) for name in ("exact_match", "last_number")] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("tag", ["title", "summary", "compaction", "sub_agent"])
+def test_an_auxiliary_call_that_is_logged_last_is_not_the_answer(tag: str) -> None:
+    whole = trajectory()
+    beside = replace(
+        whole.steps[1], step_id="k~2.0", index=2, response_json=b'{"content":"Prices of cats"}', tags=(Tag(name=tag, evidence="e"),)
+    )  # fmt: skip
+    retried = replace(beside, step_id="k~3.0", index=3, tags=(), marks=("retried",))
+    assert BUILT_IN["exact_match"](replace(whole, steps=(*whole.steps, beside, retried))) == 1.0
+    with pytest.raises(ValueError, match="no step but auxiliary"):
+        BUILT_IN["exact_match"](replace(whole, steps=(beside,)))
 
 
 def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:

@@ -90,7 +90,8 @@ def test_turns_are_what_the_model_said_only() -> None:
     assert turns_of(orjson.dumps({"messages": items})) == [[{"role": "assistant", "content": c} for c in "ab"]]
     assert turns_of(b'{"input": "hello"}') == []
     assert turns_of(b'{"prompt": "hello"}') is None and turns_of(b"\xff") is None and turns_of(b"[]") is None
-    assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None and reply_of(b'{"text": "x"}') is None
+    assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None
+    assert reply_of(b'{"text": "x"}') == [{"content": "x", "role": "assistant"}]
 
 
 @given(

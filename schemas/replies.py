@@ -1,0 +1,141 @@
+"""Texts and tool calls of a recorded reply, and of what the model said in a later request. Pure.
+
+Chat completions, completions, Messages and Responses are read alike. No shape is trusted: what is not as
+expected counts as absent. Reward functions, quality rules and assembly all read replies here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import orjson
+
+TEXT_BLOCKS = ("text", "output_text", "refusal")
+CALL_ITEMS = (
+    *("function_call", "custom_tool_call", "local_shell_call", "shell_call"),
+    *("apply_patch_call", "computer_call"),
+)
+"""Items of Responses that the client has to answer. The server has already answered other calls."""
+AUXILIARY_TAGS = frozenset({"sub_agent", "title", "summary", "compaction"})
+"""Tags of calls that an agent makes beside its main conversation: their replies are not its answer."""
+_ARGUMENTS = ("arguments", "input", "action", "operation")
+
+
+class Call(NamedTuple):
+    """One call of a tool.
+
+    given: its arguments, a JSON value or JSON as text, as the protocol has it; None without arguments.
+    is_json: whether `given` has to be a JSON object; otherwise it is free text or a shape of the tool's own.
+    """
+
+    call_id: str | None
+    name: str | None
+    given: Any
+    is_json: bool
+
+
+def loaded(packed: bytes | str) -> Any:
+    """Parse JSON.
+
+    orjson refuses the escape of half a character, which is valid JSON: then the standard library reads it.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return orjson.loads(packed)
+    except orjson.JSONDecodeError as first:
+        try:
+            return json.loads(packed, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            raise first from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity: they are Python's, not JSON's."""
+    raise ValueError(constant)
+
+
+def items_of(reply: Any) -> list[dict[str, Any]]:
+    """List the messages and items of a reply: of Responses its output, of other protocols one message."""
+    if not isinstance(reply, dict):
+        return []
+    output = reply.get("output")
+    if isinstance(output, list):
+        return [item for item in output if isinstance(item, dict)]
+    if "content" not in reply and isinstance(reply.get("text"), str):  # of completions
+        return [{"content": reply["text"]}]
+    return [reply]
+
+
+def texts_of(item: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the model said in words in one message or item; reasoning is left out."""
+    content = item.get("content")
+    if isinstance(content, str):
+        if content:
+            yield content
+    elif isinstance(content, list):
+        for block in content:
+            said = block
+            if isinstance(block, dict):
+                said = block.get("text", block.get("refusal")) if block.get("type") in TEXT_BLOCKS else None
+            if isinstance(said, str) and said:
+                yield said
+    refusal = item.get("refusal")
+    if isinstance(refusal, str) and refusal:
+        yield refusal
+
+
+def calls_of(item: Mapping[str, Any]) -> Iterator[Call]:
+    """Yield the tool calls of one message or item, in order. A call of no known shape is a `Call` of None."""
+    kind = item.get("type")
+    if kind in CALL_ITEMS:
+        yield _call(item.get("call_id") or item.get("id"), item, kind == "function_call")
+        return
+    made, content = item.get("tool_calls"), item.get("content")
+    for call in made if isinstance(made, list) else ():
+        if not isinstance(call, dict):
+            yield Call(None, None, None, True)
+            continue
+        custom = call.get("type") == "custom"
+        inner = call.get("custom" if custom else "function")
+        yield _call(call.get("id"), inner if isinstance(inner, dict) else {}, not custom)
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and block.get("type") == "tool_use":
+            yield _call(block.get("id"), block, True)
+    old = item.get("function_call")
+    if isinstance(old, dict):  # what chat completions had before tools
+        yield _call(None, old, True)
+    elif old:
+        yield Call(None, None, None, True)
+
+
+def _call(call_id: Any, made: Mapping[str, Any], is_json: bool) -> Call:
+    given = next((made[name] for name in _ARGUMENTS if name in made), None)
+    name = made.get("name")
+    return Call(call_id if isinstance(call_id, str) else None, name if isinstance(name, str) else None, given, is_json)
+
+
+def texts_in(reply: Any) -> Iterator[str]:
+    """Yield everything that the model said in words in a reply."""
+    for item in items_of(reply):
+        yield from texts_of(item)
+
+
+def calls_in(reply: Any) -> Iterator[Call]:
+    """Yield every tool call of a reply."""
+    for item in items_of(reply):
+        yield from calls_of(item)
+
+
+def answer_in(reply: Any) -> str | None:
+    """Return the text of the last message of a reply that has one; None when no message has.
+
+    The blocks of one message are joined without a separator, as the providers' SDKs do.
+    """
+    for item in reversed(items_of(reply)):
+        if said := "".join(texts_of(item)):
+            return said
+    return None
