@@ -40,7 +40,7 @@ TOP_LEVEL: tuple[type, ...] = (
     events.AssemblyMarker, events.AssemblyDelta, events.AssemblySnapshot, events.Trajectory, events.StepMark,
     events.Candidate, events.AdmissionPolicy, events.RunEnded, events.ReadyBatch, events.Refused, events.Late,
     events.PolicyApplied, events.WeightVersion, events.WorkerStatus, events.SchemaPublished, events.DeadLetter,
-    events.DeadLetterResolved,
+    events.DeadLetterResolved, events.FailedCall,
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ StepMarkKind = Literal["late", "duplicate", "retried", "orphan"]
 Drift = Literal["root", "clean", "realigned", "forked"]
 WorkerState = Literal["starting", "loading", "ready", "draining", "failed"]
 WeightFormat = Literal["full", "delta"]
+SamplingSource = Literal["engine", "request"]
+FailureSource = Literal["engine", "gateway"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,7 @@ class TrajectoryStep:
     tags: tuple[Tag, ...] = ()
     marks: tuple[str, ...] = ()
     offset: int
+    logprobs_temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +175,32 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of a step were sampled. A number that is None: not known."""
+
+    source: SamplingSource
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    constraints: tuple[str, ...] = ()
+    logprobs_mode: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one call as the engine counted them, of all its choices together."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One sampled choice of one LLM call, as the gateway saw it. Key: trajectory key."""
 
@@ -207,6 +236,37 @@ class Step:
     gateway_id: str
     received_at: int
     finished_at: int
+    subject_id: str | None = None
+    key_id: str | None = None
+    sampling: Sampling | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedCall:
+    """A call that was answered with an error and sampled nothing that is kept. It is no step and never trains. Key:
+    trajectory key, or the event id where that is None.
+    """
+
+    event_id: str
+    run_id: str
+    trajectory_key: str | None = None
+    group_id: str | None = None
+    channel: Channel | None = None
+    protocol: str
+    model: str | None = None
+    streamed: bool
+    source: FailureSource
+    status: int
+    error_type: str | None = None
+    message: str
+    worker_id: str | None = None
+    idempotency_key: str | None = None
+    retry_count: int | None = None
+    user_agent: str | None = None
+    gateway_id: str
+    received_at: int
+    duration_ms: float
     subject_id: str | None = None
     key_id: str | None = None
 

@@ -93,7 +93,12 @@ class Topics:
         long = {"cleanup.policy": "delete", "retention.ms": str(steps_retention_ms), "retention.bytes": "-1"}
         compact = {"cleanup.policy": "compact", "segment.ms": "600000"}
         return (
-            self._spec(self.steps, partitions, (events.Step, events.SessionEvent, events.Tick), long | append_time),
+            self._spec(
+                self.steps,
+                partitions,
+                (events.Step, events.SessionEvent, events.FailedCall, events.Tick),
+                long | append_time,
+            ),
             self._spec(
                 self.rewards,
                 partitions,

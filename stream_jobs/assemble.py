@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from schemas.errors import InvalidId
-from schemas.events import Outcome, Tick
+from schemas.events import FailedCall, Outcome, Tick
 from schemas.ids import key_of_trajectory
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
@@ -57,8 +57,8 @@ class Fold:
             return None
         state.applied[source] = offset
         self.tick(source, timestamp)
-        if isinstance(event, Tick):
-            return None
+        if isinstance(event, Tick) or (isinstance(event, FailedCall) and source == STEPS):
+            return None  # a failed call is told in the lake only: nothing was sampled, and no trajectory waits for it
         try:
             entries, kept = self._judge.changes(source, offset, key, event)
         except (Refusal, InvalidId, ValueError) as e:

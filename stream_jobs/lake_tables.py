@@ -137,7 +137,7 @@ class Table:
 def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
     """Names of the tables that a topic feeds; empty for a topic that the lake does not keep."""
     fed = {
-        topics.steps: ("steps", "session_events"),
+        topics.steps: ("steps", "session_events", "failed_calls"),
         topics.rewards: ("rewards", "curation", "assessments"),
         topics.trajectories: ("trajectories", "step_marks"),
         topics.candidates: ("candidates", "run_events"),
@@ -283,6 +283,7 @@ def _session_tables() -> Iterable[Table]:
         "steps", events.Step, ("run_id", "step_id"), finish=_whole_tokens, stats=("step_id", "group_id", *stats)
     )
     yield _table("session_events", events.SessionEvent, key, stats=stats)
+    yield _table("failed_calls", events.FailedCall, key, stats=("status", *stats))
     yield _table("rewards", events.Reward, key, stats=("step_id", *stats))
     yield _table("curation", events.Curation, key, stats=stats)
     yield _table("assessments", events.Assessment, key, stats=("trajectory_id", *stats))

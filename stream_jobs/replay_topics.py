@@ -10,7 +10,7 @@ from runtime.records import Decoder
 from runtime.topic_copy import Choice
 from runtime.window import Window, in_order
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import Tick
+from schemas.events import FailedCall, Tick
 from stream_jobs.index import REWARDS, STEPS, Source
 from stream_jobs.input_log import InputLog
 from stream_jobs.payload import Kept
@@ -35,7 +35,7 @@ class TopicMoments:
             event = self._chosen(record)
             if event is not None:
                 yield Moment(time, record.partition, source, record.offset, record.key, event)
-            elif source == STEPS:  # ticks, and what other runs say of the time
+            elif source == STEPS:  # ticks, and what other runs and failed calls say of the time
                 yield Moment(time, record.partition, source, -1, None, Tick(partition=record.partition))
 
     def _chosen(self, record: Record) -> Any | None:
@@ -47,7 +47,9 @@ class TopicMoments:
         except (Undecodable, UnknownSchema):
             self.unreadable += 1
             return None
-        return self._choice.of(event) if hasattr(event, "run_id") else None
+        if not hasattr(event, "run_id") or isinstance(event, FailedCall):
+            return None
+        return self._choice.of(event)
 
     def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
         """As `InputLog.payload`."""

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from schemas.codec import Codec
-from schemas.events import Assessment, Candidate, Curation, Reward, SessionEvent, Step, Trajectory
+from schemas.events import Assessment, Candidate, Curation, FailedCall, Reward, SessionEvent, Step, Trajectory
 from schemas.ids import key_of_trajectory
 from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
@@ -76,6 +76,15 @@ def session(key: str, kind: Any, event_id: str = "", **more: Any) -> SessionEven
     )
 
 
+def failed_call(key: str | None, n: int = 0, **more: Any) -> FailedCall:
+    """A call that an engine answered with 500. more: any field."""
+    given: dict[str, Any] = {
+        "event_id": f"{key}~F{n}", "run_id": "r", "trajectory_key": key, "protocol": "openai.chat", "streamed": False,
+        "source": "engine", "status": 500, "message": "out of memory", "gateway_id": "g", "received_at": 0, "duration_ms": 1.5,
+    }  # fmt: skip
+    return FailedCall(**(given | more))
+
+
 def reward(key: str, value: float | None = 1.0, n: int | None = None, name: str = "a", revision: int = 0) -> Reward:
     """A reward of the trajectory, or of its step C<n>.0."""
     return Reward(
@@ -136,7 +145,7 @@ class Worker:
     def decide(self, records: Sequence[tuple[Source, int, int, Any]]) -> None:
         """Fold and make durable."""
         for source, offset, timestamp, event in records:
-            key = getattr(event, "trajectory_key", "").encode()
+            key = (getattr(event, "trajectory_key", None) or "").encode()
             kept = self.fold.record(source, offset, timestamp, key, event)
             if kept is not None:
                 self.payload[offset] = kept

@@ -59,7 +59,7 @@ def test_imports_follow_the_layout(path: Path) -> None:
 def test_file_is_a_noun_and_not_too_long(path: Path) -> None:
     assert path.stem not in {"utils", "helpers", "manager", "common", "misc"}
     # Tables: one class for each Avro record, one line for each setting.
-    limit = 600 if str(path.relative_to(ROOT)) in ("schemas/events.py", "schemas/settings.py") else 450
+    limit = 800 if str(path.relative_to(ROOT)) in ("schemas/events.py", "schemas/settings.py") else 450
     assert len(path.read_text().splitlines()) <= limit, "what noun is missing?"
 
 

@@ -9,7 +9,7 @@ import pytest
 from schemas.events import Tag, VersionSpan
 from schemas.tokens import pack_logprobs
 from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.trial import Worker, curation, reward, session, step
+from stream_jobs.trial import Worker, curation, failed_call, reward, session, step
 
 LARGE = bytes(9 << 20)
 
@@ -57,3 +57,17 @@ def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
     assert w.trajectories["k"].steps[0].untrainable_reason == reason
     c = w.last("k")
     assert (c.trainable, c.oldest_sync_index, c.trainable_tokens) == (False, None, 0)
+
+
+def test_a_failed_call_folds_to_nothing() -> None:
+    """It opens no trajectory, is no step of one, keeps none open, and is no dead letter; that time goes on is all it says."""
+    w = Worker().feed((STEPS, 0, failed_call("k")), (STEPS, 0, failed_call(None, source="gateway", status=503)))
+    assert (w.state.opened, w.burials, w.payload) == ({}, [], {})
+    w.feed((STEPS, 0, step("k", 0)), (STEPS, 900, failed_call("k", 1)), (STEPS, 1001, failed_call("other")))
+    assert [s.step_id for s in w.trajectories["k"].steps] == ["k~C0.0"] and w.trajectories["k"].outcome == "timed_out"
+    assert not w.state.opened and not w.burials
+
+
+def test_a_failed_call_among_rewards_is_a_dead_letter() -> None:
+    w = Worker().feed((REWARDS, 0, failed_call("k")))
+    assert [(b.source, b.reason) for b in w.burials] == [(REWARDS, "invalid")]

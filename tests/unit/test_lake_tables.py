@@ -43,7 +43,20 @@ def steps(draw: st.DrawFn) -> events.Step:
         versions=tuple(events.VersionSpan(version=a, start=x, end=y) for x, y in spans),
         tags=(events.Tag(name=a, evidence=b),) if maybe else (), retry_count=None if maybe else number % 5, gateway_id=b,
         received_at=number, finished_at=number + 1,
+        sampling=draw(st.none() | samplings()), usage=events.Usage(prompt_tokens=number % 99) if maybe else None,
     )  # fmt: skip
+
+
+def samplings() -> st.SearchStrategy[events.Sampling]:
+    """How tokens were sampled, known in full or in part."""
+    return st.builds(
+        events.Sampling,
+        source=st.sampled_from(["engine", "request"]),
+        temperature=st.none() | st.floats(0, 2),
+        top_k=st.none() | st.integers(0, 50),
+        constraints=st.sampled_from([(), ("json",), ("json", "logit_bias")]),
+        logprobs_mode=st.none() | st.just("processed_logprobs"),
+    )
 
 
 def placed(event: Any, offset: int = 0, **headers: str) -> Placed:
@@ -74,6 +87,8 @@ def test_steps_come_back_as_they_were(written: list[events.Step]) -> None:
             plain[name] = EPOCH + timedelta(microseconds=plain[name])
         for name in ("redacted_prompt", "redacted_response", "blobs", "versions", "tags"):
             plain[name] = list(plain[name])
+        if step.sampling is not None:
+            plain["sampling"] = {**plain["sampling"], "constraints": list(step.sampling.constraints)}
         assert {n: row[n] for n in plain} == plain
         assert (row["kafka_topic_id"], row["kafka_partition"]) == ("T", 3)
         assert row["kafka_timestamp"] == EPOCH + timedelta(milliseconds=1_700_000_000_123)
