@@ -10,11 +10,23 @@ from typing import Generic, TypeVar
 from schemas.errors import SettingsError
 
 F = TypeVar("F")
+EVERY_RUN = "*"
+"""In settings: stands for every run that is not named."""
 
 REASON_CHARS = 200
 """Of a reason or evidence on a record."""
 REVISION_MAX = 2**63 - 1
 """Avro's long. An assessment has the sum of its rules' revisions."""
+
+
+def of_run(configured: Mapping[str, tuple[F, ...]], run_id: str) -> tuple[F, ...]:
+    """Return what is configured for a run: its own, else that of `*`."""
+    return configured.get(run_id, configured.get(EVERY_RUN, ()))
+
+
+def name_in(spec: str) -> str:
+    """Return the name that the records of a function carry. Nothing is looked up."""
+    return spec.rpartition("@")[0].rpartition(":")[2]
 
 
 @dataclass(frozen=True)  # no slots: with them a generic alias cannot make one

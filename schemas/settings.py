@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.events import Channel, Outcome
 from schemas.ids import RUN_ID
+from schemas.named_function import name_in, of_run
 from schemas.reward_value import SMALLEST_GROUP
 from schemas.topics import Topics
 
@@ -223,7 +224,10 @@ class PolicySettings(_Section):
 
     group_size: Count = Field(8, description="members a group")
     min_members: Count = Field(2, description="usable members of a short group")
-    required_rewards: tuple[str, ...] = Field((), description="`source` or `source/name` each member needs")
+    required_rewards: tuple[str, ...] | None = Field(
+        None,
+        description="`source` or `source/name` each member needs; default: every reward function of the run that counts",
+    )
     reward_weights: Mapping[str, float] = Field({}, description="`source/name` to weight in the training reward")
     reward_deadline_s: Positive = Field(600.0, description="slow reward models or people")
     group_deadline_s: Positive = Field(1800.0, description="stragglers of a group")
@@ -242,7 +246,10 @@ class PolicySettings(_Section):
     min_step_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="leave out low-quality steps"
     )
-    require_assessment: bool = Field(False, description="wait for the quality rules' answer as for a required reward")
+    require_assessment: bool | None = Field(
+        None,
+        description="wait for the quality rules' answer as for a required reward; default: where they decide",
+    )
     untrained_tags: tuple[str, ...] = Field(
         ("title", "summary"), description="train the calls an agent makes beside its work, or not its sub-agents"
     )
@@ -425,12 +432,52 @@ class Settings(_Section):
                     f"lake.retention_days.{table}={days:g} must exceed gateway.spool_max_age_s={self.spool_max_age_s:g}: a record "
                     "that comes out of a spool would be written again"
                 )
+        self._check_awaited()
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
                 f"{self.admit.policy.sync_every}: staleness is judged for the version that will train a batch"
             )
         return self
+
+    def _check_awaited(self) -> None:
+        """Refuse a policy that decides before the configured functions have answered."""
+        policy = self.admit.policy
+        if policy.required_rewards == () and (counted := self._counted_rewards()):
+            raise ValueError(
+                f"admit.policy.required_rewards is empty, but jobs.reward_functions gives run {self.run_id} "
+                f"{', '.join(counted)}: groups would be decided before these rewards come. Leave it out, so that "
+                "all of them are required, or name those that groups wait for"
+            )
+        if policy.require_assessment is False and self._assessment_decides():
+            raise ValueError(
+                "admit.policy.require_assessment is false, but min_quality or min_step_quality is set beside "
+                f"jobs.quality_functions of run {self.run_id}: trajectories would be admitted before they are "
+                "assessed. Leave it out"
+            )
+
+    def _counted_rewards(self) -> tuple[str, ...]:
+        """The rewards of the run's configured functions that count in the training reward, as `rule/NAME`."""
+        weights = self.admit.policy.reward_weights
+        names = dict.fromkeys(f"rule/{name_in(spec)}" for spec in of_run(self.jobs.reward_functions, self.run_id))
+        return tuple(name for name in names if not weights or name in weights)
+
+    def _assessment_decides(self) -> bool:
+        policy = self.admit.policy
+        has_threshold = policy.min_quality is not None or policy.min_step_quality is not None
+        return has_threshold and bool(of_run(self.jobs.quality_functions, self.run_id))
+
+    @property
+    def required_rewards(self) -> tuple[str, ...]:
+        """What each member of a group needs: as set, else the reward of every configured function that counts."""
+        said = self.admit.policy.required_rewards
+        return self._counted_rewards() if said is None else said
+
+    @property
+    def require_assessment(self) -> bool:
+        """Whether groups wait for the quality rules: as set, else where a threshold and rules are configured."""
+        said = self.admit.policy.require_assessment
+        return self._assessment_decides() if said is None else said
 
     @property
     def bootstrap_servers(self) -> str:

@@ -43,6 +43,7 @@ from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit import Admission
 from stream_jobs.checkpoint import CheckpointFile, Mark
+from stream_jobs.equal_rewards import EqualRewards
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
 from stream_jobs.journal_start import check_whole
@@ -84,6 +85,7 @@ class Desk:
         self._journal_id = cluster.topic_id(self._journal_topic)
         path = settings.data_dir / "admit" / f"{self._name}.ledger"
         self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
+        self._equal_rewards = EqualRewards()
         self._mark: Mark | None = None
         self.journaled, self.past = self._read_journal(low)
         """Records of the journal that were read, and what they and the checkpoint tell."""
@@ -267,6 +269,12 @@ class Desk:
         if acks:
             self._mark = Mark.of(self._journal_id, acks[0].offset, value)
         for decision in decisions:
+            if (noticed := self._equal_rewards.take(decision)) is not None:
+                self._log.warning(
+                    "all_groups_zero_variance", groups_in_a_row=noticed.in_a_row, groups_refused=noticed.refused_groups,
+                    groups_admitted=noticed.admitted_groups, detail=noticed.detail,
+                    hint="nothing is learned from groups with equal rewards: see docs/admission.md",
+                )  # fmt: skip
             if isinstance(decision, ReadyBatch):
                 self._log.info(
                     "batch_admitted", batch_seq=decision.batch_seq, groups=len(decision.groups),

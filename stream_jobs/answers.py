@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from runtime.blob_store import BlobMissing, BlobStore
 from schemas.events import Assessment, Reward, Trajectory
+from schemas.named_function import of_run
 from schemas.settings import Settings
-from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
+from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
 from stream_jobs.blobs import resolved
-from stream_jobs.reward import no_reward, rewards_of, rules_for, rules_of
+from stream_jobs.reward import no_reward, rewards_of, rules_of
 
 
 class Answers:
@@ -21,11 +22,11 @@ class Answers:
 
     def rewards(self, run_id: str) -> bool:
         """Whether a run has reward functions."""
-        return bool(rules_for(self._rewards, run_id))
+        return bool(of_run(self._rewards, run_id))
 
     def assesses(self, run_id: str) -> bool:
         """Whether a run has quality rules."""
-        return bool(quality_rules_for(self._quality, run_id))
+        return bool(of_run(self._quality, run_id))
 
     def of(self, trajectory: Trajectory, created_at: int, as_of: str | None = None) -> list[Reward | Assessment]:
         """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
@@ -33,7 +34,7 @@ class Answers:
         Raises BlobStoreAway.
         """
         run = as_of or trajectory.run_id
-        rules, quality = rules_for(self._rewards, run), quality_rules_for(self._quality, run)
+        rules, quality = of_run(self._rewards, run), of_run(self._quality, run)
         if not rules and not quality:
             return []
         try:

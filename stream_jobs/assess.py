@@ -16,7 +16,6 @@ from schemas.events import Assessment, Finding, Trajectory
 from schemas.ids import stable_id
 from schemas.named_function import reason_text
 
-EVERY_RUN = "*"
 DIGITS = 4
 """More would be on every step, in the state of assemble too."""
 FINDINGS_MAX = 200
@@ -25,11 +24,6 @@ FINDINGS_MAX = 200
 def quality_rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
     """Run id (or `*`) to its rules. Raises SettingsError naming the setting."""
     return {run: rules_of_run(specs, f"jobs.quality_functions.{run}") for run, specs in configured.items()}
-
-
-def quality_rules_for(rules: Mapping[str, tuple[Rule, ...]], run_id: str) -> tuple[Rule, ...]:
-    """The rules of a run: its own, else those of `*`."""
-    return rules.get(run_id, rules.get(EVERY_RUN, ()))
 
 
 def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int) -> Assessment:

@@ -22,7 +22,7 @@ def policy_of(settings: Settings, version: int, created_at: int, published_by: s
         policy_version=version,
         group_size=p.group_size,
         min_members=p.min_members,
-        required_rewards=p.required_rewards,
+        required_rewards=settings.required_rewards,
         reward_weights=dict(p.reward_weights),
         reward_deadline_ms=round(p.reward_deadline_s * 1000),
         group_deadline_ms=round(p.group_deadline_s * 1000),
@@ -40,7 +40,7 @@ def policy_of(settings: Settings, version: int, created_at: int, published_by: s
         min_quality=p.min_quality,
         untrained_tags=p.untrained_tags,
         min_step_quality=p.min_step_quality,
-        require_assessment=p.require_assessment,
+        require_assessment=settings.require_assessment,
         published_by=published_by,
         created_at=created_at,
     )

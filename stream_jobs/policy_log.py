@@ -223,7 +223,10 @@ class PolicyLog:
 
 def changed_policy(settings: Settings, policy: AdmissionPolicy, changes: Mapping[str, str], by: str) -> AdmissionPolicy:
     """The next version of a policy, judged as settings are. Raises SettingsError that names the setting."""
-    values: dict[str, Any] = {"admit.policy": dict(settings_of(policy)), "trainer.sync_every": policy.sync_every}
+    fields = dict(settings_of(policy))
+    # What the policy does not demand follows from the functions of the settings, as in a policy of the settings.
+    fields |= {name: fields[name] or None for name in ("required_rewards", "require_assessment")}
+    values: dict[str, Any] = {"admit.policy": fields, "trainer.sync_every": policy.sync_every}
     for name, text in changes.items():
         path = f"admit.policy.{name}"
         values[path] = value_of(text, path)

@@ -29,6 +29,7 @@ from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import RunEnded, Tick, Trajectory
 from schemas.ids import check_run_id
+from schemas.named_function import of_run
 from schemas.settings import Settings
 from stream_jobs.admission import Desk
 from stream_jobs.answers import Answers
@@ -77,11 +78,17 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
             "replication_factor": factor, "min_insync_replicas": insync,
         }
     )  # fmt: skip
+    # The functions of the run are those of the replay's run too: what its policy requires follows from them.
+    functions = {
+        name: {**configured, run_id: of_run(configured, settings.run_id)}
+        for name in ("reward_functions", "quality_functions")
+        if (configured := getattr(settings.jobs, name))
+    }
     trainer = settings.trainer.model_copy(update={"weights_dir": None, "checkpoint_dir": None})
     return settings.model_copy(
         update={
             "run_id": check_run_id(run_id), "data_dir": home_of(settings, name), "kafka": kafka, "trainer": trainer,
-            "jobs": settings.jobs.model_copy(update={"write_ticks": False}),
+            "jobs": settings.jobs.model_copy(update={"write_ticks": False, **functions}),
             "lake": settings.lake.model_copy(update={"uri": None, "storage_options": {}}),
             "gateway": settings.gateway.model_copy(update={"blob_uri": settings.blob_uri}),
         }

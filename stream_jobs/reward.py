@@ -16,7 +16,6 @@ from schemas.ids import stable_id
 from schemas.named_function import reason_text
 
 SOURCE = "rule"
-EVERY_RUN = "*"
 
 
 def rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
@@ -24,11 +23,6 @@ def rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule,
     return {
         run: tuple(rule_of(spec, f"jobs.reward_functions.{run}") for spec in specs) for run, specs in configured.items()
     }
-
-
-def rules_for(rules: Mapping[str, tuple[Rule, ...]], run_id: str) -> tuple[Rule, ...]:
-    """The rules of a run: its own, else those of `*`."""
-    return rules.get(run_id, rules.get(EVERY_RUN, ()))
 
 
 def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[Reward]:

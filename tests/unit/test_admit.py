@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from tests_admit import SOURCE, cand, entries, fold, groups, policy, refusals, tick
+from tests_admit import SOURCE, cand, entries, fold, groups, policy, refusals, reward, tick
 
 from schemas.events import (
     CandidateStep,
@@ -19,8 +19,11 @@ from schemas.events import (
     Refused,
     RunEnded,
 )
+from schemas.settings import Settings
 from stream_jobs.admit import Admission, replay
+from stream_jobs.equal_rewards import EqualRewards
 from stream_jobs.journal import Entry, Invalid, Source
+from stream_jobs.policy import policy_of
 
 
 def test_full_group_with_rewards_becomes_a_batch() -> None:
@@ -333,3 +336,35 @@ def test_a_policy_leaves_tagged_steps_out_of_training() -> None:
     later = policy(policy_version=2, untrained_tags=())
     decisions = fold(policy(untrained_tags=("title",)), a, later, b)  # judged again under the new one
     assert [d.trainable_tokens for d in decisions if isinstance(d, ReadyBatch)] == [11]
+
+
+def test_a_group_waits_for_the_rewards_of_the_configured_functions() -> None:
+    """The last member's reward comes after it has closed: the group was decided without it, or refused as zero_variance."""
+    jobs = {"reward_functions": {"*": ["exact_match@1"]}}
+    settings = Settings.model_validate(
+        {"run_id": "r", "jobs": jobs, "admit": {"policy": {"group_size": 2, "batch_groups": 1}}}
+    )
+    said = (reward(1.0, name="exact_match"),), (reward(0.0, name="exact_match"),)
+    log: list[Any] = [policy_of(settings, 1, 0), cand("a", rewards=()), cand("b", rewards=())]
+    assert fold(*log) == []
+    log += [cand("a", revision=1, rewards=said[0])]
+    assert fold(*log) == []
+    assert groups(fold(*log, cand("b", revision=1, rewards=said[1]))) == [[["a", "b"]]]
+
+
+def test_a_run_of_groups_with_equal_rewards_is_noticed_now_and_then() -> None:
+    counted, found = EqualRewards(), []
+
+    def decide(number: int, values: tuple[float, float]) -> None:
+        for decision in fold(policy(), *(cand(f"{number}.{i}", f"g{number}", v) for i, v in enumerate(values))):
+            found.append(counted.take(decision))
+
+    for number in range(20):
+        decide(number, (1.0, 1.0))
+    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found if f] == [(8, 8, 0), (16, 16, 0)]
+    assert found[7] is not None and found[7].detail == "rewards of 2 members: all 1"
+    decide(20, (0.0, 1.0))
+    before = len(found)
+    for number in range(21, 29):
+        decide(number, (0.0, 0.0))
+    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found[before:] if f] == [(8, 28, 1)]

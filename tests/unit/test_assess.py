@@ -13,7 +13,8 @@ from quality.score import Score
 from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Finding, Trajectory, TrajectoryStep
-from stream_jobs.assess import assessment_of, not_assessed, quality_rules_for, quality_rules_of
+from schemas.named_function import of_run
+from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
 
 
 def trajectory(steps: int = 4, marked: int | None = None, **more: Any) -> Trajectory:
@@ -162,10 +163,10 @@ def only_short(t: Trajectory) -> float:
 
 def test_rules_of_the_settings() -> None:
     rules = quality_rules_of({"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")})
-    (own,) = quality_rules_for(rules, "a")
+    (own,) = of_run(rules, "a")
     assert (str(own), own.revision) == ("only_short@3", 3) and callable(own.function)
-    assert [str(r) for r in quality_rules_for(rules, "b")][-2:] == ["retried@1", "count@x"]
-    assert quality_rules_for(quality_rules_of({"a": ("length@1",)}), "b") == ()
+    assert [str(r) for r in of_run(rules, "b")][-2:] == ["retried@1", "count@x"]
+    assert of_run(quality_rules_of({"a": ("length@1",)}), "b") == ()
 
 
 @pytest.mark.parametrize(

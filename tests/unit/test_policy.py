@@ -51,6 +51,64 @@ def test_a_person_changes_some_fields_and_the_rest_stays() -> None:
     assert same_content(made, told) and not is_of_settings(made)
 
 
+def configured(
+    rewards: dict[str, list[str]] | None = None, quality: dict[str, list[str]] | None = None, **policy: Any
+) -> Settings:
+    jobs = {"reward_functions": rewards or {}, "quality_functions": quality or {}}
+    return Settings.model_validate({"run_id": "demo", "jobs": jobs, "admit": {"policy": policy}})
+
+
+@pytest.mark.parametrize(
+    ("functions", "policy", "required"),
+    [
+        ({}, {}, ()),
+        ({"demo": ["exact_match@1", "mine.py:kind@2"], "*": ["last_number@1"]}, {}, ("rule/exact_match", "rule/kind")),
+        ({"*": ["my.module:f@v1", "my.module:f@v2"]}, {}, ("rule/f",)),
+        ({"other": ["exact_match@1"]}, {}, ()),
+        ({"*": ["a.b:f@1", "a.b:g@1"]}, {"reward_weights": {"rule/g": 1.0, "env/score": 1.0}}, ("rule/g",)),
+        ({"*": ["a.b:f@1"]}, {"required_rewards": ["env"]}, ("env",)),
+        ({"*": ["a.b:f@1"]}, {"required_rewards": [], "reward_weights": {"env/score": 1.0}}, ()),
+    ],
+)
+def test_groups_wait_for_the_configured_reward_functions(
+    functions: dict[str, list[str]], policy: dict[str, Any], required: tuple[str, ...]
+) -> None:
+    assert policy_of(configured(functions, **policy), 1, 0).required_rewards == required
+
+
+@pytest.mark.parametrize(
+    ("rules", "policy", "waits"),
+    [
+        ({"*": ["built_in"]}, {"min_quality": 0.5}, True), ({"demo": ["built_in"]}, {"min_step_quality": 0.5}, True),
+        ({"*": ["built_in"]}, {}, False), ({}, {"min_quality": 0.5}, False), ({"x": ["built_in"]}, {"min_quality": 0.5}, False),
+        ({}, {"require_assessment": True}, True), ({"*": ["built_in"]}, {"require_assessment": False}, False),
+    ],
+)  # fmt: skip
+def test_groups_wait_for_an_assessment_that_decides(rules: dict[str, list[str]], policy: Any, waits: bool) -> None:
+    assert policy_of(configured(quality=rules, **policy), 1, 0).require_assessment is waits
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rewards": {"*": ["exact_match@1"]}, "required_rewards": []}, "required_rewards is empty, but .*rule/exact_match"),
+        ({"quality": {"*": ["built_in"]}, "min_quality": 0.5, "require_assessment": False}, "require_assessment is false"),
+    ],
+)  # fmt: skip
+def test_a_policy_that_would_decide_before_the_functions_answer_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configured(**given)
+
+
+def test_a_changed_policy_waits_for_the_functions_of_the_settings() -> None:
+    mine = configured({"*": ["a.b:f@1"]}, {"*": ["built_in"]})
+    before = policy_of(SETTINGS, 1, 0)
+    made = changed_policy(mine, before, {"min_quality": "0.5"}, "ann")
+    assert (made.required_rewards, made.require_assessment) == (("rule/f",), True)
+    with pytest.raises(SettingsError, match="required_rewards is empty"):
+        changed_policy(mine, before, {"required_rewards": "[]"}, "ann")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [

@@ -14,7 +14,8 @@ from rewards.rule import Rule
 from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Tag, Trajectory, TrajectoryStep
-from stream_jobs.reward import rewards_of, rules_for, rules_of
+from schemas.named_function import of_run
+from stream_jobs.reward import rewards_of, rules_of
 
 
 def trajectory(answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any) -> Trajectory:
@@ -113,9 +114,9 @@ def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
 
 def test_configured_by_name_or_import_path_and_run() -> None:
     rules = rules_of({"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")})
-    assert [(r.name, r.version) for r in rules_for(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
-    assert [(r.name, r.version) for r in rules_for(rules, "other")] == [("exact_match", "1")]
-    assert rules_for({}, "other") == ()
+    assert [(r.name, r.version) for r in of_run(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
+    assert [(r.name, r.version) for r in of_run(rules, "other")] == [("exact_match", "1")]
+    assert of_run({}, "other") == ()
 
 
 class Unspeakable(Exception):
