@@ -12,6 +12,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,23 @@ INVALID = "invalid weights: "
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
 WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
+INDEX = "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes of safetensors that the engine's loader casts into one another, as it does with the model it boots with."""
+TIED_HEADS = ("lm_head.weight",)
+"""How the names of output heads end. In a model with tied embeddings a head is the embedding, saved twice or once."""
+
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name of a tensor to its dtype (as safetensors spells it) and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What every version must fit: the layout of the boot model, the dtype it is served in, and whether its head is tied."""
+
+    layout: Layout
+    dtype: torch.dtype
+    tied: bool = False
 
 
 def register() -> None:
@@ -45,24 +62,47 @@ def _die_with_parent() -> None:
 
 
 def read_layout(model_dir: Path) -> Layout:
-    """Names, dtypes and shapes of a model directory's safetensors: what every later version must look like."""
-    from safetensors import safe_open
+    """Read names, dtypes and shapes of the tensors in a model directory. Raises InvalidWeights."""
+    from safetensors import SafetensorError, safe_open
 
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                part = tensors.get_slice(name)
-                layout[name] = (str(part.get_dtype()), tuple(part.get_shape()))
+    for file in _weight_files(model_dir):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    part = tensors.get_slice(name)
+                    layout[name] = (str(part.get_dtype()), tuple(part.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise InvalidWeights(f"{file}: {error}") from error
     if not layout:
         raise InvalidWeights(f"{model_dir} has no *.safetensors: the disk backend needs a local model directory")
     return layout
 
 
-def stage(files: Mapping[str, str], expected: Layout) -> dict[str, torch.Tensor]:
-    """Read safetensors into memory and check all of it: files (path to sha256), names, dtypes, shapes, finiteness.
+def _weight_files(model_dir: Path) -> list[Path]:
+    """The files that the index of a sharded model names; else all safetensors of the directory."""
+    index = model_dir / INDEX
+    if not index.is_file():
+        return sorted(model_dir.glob("*.safetensors"))
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
-    Each file is read once, so what was checked is what is loaded. Raises InvalidWeights.
+
+def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
+    """Read safetensors into memory and check all of it: digests, names, dtypes, shapes, finiteness.
+
+    Each file is read once, so the bytes that were checked are the bytes that are loaded. A float tensor may have
+    another float dtype than in the boot model: the loader casts it, exactly as it would at boot, so a version is served
+    alike whether the trainer or the engine rounds it. Other dtypes (integers, 8-bit floats with scales) must be equal.
+
+    Args:
+        files: path of each file to its sha256.
+        served: the model that the version must fit.
+
+    Returns:
+        Name to tensor, in the dtype of the file, without a redundant copy of a tied embedding.
+
+    Raises:
+        InvalidWeights: a file or a tensor is not what it must be. The message names it.
     """
     import torch
     from safetensors import SafetensorError
@@ -81,21 +121,48 @@ def stage(files: Mapping[str, str], expected: Layout) -> dict[str, torch.Tensor]
             found |= {n: (t["dtype"], tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"}
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"{path}: {error}") from error
-    if found != expected:
-        raise InvalidWeights(f"not the tensors of the model that is served: {_difference(found, expected)}")
-    broken = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
+    expected = dict(served.layout)
+    if served.tied:
+        _drop_tied_heads(weights)
+        found = {name: found[name] for name in weights}
+        expected = {name: tensor for name, tensor in expected.items() if not name.endswith(TIED_HEADS)}
+    if difference := _difference(found, expected):
+        raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
+    broken = [name for name, tensor in weights.items() if not torch.isfinite(_as_served(tensor, served.dtype)).all()]
     if broken:
-        raise InvalidWeights(f"values that are not finite in {broken[:3]}")
+        raise InvalidWeights(f"values that are not finite in {served.dtype} in {broken[:3]}")
     return weights
 
 
+def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
+    """Remove the output head of a model that ties it to its embedding. Raises InvalidWeights when it is another tensor."""
+    import torch
+
+    for name in [n for n in weights if n.endswith(TIED_HEADS)]:
+        head = weights.pop(name)
+        if not any(t.shape == head.shape and torch.equal(t, head) for t in weights.values()):
+            raise InvalidWeights(f"{name} is not the embedding, but the served model ties both: it would be ignored")
+
+
+def _as_served(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _difference(found: Layout, expected: Layout) -> str:
+    """Name what does not fit; empty when all does."""
     kinds = {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys()),
-        "other dtype or shape": sorted(n for n in found.keys() & expected.keys() if found[n] != expected[n]),
+        "other dtype or shape": sorted(
+            n for n in found.keys() & expected.keys() if not _can_load(found[n], expected[n])
+        ),
     }
     return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names)
+
+
+def _can_load(found: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor of this dtype and shape can be loaded in place of the expected one."""
+    return found[1] == expected[1] and (found[0] == expected[0] or {found[0], expected[0]} <= FLOATS)
 
 
 def _disk_backend() -> type[Any]:
@@ -128,7 +195,7 @@ def _disk_backend() -> type[Any]:
 
         init_info_cls, update_info_cls = NoInit, Files
         staged: dict[str, torch.Tensor] | None = None
-        layout: Layout | None = None
+        served: Served | None = None
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
@@ -141,18 +208,20 @@ def _disk_backend() -> type[Any]:
 
         def start_weight_update(self) -> None:
             self.staged = None
-            if self.layout is None:
-                self.layout = read_layout(Path(self.model_config.model))
+            if self.served is None:
+                config = self.model_config
+                tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+                self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             # The base class synchronises the accelerator behind this, which a CPU worker does not have.
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Files) -> None:
-            if self.layout is None:
+            if self.served is None:
                 raise RuntimeError("update_weights before start_weight_update")
             try:
-                self.staged = stage(update_info.files, self.layout)
+                self.staged = stage(update_info.files, self.served)
             except InvalidWeights as error:
                 # Of an error in a worker only the text reaches the caller.
                 raise RuntimeError(f"{INVALID}{error}") from error

@@ -42,6 +42,7 @@ from tests_engine import (
 )
 
 from demo.agent import TOOLS
+from demo.model import make_random_model
 from rollout.capture import BEAM_SEARCH
 from rollout.errors import EngineUnavailable, InvalidWeights, ServerFailed
 from rollout.server import VllmServer
@@ -224,7 +225,7 @@ def rewrite(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
         (rewrite(lambda t: t.pop("model.norm.weight")), False, "missing: model.norm.weight"),
         (rewrite(lambda t: t.update(more=torch.zeros(1))), False, "unknown: more"),
         (rewrite(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].clone()})), False, "dtype or shape"),
-        (rewrite(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()})), False, "dtype or shape"),
+        (rewrite(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()})), False, "dtype or shape"),
         (rewrite(lambda t: t["model.norm.weight"].fill_(float("nan"))), False, "not finite"),
     ],
 )
@@ -245,6 +246,15 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [("run/7.0", 0, 24)]
     assert worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
+
+
+def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine) -> None:
+    """The engine serves float32. Every bfloat16 value is a float32 value: what it says is what the file has."""
+    rounded = make_random_model(engine.work / "rounded", 3, "bfloat16")
+    engine.run(engine.load("run/7.2", rounded))
+    reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
+    assert reply.tokens.spans == [("run/7.2", 0, 24)]
+    assert worst(reply.tokens.logprobs, logprobs_of(rounded, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
 
 
 def test_an_update_left_open_by_a_killed_worker_is_no_obstacle(engine: Engine) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 
-from rollout.engine import read_layout, stage
+from rollout.engine import Served, read_layout, stage
 from rollout.errors import InvalidWeights, WeightsUnreadable
 from rollout.server import server_arguments, server_environment
 from rollout.versions import PUT_OFF_S, REMEMBERED, Versions, WeightsFeed
@@ -181,29 +184,91 @@ def test_files_elsewhere_are_copied_once(tmp_path: Path) -> None:
         verify([WeightFile(url="nosuchscheme://x/y", sha256="0", size_bytes=1)], tmp_path)
 
 
-def test_weights_are_checked_against_the_model(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save
+def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A safetensors file, as `stage` takes it: its path and its sha256."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(save(tensors, metadata={"format": "pt"}))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest()}
 
+
+def test_weights_are_checked_against_the_model(tmp_path: Path) -> None:
     one = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
-    (tmp_path / "model.safetensors").write_bytes(save(one))
+    written(tmp_path / "model.safetensors", one)
     layout = read_layout(tmp_path)
     assert layout == {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
     # Split over files otherwise than the model it replaces.
     files = {}
     for name, tensor in one.items():
-        data = save({name: tensor}, metadata={"format": "pt"})
-        (tmp_path / f"{name}.part").write_bytes(data)
-        files[str(tmp_path / f"{name}.part")] = hashlib.sha256(data).hexdigest()
-    staged = stage(files, layout)
+        files |= written(tmp_path / f"{name}.part", {name: tensor})
+    staged = stage(files, Served(layout, torch.float32))
     assert all(torch.equal(staged[name], tensor) for name, tensor in one.items())
     with pytest.raises(InvalidWeights, match=r"missing: b \(1\)"):
-        stage(dict(list(files.items())[:1]), layout)
+        stage(dict(list(files.items())[:1]), Served(layout, torch.float32))
     with pytest.raises(InvalidWeights, match=r"missing: a, b \(2\)"):
-        stage({}, layout)
+        stage({}, Served(layout, torch.float32))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidWeights, match="local model directory"):
         read_layout(tmp_path / "empty")
+
+
+BF16 = {"model.embed_tokens.weight": ("BF16", (4, 2)), "model.norm.weight": ("BF16", (2,))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_version_in_another_float_dtype_than_the_boot_model_is_taken(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = {"model.embed_tokens.weight": torch.ones(4, 2, dtype=dtype), "model.norm.weight": torch.ones(2)}
+    staged = stage(written(tmp_path / "v.safetensors", weights), Served(BF16, torch.bfloat16))
+    assert all(torch.equal(staged[name], tensor) for name, tensor in weights.items()), "the engine casts as it loads"
+
+
+def test_a_value_that_the_served_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    weights = {"model.embed_tokens.weight": torch.full((4, 2), 1e5), "model.norm.weight": torch.ones(2)}
+    files = written(tmp_path / "v.safetensors", weights)
+    assert stage(files, Served(BF16, torch.bfloat16))
+    with pytest.raises(InvalidWeights, match=r"not finite in torch\.float16 in \['model.embed_tokens.weight'\]"):
+        stage(files, Served(BF16, torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_numbers_that_a_cast_would_misread_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = {"model.embed_tokens.weight": torch.ones(4, 2).to(dtype), "model.norm.weight": torch.ones(2)}
+    with pytest.raises(InvalidWeights, match=r"other dtype or shape: model\.embed_tokens\.weight"):
+        stage(written(tmp_path / "v.safetensors", weights), Served(BF16, torch.bfloat16))
+
+
+def test_a_tied_output_head_may_be_there_or_not(tmp_path: Path) -> None:
+    body = {"model.embed_tokens.weight": torch.arange(8.0).view(4, 2), "model.norm.weight": torch.ones(2)}
+    head = {"lm_head.weight": body["model.embed_tokens.weight"].clone()}
+    without, redundant = written(tmp_path / "a.safetensors", body), written(tmp_path / "b.safetensors", body | head)
+    with_head = {**BF16, "lm_head.weight": ("BF16", (4, 2))}
+    for layout in (BF16, with_head):
+        for files in (without, redundant):
+            staged = stage(files, Served(layout, torch.bfloat16, tied=True))
+            assert set(staged) == set(body), "a tied head is not loaded a second time"
+    with pytest.raises(InvalidWeights, match=r"unknown: lm_head\.weight \(1\)"):
+        stage(redundant, Served(BF16, torch.bfloat16))
+    with pytest.raises(InvalidWeights, match=r"missing: lm_head\.weight \(1\)"):
+        stage(without, Served(with_head, torch.bfloat16))
+    head["lm_head.weight"][0, 0] = 7.0
+    with pytest.raises(InvalidWeights, match=r"lm_head\.weight is not the embedding"):
+        stage(written(tmp_path / "c.safetensors", body | head), Served(BF16, torch.bfloat16, tied=True))
+
+
+def test_the_layout_of_a_sharded_model_is_that_of_the_files_in_its_index(tmp_path: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    written(tmp_path / first, {"a": torch.zeros(2, 3)})
+    written(tmp_path / second, {"b": torch.zeros(4)})
+    written(tmp_path / "consolidated.safetensors", {"the.same.under.another.name": torch.zeros(2, 3)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": first, "b": second}}))
+    layout = read_layout(tmp_path)
+    assert layout == {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
+    assert stage(
+        written(tmp_path / "v" / "one.safetensors", {"a": torch.ones(2, 3), "b": torch.ones(4)}),
+        Served(layout, torch.float32),
+    )
+    (tmp_path / second).unlink()
+    with pytest.raises(InvalidWeights, match=second):
+        read_layout(tmp_path)
 
 
 # ---------------------------------------------------------------- server
