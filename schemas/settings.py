@@ -328,7 +328,9 @@ class TrainerSettings(_Section):
         1.0, description="sampling temperature of the agents, for recomputed log-probabilities"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu although there is a GPU")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="memory")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="faster passes with less memory; the weights that learn are float32 either way"
+    )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")
 
@@ -345,7 +347,9 @@ class RolloutSettings(_Section):
         None, description="the URL that gateways are told; needed where rollout.host is 0.0.0.0"
     )
     served_model_name: str = Field("policy", description="the name that agents ask for")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="float32 for exact agreement")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="float32 for exact agreement; versions are published in it, for auto in the model's own"
+    )
     max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
     max_num_seqs: Count = Field(256, description="requests in one engine step")
     kv_cache_mb: Count = Field(1024, description="memory for the KV cache on CPU")
@@ -377,6 +381,7 @@ class DemoSettings(_Section):
     """`clawstream demo`."""
 
     seed: int = Field(0, description="another run")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the saved model and of the engine")
     versions: Count = Field(45, description="shorter or longer training")
     groups_per_batch: Count = Field(16, description="groups a batch")
     concurrency: Count = Field(128, description="agents at once")

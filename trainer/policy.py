@@ -9,35 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from schemas.settings import TrainerSettings
 from trainer.batch import micro_batches, minibatches
 from trainer.errors import NotFinite
 from trainer.metrics import StepStats, UpdateStats
+from trainer.model_files import TensorDtypes, files_beside_the_weights, load_masters, save_masters, save_rounded
 from trainer.rows import Row
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-"""Configuration, tokenizer and chat template files: what belongs to a model beside its weights."""
 PADDING = 0  # any id: it is on the right, so nothing sees it, and it is never trained
 
 
 class Policy:
-    """Model and AdamW on one device. Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs)."""
+    """Model and AdamW on one device. Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs).
+
+    The weights that learn, the optimiser's state and the gradients are float32 whatever `trainer.dtype` is: at a learning
+    rate of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, and would be rounded away.
+    """
 
     def __init__(self, directory: Path, settings: TrainerSettings) -> None:
         """Load the weights of a Hugging Face directory, with a fresh optimiser. Raises SettingsError when they can't be read."""
         self.settings = settings
         cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
-        self.model = _load(directory, getattr(torch, settings.dtype)).to(self.device)
-        self._beside = _beside_the_weights(directory)
+        model, self._own_dtypes = load_masters(directory)
+        self.model = model.to(self.device)
+        self._beside = files_beside_the_weights(directory)
         self.model.eval()  # gradients flow, dropout does not: what is trained must be what was sampled from
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -52,17 +52,40 @@ class Policy:
         """Token ids that the model has an embedding for: 0 up to this."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def save(self, directory: Path) -> None:
-        """Write a Hugging Face directory: weights as safetensors, configuration, and the tokenizer files it was loaded with."""
-        self.model.save_pretrained(directory)
+    def save(self, directory: Path, dtypes: TensorDtypes | None = None) -> None:
+        """Write a Hugging Face directory: weights as safetensors, configuration, the tokenizer files it was loaded with.
+
+        Args:
+            directory: where to; it need not be there.
+            dtypes: the dtypes to round to; None: the float32 masters, which a checkpoint needs.
+        """
+        if dtypes is None:
+            save_masters(self.model, directory)
+        else:
+            save_rounded(self.model, directory, dtypes)
         for name, content in self._beside.items():
             if not (directory / name).exists():
                 (directory / name).write_bytes(content)
 
+    def served_dtypes(self, engine_dtype: str) -> TensorDtypes:
+        """Return the dtypes in which versions are published.
+
+        Args:
+            engine_dtype: `rollout.dtype`, which names the dtype; `auto` means the dtype that the model itself has.
+        """
+        own = self._own_dtypes
+        return own if engine_dtype == "auto" else TensorDtypes(getattr(torch, engine_dtype), own.others)
+
     def training_state(self) -> dict[str, Any]:
         """What a resume needs beside the weights, for `torch.save`."""
         cuda = torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []
-        return {"optimizer": self.optimizer.state_dict(), "rng_cpu": torch.get_rng_state(), "rng_cuda": cuda}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "rng_cpu": torch.get_rng_state(),
+            "rng_cuda": cuda,
+            "dtype": self._own_dtypes.main,
+            "other_dtypes": dict(self._own_dtypes.others),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `training_state` was taken."""
@@ -70,6 +93,7 @@ class Policy:
         torch.set_rng_state(state["rng_cpu"])
         if state["rng_cuda"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["rng_cuda"])
+        self._own_dtypes = TensorDtypes(state["dtype"], state["other_dtypes"])  # the checkpoint's files are float32
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Log-probability of every trained token of the rows, row after row: shape (tokens,), float32, with gradient.
@@ -84,7 +108,8 @@ class Policy:
             trained[i, : len(row.token_ids)] = torch.tensor(row.mask)
         ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
         # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
         scores: Tensor = logits[trained].float() / self.settings.temperature
         chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
         return chosen - scores.logsumexp(-1)
@@ -184,24 +209,3 @@ def staleness(rows: Sequence[Row], run_id: str, sync_index: int) -> tuple[int, i
                 total += (sync_index - version.sync_index) * trained
                 known += trained
     return total, known
-
-
-def _load(directory: Path, dtype: torch.dtype) -> Any:
-    if not (directory / "config.json").is_file():
-        raise SettingsError(
-            f"setting trainer.model_path: {directory} is no Hugging Face model directory (no readable config.json in it)"
-        )
-    transformers_logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        raise SettingsError(f"setting trainer.model_path: the model in {directory} can't be loaded: {e}") from e
-
-
-def _beside_the_weights(directory: Path) -> dict[str, bytes]:
-    """Read once: the directory may be a checkpoint that is deleted later."""
-    return {
-        file.name: file.read_bytes()
-        for file in sorted(directory.iterdir())
-        if file.is_file() and file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json")
-    }

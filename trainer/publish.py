@@ -11,15 +11,23 @@ from pathlib import Path
 from runtime.records import now_micros
 from schemas.events import WeightFile, WeightVersion
 from trainer.checkpoint import MODEL, State
+from trainer.model_files import TensorDtypes
+from trainer.policy import Policy
 from trainer.version_dir import directory_of, new_directory, read_info
 
 
-def export(root: Path, state: State, checkpoint: Path) -> tuple[WeightFile, ...]:
-    """Publish the checkpoint's model directory under `root`. Hard links where the file system allows, else copies."""
+def export(root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: TensorDtypes) -> tuple[WeightFile, ...]:
+    """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
+
+    When these are float32, the files are the checkpoint's: hard links where the file system allows, else copies.
+    """
     final = directory_of(root, state.version)
     with new_directory(final, asdict(state)) as tmp:
-        for file in sorted((checkpoint / MODEL).iterdir()):
-            _link(file, tmp / file.name)
+        if dtypes.are_those_of_masters:
+            for file in sorted((checkpoint / MODEL).iterdir()):
+                _link(file, tmp / file.name)
+        else:
+            policy.save(tmp, dtypes)
     return tuple(
         WeightFile(url=(final / name).as_uri(), sha256=digest, size_bytes=(final / name).stat().st_size)
         for name, digest in sorted(read_info(final)["files"].items())

@@ -104,7 +104,8 @@ class Run:
         lr, state = self.lr, self._next_state()
         try:
             checkpoint = save(self._settings.checkpoint_dir, state, self._policy)
-            files = export(self._settings.weights_dir, state, checkpoint)
+            served = self._policy.served_dtypes(self._settings.rollout.dtype)
+            files = export(self._settings.weights_dir, state, checkpoint, self._policy, served)
         except OSError:
             # A newer trainer clears away what is unpublished. Then the reason is that it took over, not this error.
             self._ledger.raise_if_fenced()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from demo.model import make_random_model
+from rollout.engine import Served, read_layout, stage
 from runtime.kafka import Fenced, SourceTruncated
 from schemas.errors import SettingsError
 from schemas.events import (
@@ -157,23 +158,45 @@ def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_di
     assert [v.sync_index for v in ledger.published] == [0, 1, 2, 3, 4, 5]
 
 
-def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: Path, dtype: str) -> None:
+    """The checkpoint holds the float32 weights that learn; what is published of them is rounded."""
+    model_dir = make_random_model(tmp_path / "m", dtype=dtype)
     uninterrupted, again, resumed = MemoryLedger(), MemoryLedger(), MemoryLedger()
-    go(begin(settings(tmp_path / "a", model_dir), uninterrupted), 0, 3)
-    go(begin(settings(tmp_path / "b", model_dir), again), 0, 3)
+    a, b, c = (settings(tmp_path / name, model_dir, dtype=dtype) for name in "abc")
+    go(begin(a, uninterrupted), 0, 3)
+    go(begin(b, again), 0, 3)
     for seq in range(4):
-        go(begin(settings(tmp_path / "c", model_dir), resumed), seq, seq)
+        go(begin(c, resumed), seq, seq)
     digests = [weights_sha(v) for v in uninterrupted.published]
     assert len(set(digests)) == 5
     assert digests == [weights_sha(v) for v in again.published]
     assert digests == [weights_sha(v) for v in resumed.published]
-    last = [s.checkpoint_dir / "r" / name / "training.pt" for s, name in
-            ((settings(tmp_path / "a", model_dir), "4.0"), (settings(tmp_path / "c", model_dir), "4.3"))]  # fmt: skip
-    a, c = (torch.load(path, weights_only=True) for path in last)
-    for name in a["optimizer"]["state"]:
-        for key, value in a["optimizer"]["state"][name].items():
-            assert torch.equal(value, c["optimizer"]["state"][name][key])
-    assert torch.equal(a["rng_cpu"], c["rng_cpu"])
+    last, then = a.checkpoint_dir / "r" / "4.0", c.checkpoint_dir / "r" / "4.3"
+    masters = sha256(last / "model" / "model.safetensors")
+    assert masters == sha256(then / "model" / "model.safetensors")
+    assert (masters == digests[-1]) == (dtype == "float32")
+    states = [torch.load(path / "training.pt", weights_only=True) for path in (last, then)]
+    for name, state in states[0]["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, states[1]["optimizer"]["state"][name][key])
+    assert torch.equal(states[0]["rng_cpu"], states[1]["rng_cpu"])
+
+
+@pytest.mark.parametrize(("own", "engine"), [("bfloat16", "auto"), ("float32", "bfloat16")])
+def test_an_engine_that_booted_in_bfloat16_takes_every_version(
+    tmp_path: Path, model_dir: Path, own: str, engine: str
+) -> None:
+    boot = model_dir if own == "float32" else make_random_model(tmp_path / "m", dtype=own)
+    given = settings(tmp_path / "data", boot, max_versions=3)
+    s = given.model_copy(update={"rollout": given.rollout.model_copy(update={"dtype": engine})})
+    go(begin(s, ledger := MemoryLedger()), 0, 0)
+    go(begin(s, ledger), 1, 1)
+    served = Served(read_layout(boot), torch.bfloat16)
+    for version in ledger.published:
+        weights = {Path(f.url.removeprefix("file://")): f.sha256 for f in version.files}
+        (tensors,) = [{str(p): sha} for p, sha in weights.items() if p.suffix == ".safetensors"]
+        assert {t.dtype for t in stage(tensors, served).values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("foreign", [10**6, -1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
@@ -19,6 +22,7 @@ from trainer.advantages.grpo import grpo
 from trainer.errors import NotFinite, TooFewMembers
 from trainer.losses.truncated_is import truncated_is
 from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
+from trainer.model_files import TensorDtypes, load_masters, save_rounded
 from trainer.policy import Policy, staleness
 from trainer.rows import Row
 from trainer.run import learning_rate
@@ -207,6 +211,73 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(model_dir: Path
 
 def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
     assert Policy(model_dir, settings()).update((), 0, truncated_is, 1e-3, None).steps == ()
+
+
+def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all weights with a gradient, in one vector: how an update changed them, and what they were."""
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    policy.update(ROWS, 0, truncated_is, lr, None)
+    moved = [(p.detach() - old)[p.grad != 0] for p, old in zip(policy.model.parameters(), before, strict=True)]
+    were = [old[p.grad != 0] for p, old in zip(policy.model.parameters(), before, strict=True)]
+    return torch.cat(moved), torch.cat(were)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_small_learning_rate_moves_every_weight_whatever_the_dtype(model_dir: Path, dtype: str) -> None:
+    """A step of AdamW is about lr in each weight. In bfloat16 masters nearly all of them would be rounded away."""
+    policy = Policy(model_dir, settings(dtype=dtype, lr=1e-6))
+    moved, were = change(policy, 1e-6)
+    assert (moved != 0).float().mean() > 0.99
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in policy.optimizer.state.values()} == {torch.float32}
+    assert ((were + moved).bfloat16() != were.bfloat16()).float().mean() < 0.1, "the test says nothing: lr is too high"
+
+
+def test_passes_in_bfloat16_give_nearly_the_gradient_of_float32(model_dir: Path) -> None:
+    exact, narrow = Policy(model_dir, settings()), Policy(model_dir, settings(dtype="bfloat16"))
+    difference = (narrow.logprobs(ROWS) - exact.logprobs(ROWS)).abs().max().item()
+    assert 1e-5 < difference < 0.05, "the passes are in bfloat16, and no worse than that"
+    for policy in (exact, narrow):
+        policy.update(ROWS, 0, truncated_is, 1e-3, None)
+    a, b = (torch.cat([p.grad.flatten() for p in policy.model.parameters()]) for policy in (exact, narrow))
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
+
+
+def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_float32(tmp_path: Path) -> None:
+    own = make_random_model(tmp_path / "own", dtype="bfloat16")
+    policy = Policy(own, settings())
+    assert policy.model.lm_head.weight.dtype == torch.float32
+    policy.update(ROWS, 0, truncated_is, 1e-3, None)
+    for engine, dtype in (("auto", torch.bfloat16), ("float16", torch.float16)):
+        policy.save(tmp_path / engine, policy.served_dtypes(engine))
+        tensors = load_file(tmp_path / engine / "model.safetensors")
+        assert {t.dtype for t in tensors.values()} == {dtype}
+        assert json.loads((tmp_path / engine / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert all(torch.equal(t, policy.model.state_dict()[name].to(dtype)) for name, t in tensors.items())
+        assert {p.name for p in (tmp_path / engine).iterdir()} == {p.name for p in own.iterdir()}
+    assert policy.served_dtypes("float32").are_those_of_masters
+    assert policy.model.lm_head.weight.dtype == torch.float32, "what is trained is not what was rounded"
+
+
+def test_a_tensor_that_its_model_keeps_in_float32_is_published_so(tmp_path: Path, model_dir: Path) -> None:
+    model, _ = load_masters(model_dir)
+    kept = TensorDtypes(torch.bfloat16, {"model.norm.weight": torch.float32})
+    save_rounded(model, tmp_path / "out", kept)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {"model.norm.weight"}
+
+
+def test_tied_embeddings_are_published_once_and_rounded_alike(tmp_path: Path, model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    tied = tmp_path / "tied"
+    shutil.copytree(model_dir, tied)
+    (tied / "config.json").write_text(json.dumps(config))
+    tensors = {n: t for n, t in load_file(tied / "model.safetensors").items() if n != "lm_head.weight"}
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    policy = Policy(tied, settings())
+    policy.update(ROWS, 0, truncated_is, 1e-3, None)
+    policy.save(tmp_path / "out", policy.served_dtypes("auto"))
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
 
 
 def test_an_unreadable_model_names_the_setting(tmp_path: Path, model_dir: Path) -> None:

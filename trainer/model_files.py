@@ -1,0 +1,84 @@
+"""A model as a Hugging Face directory: loaded as float32 masters, saved in the dtype of each tensor that is wanted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from schemas.errors import SettingsError
+
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+"""Configuration, tokenizer and chat template files: what belongs to a model beside its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDtypes:
+    """The dtypes in which a model is published: `main`, and by name those of the tensors that it keeps in another one."""
+
+    main: torch.dtype
+    others: Mapping[str, torch.dtype]
+
+    def of(self, name: str) -> torch.dtype:
+        return self.others.get(name, self.main)
+
+    @property
+    def are_those_of_masters(self) -> bool:
+        return {self.main, *self.others.values()} == {torch.float32}
+
+
+def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
+    """Load a model as float32, whatever its files hold, for small updates are lost in a narrower dtype.
+
+    Returns:
+        The model, and the dtypes that it has by its own configuration.
+
+    Raises:
+        SettingsError: the directory holds no model that can be read.
+    """
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"setting trainer.model_path: {directory} is no Hugging Face model directory (no readable config.json in it)"
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        main, tensors = model.config.dtype, model.state_dict()
+        own = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+        return model.float(), TensorDtypes(main, {name: dtype for name, dtype in own.items() if dtype != main})
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
+        raise SettingsError(f"setting trainer.model_path: the model in {directory} can't be loaded: {e}") from e
+
+
+def save_masters(model: Any, directory: Path) -> None:
+    """Write the float32 weights and the configuration."""
+    model.save_pretrained(directory)
+
+
+def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
+    """Write the weights rounded to these dtypes, and a configuration that says so. Leaves the model as it is."""
+    rounded: dict[tuple[int, torch.Size], torch.Tensor] = {}  # by address: tied tensors stay one tensor
+    state = {}
+    for name, tensor in model.state_dict().items():
+        dtype = dtypes.of(name) if tensor.is_floating_point() else tensor.dtype
+        state[name] = rounded.setdefault((tensor.data_ptr(), tensor.shape), tensor.to("cpu", dtype))
+    model.save_pretrained(directory, state_dict=state)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtypes.main
+    config.save_pretrained(directory)
+
+
+def files_beside_the_weights(directory: Path) -> dict[str, bytes]:
+    """Read the tokenizer and its like. Read once: the directory may be a checkpoint that is deleted later."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(directory.iterdir())
+        if file.is_file() and file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json")
+    }
