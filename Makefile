@@ -8,6 +8,7 @@ export DO_NOT_TRACK = 1
 # A caller's wheel folder would change what the hashed lock resolves to.
 unexport PIP_FIND_LINKS UV_FIND_LINKS
 SEED ?= 0
+DTYPE ?= float32
 
 .PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-jobs bench-check clean
 
@@ -19,8 +20,8 @@ install: $(STAMP) ## set up .venv from the hashed lock
 $(STAMP): requirements/all.lock requirements/uv.lock.txt pyproject.toml
 	@bash infra/install.sh
 
-demo: install ## the whole loop on this machine: a tiny model learns a tool task (SEED=0|1|2)
-	.venv/bin/clawstream demo demo.seed=$(SEED)
+demo: install ## the whole loop on this machine: a tiny model learns a tool task (SEED=0|1|2, DTYPE=float32|bfloat16)
+	.venv/bin/clawstream demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
 
 up: install ## all processes on this machine, until Ctrl-C
 	.venv/bin/clawstream up

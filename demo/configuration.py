@@ -48,7 +48,7 @@ def demo_settings(given: Settings) -> Settings:
         },
         "rollout": {
             "model_path": home / "boot",
-            "dtype": "float32",
+            "dtype": demo.dtype,
             "max_model_len": 256,
             "kv_cache_mb": 64,
             "tool_parser": "strict_tags",

@@ -58,7 +58,8 @@ def fresh_home(home: Path) -> None:
 async def make_model(settings: Settings, kind: str, out: Path) -> None:
     """Make a model in a process of its own, so that torch's memory goes away again."""
     steps = settings.demo.warm_start_steps
-    call = f"make_model(Path({str(out)!r}), 0, {steps})" if kind == "warm" else f"make_random_model(Path({str(out)!r}))"
+    where = f"Path({str(out)!r}), dtype={settings.demo.dtype!r}"
+    call = f"make_model({where}, steps={steps})" if kind == "warm" else f"make_random_model({where})"
     code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
     with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=log, stderr=log)

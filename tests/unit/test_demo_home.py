@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
-from demo.main import fresh_home
+from demo.configuration import demo_settings
+from demo.main import fresh_home, make_model
 from runtime.supervisor import AlreadyRunning, Supervisor
+from schemas.settings import Settings
 
 
 def test_the_last_run_is_kept_once(tmp_path: Path) -> None:
@@ -29,3 +33,12 @@ def test_a_run_that_is_not_over_keeps_its_directory(tmp_path: Path) -> None:
     assert home.exists() and not (tmp_path / "demo.previous").exists()
     running.release()
     fresh_home(home)
+
+
+def test_the_engine_serves_the_dtype_that_the_model_is_saved_in(tmp_path: Path) -> None:
+    given = Settings.model_validate({"data_dir": tmp_path, "demo": {"dtype": "bfloat16"}})
+    settings = demo_settings(given)
+    assert settings.rollout.dtype == "bfloat16"
+    (tmp_path / "logs").mkdir()
+    asyncio.run(make_model(settings, "boot", tmp_path / "boot"))
+    assert json.loads((tmp_path / "boot" / "config.json").read_text())["dtype"] == "bfloat16"
