@@ -5,7 +5,8 @@
 3. Otherwise, or without an acknowledgement in time: append to the spool. What comes in while an fsync runs shares the next one.
 4. A key with records in the spool is only appended there, so the order of one key holds: what was answered first is on the log first.
 5. The drain sends the oldest segment, waits for all acknowledgements, removes it, and goes on to the next. A
-   crash in between sends it again: the ids are the same, and readers drop what they have.
+   crash in between sends it again: the ids are the same, and readers drop what they have. A segment that the disk has damaged is sent
+   as far as it can be read, and kept beside the spool.
 
 A record that was sent but not acknowledged in time may end up both on the log and in the spool: harmless for the same reason, as
 long as the lake remembers its id. What is older is held back (`_too_old`) for `clawstream spool drain`, which asks the lake first.
@@ -26,7 +27,7 @@ from gateway.blobs import Blobs
 from gateway.bus import Bus, Message
 from gateway.errors import BlobsUnavailable, BusUnavailable, NoRoom, NotRecorded, RecordTooLarge, SpoolFailed, SpoolFull
 from gateway.metrics import Metrics
-from gateway.spool import Segment, Spool, frame
+from gateway.spool import Segment, Spool
 from runtime.lifecycle import die
 from runtime.telemetry import logger
 from schemas.topics import MAX_RECORD_BYTES
@@ -99,7 +100,7 @@ class Journal:
             Counter()
         )  # per key, from the moment it is decided to spool until it is drained
         self._waiting: list[_Recording] = []
-        self._reserved = 0
+        self._reserved = self._unreadable_counted = 0
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -235,7 +236,7 @@ class Journal:
                 taken, room = [], self._spool.free_bytes
                 waiting, self._waiting = self._waiting, []
                 for recording in waiting:
-                    data = b"".join(map(frame, recording.messages))
+                    data = b"".join(map(self._spool.frame, recording.messages))
                     if len(data) <= room:
                         room -= len(data)
                         taken.append((recording, data))
@@ -273,6 +274,9 @@ class Journal:
     def _show(self) -> None:
         self._metrics.spool_bytes.set(self._spool.size_bytes)
         self._metrics.spool_held_bytes.set(self._spool.held_bytes)
+        self._metrics.spool_damaged_bytes.set(self._spool.damaged_bytes)
+        self._metrics.spool_unreadable_bytes.inc(self._spool.unreadable_bytes - self._unreadable_counted)
+        self._unreadable_counted = self._spool.unreadable_bytes
 
     # -- drain
 
@@ -300,7 +304,7 @@ class Journal:
             segment, messages = found
             await asyncio.to_thread(self._spool.mark_sent, segment)
         try:
-            if messages:  # none: the disk has lost them, which is said and kept
+            if messages:  # none: the disk has lost them all
                 await self._publish(messages)
         except (BusUnavailable, BlobsUnavailable) as error:
             logger().warning("spool_drain_waits", error=str(error))

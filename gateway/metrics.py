@@ -49,6 +49,16 @@ class Metrics:
         self.spool_held_bytes = Gauge(
             name + "spool_held_bytes", "Bytes too old to be sent: run `clawstream spool drain`", registry=registry
         )
+        self.spool_damaged_bytes = Gauge(
+            name + "spool_damaged_bytes",
+            "Bytes of spool segments that are kept because some of them can't be read: see `clawstream doctor`",
+            registry=registry,
+        )
+        self.spool_unreadable_bytes = Counter(
+            name + "spool_unreadable_bytes",
+            "Bytes of spool segments that could not be read: the disk lost records, or a crash cut one off",
+            registry=registry,
+        )
         self.redaction_failed = Counter(
             name + "redaction_failed", "Records kept without their contents, for redaction failed", registry=registry
         )

@@ -1,85 +1,130 @@
 """The spool: records that Kafka did not acknowledge, on disk, in order, until it is back.
 
-A directory of append-only segments `<number>-<unix seconds of its first record>.spool`, with `-sent` behind the seconds once any of
-its records may have reached Kafka, by whatever way. A frame is: length of the payload (uint32 LE), crc32 of the payload (uint32
-LE), payload = length of topic and of key (2 x uint16 LE), topic, key, value. A frame counts once it is fsynced, and only then may
-its reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it again: ids make that
-harmless, and there is no stored position that could be wrong. What follows the last whole frame of a segment was never replied
-to; it is cut off at the next start and kept beside it as `<name>.torn`.
+A directory of append-only segments `<number>-<unix seconds of its first record>-<sync marker>.spool`, with `-sent` behind the marker once
+any of its records may have reached Kafka, by whatever way. How a record lies in them is `spool_frames`' business. A record counts once it
+is fsynced, and only then may its reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it
+again: ids make that harmless, and there is no stored position that could be wrong.
+
+What can't be read of a segment costs the records that it hits. Those that can be read are sent; then the file is not removed but moved,
+as it is, into the directory `damaged`, where `clawstream doctor` names it and `clawstream spool drain` sends what can be read by then. The
+end of a record that a crash cut off, and that was never replied to, looks the same and is kept the same way.
 
 What is too old to be sent by itself (`journal` says why) is moved into the directory `held`, where `clawstream spool drain` finds it
-while the gateway runs. It counts within the bound until it is gone.
+while the gateway runs. Both count within the bound until they are gone.
 
 Not thread-safe and blocking: its owner (`journal`) calls it from one thread at a time.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import struct
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from gateway.bus import Message
 from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
+from gateway.spool_frames import SYNC_BYTES, Scan, frame, scan
 from runtime.durable_file import fsync_path
 from runtime.telemetry import logger
 
 SEGMENT_BYTES = 1 << 20
 DISK_RESERVE_BYTES = 1 << 20
 """Left free on the disk: what is written there takes a little more than its length."""
-HELD = "held"
-_FRAME = struct.Struct("<II")
-_NAMES = struct.Struct("<HH")
+HELD, DAMAGED, REFUSED = "held", "damaged", "refused"
+READ_BYTES = 4096
+"""Read at once where the disk does not give a whole file back."""
+_REFUSED_SYNC = b"refused\xff"
 
 
-def frame(message: Message) -> bytes:
-    """One record as it lies in a segment."""
-    topic = message.topic.encode()
-    payload = _NAMES.pack(len(topic), len(message.key)) + topic + message.key + message.value
-    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+class Damage(NamedTuple):
+    """A segment that was put aside because some of it can't be read. readable: records of it that can."""
+
+    path: Path
+    readable: int
+    unreadable_bytes: int
+
+    @property
+    def told(self) -> str:
+        """A line for a person."""
+        return (
+            f"{self.path}: {self.unreadable_bytes} bytes can't be read, {self.readable} records can: the disk has lost records, or "
+            "a crash cut one off; `clawstream spool drain` sends what can be read, remove the file to give up the rest"
+        )
 
 
-def frames(data: bytes) -> Iterator[tuple[Message, int]]:
-    """The whole frames at the beginning of `data`, each with the offset of its end. Stops at the first that is not whole."""
-    at = 0
-    while at + _FRAME.size <= len(data):
-        length, crc = _FRAME.unpack_from(data, at)
-        payload = data[at + _FRAME.size : at + _FRAME.size + length]
-        if len(payload) < max(length, _NAMES.size) or zlib.crc32(payload) != crc:
-            return
-        topic_length, key_length = _NAMES.unpack_from(payload)
-        topic_end = _NAMES.size + topic_length
-        key_end = topic_end + key_length
-        at += _FRAME.size + length
-        yield Message(payload[_NAMES.size : topic_end].decode(), payload[topic_end:key_end], payload[key_end:]), at
+def sync_of(path: Path) -> bytes:
+    """The marker of a segment, which its name says. Raises SpoolFailed when it is no name of a segment."""
+    parts = path.stem.split("-")
+    with suppress(ValueError, IndexError):
+        if len(sync := bytes.fromhex(parts[2])) == SYNC_BYTES:
+            return sync
+    raise SpoolFailed(f"{path} is not named as a segment of a spool: its name holds what is needed to read it")
 
 
-def read_segment(path: Path) -> tuple[list[Message], int]:
-    """The records of a segment and the bytes they take; what follows the last whole one is moved beside it."""
-    data = path.read_bytes()
-    found = list(frames(data))
-    end = found[-1][1] if found else 0
-    if end < len(data):
-        torn = path.with_suffix(".torn")
-        with torn.open("ab") as file:
-            file.write(data[end:])
-        os.truncate(path, end)
-        logger().error("spool_torn", kept_in=str(torn), bytes=len(data) - end)
-    return [message for message, _ in found], end
+def read_segment(path: Path) -> Scan:
+    """What can be read of a segment, and what can't. Raises OSError and SpoolFailed."""
+    return scan(_bytes_of(path), sync_of(path))
+
+
+def _bytes_of(path: Path) -> bytes:
+    """A file; zeros where the disk does not give it back."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        try:
+            return _read(fd, size, 0)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        blocks = []
+        for at in range(0, size, READ_BYTES):
+            length = min(READ_BYTES, size - at)
+            try:
+                blocks.append(_read(fd, length, at))
+            except OSError:
+                blocks.append(bytes(length))
+        return b"".join(blocks)
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, length: int, at: int) -> bytes:
+    pieces, end = [], at + length
+    while at < end and (piece := os.pread(fd, end - at, at)):
+        pieces.append(piece)
+        at += len(piece)
+    return b"".join(pieces)
+
+
+def damaged_in(directory: Path) -> list[Damage]:
+    """The damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
+    found = [(path, read_segment(path)) for path in sorted((directory / DAMAGED).glob("*.spool"))]
+    return [Damage(path, len(scanned.messages), scanned.unreadable_bytes) for path, scanned in found]
+
+
+def put_with_damaged(directory: Path, path: Path) -> Path:
+    """Move a segment, as it is, to the damaged ones of its spool, unless it is there; gives where it lies now."""
+    target = directory / DAMAGED / path.name
+    if path != target:
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+        fsync_path(target.parent)
+        fsync_path(path.parent)
+    return target
 
 
 def set_aside(directory: Path, message: Message) -> Path:
     """Keep a record that Kafka will never take in `refused`, in the same format, so that it does not stop the others."""
-    path = directory / "refused"
+    path = directory / REFUSED
     with path.open("ab") as file:
-        file.write(frame(message))
+        file.write(frame(message, _REFUSED_SYNC))
         file.flush()
         os.fsync(file.fileno())
     return path
@@ -104,11 +149,12 @@ def lock(directory: Path) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """One file of the spool. keys: how many records of each key it holds."""
+    """One file of the spool. keys: how many records of each key it holds. unreadable: bytes of it, when it was last read."""
 
     path: Path
     size: int = 0
     keys: Counter[bytes] = field(default_factory=Counter)
+    unreadable: int = 0
 
     @property
     def since(self) -> float:
@@ -135,28 +181,40 @@ class Spool:
         self.segments: list[Segment] = []
         self._active: int | None = None  # file descriptor of the last segment while it takes records
         self._lock: int | None = None
-        self._held_bytes = 0
+        self._sync = os.urandom(SYNC_BYTES)
+        self._aside = {HELD: 0, DAMAGED: 0}  # bytes put aside
+        self.unreadable_bytes = 0  # found by this process, in segments that it then put aside
         self._next = 1  # number of the next segment: never one that a segment has, held ones too
 
     def open(self) -> None:
         """Take the directory and read what an earlier process left. Raises SpoolTaken or SpoolFailed."""
         self._lock = lock(self._directory)
         try:
-            (self._directory / HELD).mkdir(exist_ok=True)
+            for name in self._aside:
+                (self._directory / name).mkdir(exist_ok=True)
             numbers = [int(path.stem.partition("-")[0]) for path in self._directory.rglob("*.spool")]
             found = [self._recover(path) for path in sorted(self._directory.glob("*.spool"))]
         except OSError as error:
             raise SpoolFailed(f"spool {self._directory}: {error}") from error
         self.segments = [segment for segment in found if segment is not None]
         self._next = max(numbers, default=0) + 1
-        self._held_bytes = self._count_held()
+        self._aside = {name: self._count_aside(name) for name in self._aside}
 
     def _recover(self, path: Path) -> Segment | None:
-        messages, end = read_segment(path)
-        if not messages:
+        size = path.stat().st_size
+        if not size:  # a crash came before the first record
             path.unlink()
             return None
-        return Segment(path, end, Counter(m.key for m in messages))
+        scanned = read_segment(path)
+        segment = Segment(path, size, Counter(m.key for m in scanned.messages), scanned.unreadable_bytes)
+        if not scanned.messages:
+            self._put_with_damaged(segment)
+            return None
+        return segment
+
+    def frame(self, message: Message) -> bytes:
+        """A record as this process writes it: for `append`."""
+        return frame(message, self._sync)
 
     def age_s(self, segment: Segment) -> float:
         """Seconds since its first record."""
@@ -177,19 +235,36 @@ class Spool:
         fsync_path(target.parent)
         fsync_path(self._directory)
         self.segments.remove(segment)
-        self._held_bytes += segment.size
+        self._aside[HELD] += segment.size
         return target
+
+    def _put_with_damaged(self, segment: Segment) -> None:
+        path = put_with_damaged(self._directory, segment.path)
+        self._aside[DAMAGED] += segment.size
+        self.unreadable_bytes += segment.unreadable
+        logger().error(
+            "spool_damaged", kept_in=str(path), unreadable_bytes=segment.unreadable, records_read=segment.keys.total(),
+            action="the disk has lost records, or a crash cut one off: see `clawstream doctor`",
+        )  # fmt: skip
 
     @property
     def held_bytes(self) -> int:
-        """Bytes put aside that are still there."""
-        if self._held_bytes:  # another process takes them away
-            self._held_bytes = self._count_held()
-        return self._held_bytes
+        """Bytes that were too old to be sent, and are still there."""
+        return self._still_aside(HELD)
 
-    def _count_held(self) -> int:
+    @property
+    def damaged_bytes(self) -> int:
+        """Bytes of segments of which some can't be read, and that are still there."""
+        return self._still_aside(DAMAGED)
+
+    def _still_aside(self, name: str) -> int:
+        if self._aside[name]:  # another process, or a person, takes them away
+            self._aside[name] = self._count_aside(name)
+        return self._aside[name]
+
+    def _count_aside(self, name: str) -> int:
         total = 0
-        for path in (self._directory / HELD).glob("*.spool"):
+        for path in (self._directory / name).glob("*.spool"):
             with suppress(FileNotFoundError):
                 total += path.stat().st_size
         return total
@@ -207,7 +282,7 @@ class Spool:
         except OSError as error:
             logger().error("spool_unusable", directory=str(self._directory), error=str(error))
             return 0
-        bound = self._max_bytes - self.size_bytes - self.held_bytes
+        bound = self._max_bytes - self.size_bytes - self.held_bytes - self.damaged_bytes
         return max(0, min(bound, disk.f_bavail * disk.f_frsize - DISK_RESERVE_BYTES))
 
     def append(self, batch: Sequence[bytes], maybe_sent: bool = False) -> None:
@@ -239,7 +314,7 @@ class Spool:
         segment = self.segments[-1]
         with suppress(OSError):
             os.ftruncate(self._active, segment.size)
-        self.seal()  # a torn frame that could not be cut off would hide all that follow it in this file
+        self.seal()  # whatever was written of it, the next record begins a file of its own
         if not segment.size:
             self.segments.remove(segment)
             with suppress(OSError):
@@ -249,7 +324,8 @@ class Spool:
         if self._active is not None and self.segments[-1].size >= self._segment_bytes:
             self.seal()
         if self._active is None:
-            path = self._directory / f"{self._next:012d}-{int(self._now())}{'-sent' if maybe_sent else ''}.spool"
+            name = f"{self._next:012d}-{int(self._now())}-{self._sync.hex()}{'-sent' if maybe_sent else ''}.spool"
+            path = self._directory / name
             self._active = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self.segments.append(Segment(path))
             self._next += 1
@@ -275,13 +351,18 @@ class Spool:
         if len(self.segments) == 1:
             self.seal()
         segment = self.segments[0]
-        # Fsynced, and perhaps not readable any more: then the disk has lost what was replied to, which is said and kept.
-        messages, segment.size = read_segment(segment.path)
-        return segment, messages
+        # Fsynced, and perhaps not readable any more: then the disk has lost what was replied to.
+        scanned = read_segment(segment.path)
+        missing = max(0, segment.size - segment.path.stat().st_size)
+        segment.unreadable = max(segment.unreadable, missing + scanned.unreadable_bytes)
+        return segment, scanned.messages
 
     def remove(self, segment: Segment) -> None:
-        """All of it is acknowledged."""
-        segment.path.unlink()
+        """All of it that can be read is acknowledged: it goes, or to the damaged ones when something can't be read."""
+        if segment.unreadable:
+            self._put_with_damaged(segment)
+        else:
+            segment.path.unlink()
         self.segments.remove(segment)
 
     def set_aside(self, message: Message) -> Path:

@@ -3,6 +3,8 @@
 1. Take the directory of what is held; the whole spool too when its gateway does not run.
 2. The oldest segment first: ask the lake for all of its records, send those that it does not have, in order.
 3. All acknowledged: remove the segment. A crash in between sends it again: the ids are the same.
+
+Of a damaged segment (`gateway.spool`) what can be read is sent; the file stays, until a person mends it or removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 from gateway.blobs import Blobs
 from gateway.bus import Message
 from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
-from gateway.spool import HELD, lock, read_segment, set_aside
+from gateway.spool import DAMAGED, HELD, Damage, damaged_in, lock, put_with_damaged, read_segment, set_aside
 from runtime.blob_store import BlobStore
 from runtime.kafka import Cluster
 from runtime.records import cluster_of
@@ -24,18 +26,21 @@ from schemas.codec import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.settings import Settings
 
-__all__ = ["Drained", "GatewayError", "drain"]
+__all__ = ["Drained", "GatewayError", "damaged", "drain"]
 InLake = Callable[[Settings, Sequence[Any]], list[bool]]
 CheckNotBehind = Callable[[Settings, Cluster, str], None]
 
 
 class Drained(NamedTuple):
-    """What became of one gateway's spool. runs: the gateway does, so only what it holds back was looked at."""
+    """What became of one gateway's spool. runs: the gateway does, so only what it has put aside was looked at. damaged: what is left
+    because it can't be read.
+    """
 
     gateway_id: str
     sent: int
     in_lake: int
     runs: bool
+    damaged: list[Damage]
 
 
 def drain(
@@ -48,8 +53,7 @@ def drain(
 
     gateway_id: only this one. Raises GatewayError, and what the lake and Kafka raise; what was sent by then is not lost.
     """
-    root = settings.spool_dir
-    names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    root, names = settings.spool_dir, _gateways(settings)
     if gateway_id is not None and gateway_id not in names:
         raise GatewayError(f"no spool of {gateway_id} in {root}: there is {', '.join(names) or 'none'}")
     cluster, codec = cluster_of(settings), Codec()
@@ -60,7 +64,20 @@ def drain(
     for name in names if gateway_id is None else [gateway_id]:
         with _taken(root / name) as (paths, runs):
             sent, known = work.drain(root / name, paths)
-        yield Drained(name, sent, known, runs)
+        yield Drained(name, sent, known, runs, damaged_in(root / name))
+
+
+def damaged(settings: Settings) -> list[Damage]:
+    """Segments of all gateways of this spool directory that are kept because some of them can't be read. Raises GatewayError."""
+    try:
+        return [found for name in _gateways(settings) for found in damaged_in(settings.spool_dir / name)]
+    except OSError as error:
+        raise GatewayError(f"spool {settings.spool_dir}: {error}") from error
+
+
+def _gateways(settings: Settings) -> list[str]:
+    root = settings.spool_dir
+    return sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
 
 
 class _Work(NamedTuple):
@@ -78,7 +95,7 @@ class _Work(NamedTuple):
         producer = self.cluster.producer()
         try:
             for path in paths:
-                messages, _ = read_segment(path)
+                messages, unreadable = read_segment(path)
                 for topic in {m.topic for m in messages} - asked:
                     self.check_not_behind(self.settings, self.cluster, topic)
                     asked.add(topic)
@@ -91,7 +108,10 @@ class _Work(NamedTuple):
                     else:
                         producer.put(*fitting)
                 producer.flush()
-                path.unlink()
+                if unreadable:
+                    put_with_damaged(directory, path)
+                else:
+                    path.unlink()
                 sent, known = sent + len(missing), known + len(messages) - len(missing)
         finally:
             producer.close()
@@ -117,7 +137,7 @@ def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
             stack.callback(os.close, lock(directory / HELD))
         except SpoolTaken as error:
             raise SpoolTaken(f"spool {directory} is just being drained by another `clawstream spool drain`") from error
-        paths, runs = list((directory / HELD).glob("*.spool")), False
+        paths, runs = [path for name in (HELD, DAMAGED) for path in (directory / name).glob("*.spool")], False
         try:
             stack.callback(os.close, lock(directory))
             paths += directory.glob("*.spool")

@@ -20,7 +20,7 @@ from gateway.main import listen
 from gateway.protocol import Kind
 from gateway.scripted import Script
 from gateway.scripted_engine import ScriptedEngine
-from gateway.spool import frames
+from gateway.spool import read_segment
 from gateway.workers import WorkerTable
 from schemas.codec import Codec
 from schemas.events import Step
@@ -53,10 +53,10 @@ class Trial:
         directory = self.settings.spool_dir / self.settings.gateway.gateway_id
         while True:
             try:
-                found = [file.read_bytes() for file in sorted(directory.glob("*.spool"))]
+                found = [read_segment(file).messages for file in sorted(directory.glob("*.spool"))]
             except FileNotFoundError:
                 continue  # drained, or given another name, since it was listed
-            return [self.codec.decode(m.value) for data in found for m, _ in frames(data)]
+            return [self.codec.decode(m.value) for messages in found for m in messages]
 
     async def metric(self, name: str) -> float:
         """Sum of the samples whose name begins so."""

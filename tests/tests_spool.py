@@ -9,13 +9,24 @@ from pathlib import Path
 from gateway.bus import MemoryBus, Message
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool, frame
+from gateway.spool import Spool, read_segment
+from gateway.spool_frames import SYNC_BYTES, frame
 
 Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
 
 
 def note(n: int, key: bytes = b"k") -> Message:
     return Message("t", key, b"%d" % n)
+
+
+def size_of(message: Message) -> int:
+    """Bytes that a record takes in a segment."""
+    return len(frame(message, bytes(SYNC_BYTES)))
+
+
+def records_in(path: Path) -> list[Message]:
+    """The records of a segment that can be read."""
+    return read_segment(path).messages
 
 
 def open_spool(directory: Path, max_bytes: int = 1 << 20, segment_bytes: int = 200) -> Spool:
@@ -25,7 +36,7 @@ def open_spool(directory: Path, max_bytes: int = 1 << 20, segment_bytes: int = 2
 
 
 def append(spool: Spool, *items: Message) -> None:
-    spool.append([frame(m) for m in items])
+    spool.append([spool.frame(m) for m in items])
     spool.count(m.key for m in items)
 
 
@@ -37,18 +48,25 @@ def drain(spool: Spool) -> list[Message]:
     return out
 
 
-def journal(directory: Path, body: Body, max_bytes: int = 1 << 20) -> MemoryBus:
+def journal(directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None) -> MemoryBus:
     """Run body over a started journal, close it, give the bus."""
 
     async def run() -> MemoryBus:
         bus, spool = MemoryBus(), Spool(directory, max_bytes)
-        it = Journal(bus, spool, Metrics())
+        it = Journal(bus, spool, metrics or Metrics())
         await it.start()
         await body(it, bus, spool)
         await it.close()
         return bus
 
     return asyncio.run(run())
+
+
+def sample(metrics: Metrics, name: str) -> float:
+    """What a metric of the gateway says."""
+    value = metrics.registry.get_sample_value(f"clawstream_gateway_{name}")
+    assert value is not None, name
+    return value
 
 
 def files(directory: Path) -> list[Path]:

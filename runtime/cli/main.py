@@ -108,8 +108,9 @@ def doctor(
     config: Config = None,
     every: Annotated[bool, typer.Option("--all", help="A line for every partition, those that fit too.")] = False,
 ) -> None:
-    """Hold every stored position against today's topics; exit code 1 when one does not fit."""
+    """Hold every stored position against today's topics, and look for damage in spools; exit code 1 when something is wrong."""
     settings = settings_of(config, words)
+    spools = load("gateway.spool_drain")
     from runtime.doctor import SERIOUS, examine, format_diagnoses
 
     with plain_errors():
@@ -125,8 +126,14 @@ def doctor(
             else:
                 found += module.positions(settings, cluster)
         diagnoses = examine(cluster, found)
+        try:
+            damaged = spools.damaged(settings)
+        except spools.GatewayError as e:
+            fail(str(e))
     typer.echo(format_diagnoses(diagnoses, every))
-    if any(d.verdict in SERIOUS for d in diagnoses):
+    for found in damaged:
+        typer.echo(found.told)
+    if damaged or any(d.verdict in SERIOUS for d in diagnoses):
         raise SystemExit(1)
 
 

@@ -17,7 +17,7 @@ def spool_drain(
     config: Config = None,
     gateway_id: Annotated[str | None, typer.Option("--gateway-id", help="Of this gateway only.")] = None,
 ) -> None:
-    """Send what is too old to be sent by itself; each record only if the lake does not have it."""
+    """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
     settings = settings_of(config, words)
     spool, lake = load("gateway.spool_drain"), load("stream_jobs.lake_lookup")
     with plain_errors():
@@ -26,5 +26,7 @@ def spool_drain(
             for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
                 runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
                 typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
+                for left in done.damaged:
+                    typer.echo(left.told)
         except (spool.GatewayError, lake.LakeError) as e:
             fail(str(e))

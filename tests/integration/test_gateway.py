@@ -22,7 +22,8 @@ from tests_ports import free_port
 from gateway.bus import Message
 from gateway.scripted import Say, Script
 from gateway.scripted_engine import ScriptedEngine
-from gateway.spool import frame, frames
+from gateway.spool import read_segment, sync_of
+from gateway.spool_frames import frame
 from runtime.broker import EmbeddedBroker
 from runtime.config import words_of
 from runtime.kafka import Cluster
@@ -256,7 +257,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
                 await before()
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-            waiting = [m for f in spool_files(settings) for m, _ in frames(f.read_bytes())]
+            waiting = [m for f in spool_files(settings) for m in read_segment(f).messages]
             assert len(waiting) >= 27
             assert_torn_tail_is_harmless(spool_files(settings)[-1], waiting[0])
             with gateway(settings) as process:
@@ -272,13 +273,13 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
     ]  # what was answered one after the other is on the log so
     assert [e.step_id for e in in_order if isinstance(e, Step)] == [s for s in answered if s.startswith("t~")]
     assert [type(e).__name__ for e in in_order] == ["Step", "Step", "Step", "SessionEvent", "Step", "Step"]
-    assert len(list((settings.spool_dir / "gateway-0").glob("*.torn"))) == 1
+    assert len(list((settings.spool_dir / "gateway-0" / "damaged").glob("*.spool"))) == 1
 
 
 def assert_torn_tail_is_harmless(file: Path, message: Message) -> None:
     """Leave half of a frame at the end, as a crash in mid-write would."""
     with file.open("ab") as out:
-        out.write(frame(message)[:-3])
+        out.write(frame(message, sync_of(file))[:-3])
 
 
 def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings) -> None:

@@ -20,7 +20,8 @@ from gateway.blobs import Blobs
 from gateway.bus import KafkaBus, Message
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool, frame
+from gateway.spool import Spool
+from gateway.spool_frames import SYNC_BYTES, frame
 from runtime.blob_store import BlobStore
 from runtime.broker import EmbeddedBroker
 from runtime.config import words_of
@@ -32,6 +33,7 @@ from schemas.settings import Settings
 
 TOPIC = "steps"
 CODEC = Codec()
+SYNC = bytes(range(SYNC_BYTES))
 Eventually = Callable[..., Any]
 
 
@@ -276,8 +278,10 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     directory = small.spool_dir / "gateway-0"
     for name, first, last in (("held", 0, 2), (".", 2, 3), ("held", 10, 12), (".", 12, 14)):
         (directory / name).mkdir(parents=True, exist_ok=True)
-        path = directory / name / f"{first + 1:012d}-1000000-sent.spool"
-        path.write_bytes(b"".join(frame(encoded(small, s)) for s in steps[first:last]))
+        path = directory / name / f"{first + 1:012d}-1000000-{SYNC.hex()}-sent.spool"
+        path.write_bytes(b"".join(frame(encoded(small, s), SYNC) for s in steps[first:last]))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the disk has damaged the last record
 
     told = call("spool", "drain", *words_of(small))
     assert told.returncode == 1 and "records behind" in told.stderr, told.stdout + told.stderr
@@ -292,7 +296,14 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
         assert call("spool", "drain", "--gateway-id", "nobody", *words_of(small)).returncode == 1
         eventually(lambda: len(in_lake(small)) == 12)
         rest = call("spool", "drain", "--gateway-id", "gateway-0", *words_of(small))
-        assert "gateway-0: 2 sent, 1 in the lake already\n" in rest.stdout, rest.stdout + rest.stderr
+        assert "gateway-0: 1 sent, 1 in the lake already\n" in rest.stdout, rest.stdout + rest.stderr
+        eventually(lambda: len(in_lake(small)) == 13)
+        (left,) = directory.rglob("*.spool")
+        ill = call("doctor", *words_of(small))
+        assert ill.returncode == 1 and f"{left}: " in ill.stdout, ill.stdout + ill.stderr
+        left.write_bytes(whole)  # mended, from a copy of the disk say
+        salvaged = call("spool", "drain", *words_of(small))
+        assert "gateway-0: 1 sent, 1 in the lake already\n" in salvaged.stdout, salvaged.stdout + salvaged.stderr
         eventually(lambda: len(in_lake(small)) >= 14)
     assert in_lake(small) == [s.step_id for s in steps]
     assert not list(directory.rglob("*.spool"))

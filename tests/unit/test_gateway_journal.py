@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests_spool import append, drain, files, journal, note, open_spool, wait_for
+from tests_spool import append, drain, files, journal, note, open_spool, records_in, sample, size_of, wait_for
 
 from gateway.bus import MemoryBus, Message
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool, frame, frames
+from gateway.spool import Spool
+from gateway.spool_frames import SYNC_BYTES, scan
 
 
 def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(NotRecorded):
             await it.record([Message("t", b"k", b"x" * 200)])
         await it.record([note(2)])
-        assert it.spooled_keys == 1 and it.spooled_bytes == 2 * len(frame(note(1)))
+        assert it.spooled_keys == 1 and it.spooled_bytes == 2 * size_of(note(1))
         bus.reachable = True
 
     assert journal(tmp_path, body, max_bytes=100).messages == [note(1), note(2)]
@@ -121,7 +122,8 @@ def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
         bus.reachable = True
 
     assert journal(tmp_path, body).messages == [note(1), note(2)]
-    assert [m.value for m, _ in frames((tmp_path / "refused").read_bytes())] == [b"x" * 200]
+    refused = (tmp_path / "refused").read_bytes()
+    assert scan(refused, refused[:SYNC_BYTES]).messages == [Message("t", b"k", b"x" * 200)]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -204,13 +206,7 @@ def lives(directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal
 
 
 def held(directory: Path) -> list[Message]:
-    return [m for path in sorted((directory / "held").glob("*.spool")) for m, _ in frames(path.read_bytes())]
-
-
-def held_bytes(metrics: Metrics) -> float:
-    value = metrics.registry.get_sample_value("clawstream_gateway_spool_held_bytes")
-    assert value is not None
-    return value
+    return [m for path in sorted((directory / "held").glob("*.spool")) for m in records_in(path)]
 
 
 @pytest.mark.parametrize(
@@ -243,11 +239,11 @@ def test_a_segment_that_is_too_old_is_held_back(
     metrics = lives(tmp_path, clock, bus, before, after)
     assert bus.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
     assert held(tmp_path) == ([] if sent_by_itself else [note(1)])
-    assert held_bytes(metrics) == (0 if sent_by_itself else len(frame(note(1))))
+    assert sample(metrics, "spool_held_bytes") == (0 if sent_by_itself else size_of(note(1)))
 
 
 def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_path: Path) -> None:
-    clock, size = At(), len(frame(note(1)))
+    clock, size = At(), size_of(note(1))
     spool = Spool(tmp_path, 2 * size, now=clock)
     spool.open()
     append(spool, note(1))
@@ -286,7 +282,7 @@ def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) 
         bus.gate.set()
 
     lives(tmp_path, clock, bus, before, within)
-    assert [m for path in tmp_path.glob("*-sent.spool") for m, _ in frames(path.read_bytes())] == [note(1)]
+    assert [m for path in tmp_path.glob("*-sent.spool") for m in records_in(path)] == [note(1)]
 
 
 def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,19 +300,20 @@ def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, mo
             seen.append((durable, os.fstat(fd).st_size))
 
     monkeypatch.setattr(os, "fsync", watched)
-    spool, size = Spool(tmp_path, 10_000, now=At()), len(frame(note(1)))
+    spool, size = Spool(tmp_path, 10_000, now=At()), size_of(note(1))
     spool.open()
-    spool.append([frame(note(1))])
-    spool.append([frame(note(2))], maybe_sent=True)
+    spool.append([spool.frame(note(1))])
+    spool.append([spool.frame(note(2))], maybe_sent=True)
     spool.seal()
-    spool.append([frame(note(3))], maybe_sent=True)
-    first, second = "000000000001-1000000", "000000000002-1000000-sent.spool"
+    spool.append([spool.frame(note(3))], maybe_sent=True)
+    sync = spool.frame(note(1))[:SYNC_BYTES].hex()
+    first, second = f"000000000001-1000000-{sync}", f"000000000002-1000000-{sync}-sent.spool"
     assert seen == [({f"{first}.spool"}, size), ({f"{first}-sent.spool"}, 2 * size),
                     ({f"{first}-sent.spool", second}, size)]  # fmt: skip
     spool.seal()
-    spool.append([frame(note(4))])
+    spool.append([spool.frame(note(4))])
     spool.mark_sent(spool.segments[2])
-    assert "000000000003-1000000-sent.spool" in durable
+    assert f"000000000003-1000000-{sync}-sent.spool" in durable
     spool.close()
 
 
@@ -329,7 +326,7 @@ def test_what_can_not_be_marked_is_not_taken(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", broken)
         with pytest.raises(SpoolFailed):
-            spool.append([frame(note(2))], maybe_sent=True)
+            spool.append([spool.frame(note(2))], maybe_sent=True)
     append(spool, note(3))
     assert drain(spool) == [note(1), note(3)]
     spool.close()
