@@ -211,6 +211,10 @@ class JobsSettings(_Section):
     agent_inactivity_s: Positive = Field(
         1800.0, description="known agents whose people pause longer between two calls, or rewards sooner"
     )
+    train_truncated: bool = Field(
+        False,
+        description="agents that can't do without top_p, top_k, min_p, penalties or a grammar: every ratio is off",
+    )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to `name@version` or `package.module:function@version`"
     )
@@ -324,9 +328,7 @@ class TrainerSettings(_Section):
     advantage_std_offset: Annotated[float, Field(ge=0)] = Field(
         0.3, description="added to a group's standard deviation, so that nearly solved groups do not shout"
     )
-    temperature: Positive = Field(
-        1.0, description="sampling temperature of the agents, for recomputed log-probabilities"
-    )
+    temperature: Positive = Field(1.0, description="temperature that is assumed for steps that do not record their own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu although there is a GPU")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="faster passes with less memory; the weights that learn are float32 either way"

@@ -29,6 +29,7 @@ def limits_of(settings: Settings) -> Limits:
         closed_max=jobs.closed_max,
         bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
         agent_inactivity=round(jobs.agent_inactivity_s * 1000),
+        train_truncated=jobs.train_truncated,
     )
 
 

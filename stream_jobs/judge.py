@@ -51,7 +51,7 @@ TOPIC_WORD = ("claw.steps", "claw.rewards")
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition (a long trajectory counts as several).
-    steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it.
+    steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it. train_truncated: as `jobs.train_truncated`.
     """
 
     trajectory_timeout: int
@@ -63,6 +63,7 @@ class Limits:
     waiting_max: int = 100_000
     steps_max: int = STEPS_MAX
     payload_max: int = PAYLOAD_MAX
+    train_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Judge:
         if tail in steps.tails:
             return [], None
         now = self.state.time[STEPS]
-        origin = provenance(step)
+        origin = provenance(step, self.limits.train_truncated)
         measured = measure(steps, step)
         entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train", offset]]
         if step.group_id is not None and (trajectory is None or trajectory.group_id is None):

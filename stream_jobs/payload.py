@@ -25,6 +25,7 @@ class Payload(NamedTuple):
     response_json: bytes
     finish_reason: str | None
     tags: tuple[Tag, ...]
+    logprobs_temperature: float | None
 
     @property
     def size(self) -> int:
@@ -51,6 +52,7 @@ def payload_of(step: Step, origin: Provenance, start: int = 0) -> Payload:
         response_json=step.response_json,
         finish_reason=step.finish_reason,
         tags=step.tags,
+        logprobs_temperature=origin.logprobs_temperature,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which weight versions sampled a step's tokens, and whether it can be trained. Pure."""
+"""Which weight versions sampled a step's tokens, and whether it can be trained. Pure. The one place that decides the latter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from schemas import tokens
 from schemas.events import Step, VersionSpan
 from schemas.ids import Version, parse_version
+from stream_jobs.scoring import logprobs_temperature, why_unscored
 
 REASON_CHARS = 200
 
@@ -19,16 +20,21 @@ class Provenance(NamedTuple):
 
     oldest, newest: the version ids with the lowest and highest sync index, as far as known; a call during which the version changed
     without spans counts as its oldest.
+    logprobs_temperature: of the distribution that the log-probabilities are of, None when that is not known.
     """
 
     versions: tuple[VersionSpan, ...]
     oldest: str | None
     newest: str | None
     reason: str | None
+    logprobs_temperature: float | None
 
 
-def provenance(step: Step) -> Provenance:
-    """Judge one step. Raises ValueError when its packed tokens are no whole number of values."""
+def provenance(step: Step, truncated: bool = False) -> Provenance:
+    """Judge one step. truncated: train what was sampled from a part of the distribution, too (`scoring`).
+
+    Raises ValueError when its packed tokens are no whole number of values.
+    """
     for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
         if len(getattr(step, name) or b"") % 4:
             raise ValueError(f"{name}: {len(getattr(step, name))} bytes are no whole number of 4-byte values")
@@ -37,12 +43,13 @@ def provenance(step: Step) -> Provenance:
     labels = {s.version for s in spans} or {v for v in (step.version_first, step.version_last) if v is not None}
     known = sorted((v for v in map(parse_version, labels) if v is not None), key=lambda v: (v.sync_index, v.attempt))
     oldest = str(known[0]) if known else None
-    reason = _why_not(step, count, spans, known, labels)
+    reason = _why_not(step, count, spans, known, labels) or why_unscored(step.sampling, truncated)
     return Provenance(
         versions=spans,
         oldest=oldest,
         newest=str(known[-1]) if len(known) > 1 else oldest,
         reason=reason[:REASON_CHARS] if reason else None,
+        logprobs_temperature=logprobs_temperature(step.sampling),
     )
 
 

@@ -86,6 +86,7 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
             tags=what.tags if what else (),
             marks=("retried",) if entry.retried is not None else (),
             offset=entry.offset,
+            logprobs_temperature=what.logprobs_temperature if what else None,
         )
     done = tuple(s for s in steps if s is not None)
     metadata = payload.get(trajectory.meta) if trajectory.meta is not None and closed.outcome != "lost" else None

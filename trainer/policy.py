@@ -98,7 +98,7 @@ class Policy:
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Log-probability of every trained token of the rows, row after row: shape (tokens,), float32, with gradient.
 
-        Of the distribution at the agents' sampling temperature, as the engine's processed log-probabilities are.
+        Each of the distribution at the temperature of its step, as the engine's log-probability is: log softmax(logits / temperature).
         """
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.full((len(rows), longest), PADDING)
@@ -110,9 +110,14 @@ class Policy:
         # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-        scores: Tensor = logits[trained].float() / self.settings.temperature
+        scores: Tensor = logits[trained].float() / self._temperatures(rows).unsqueeze(-1)
         chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
         return chosen - scores.logsumexp(-1)
+
+    def _temperatures(self, rows: Sequence[Row]) -> Tensor:
+        """Of every trained token, row after row: shape (tokens,). What a step does not say is taken from the settings."""
+        known = [temperatures_of(row, self.settings.temperature) for row in rows]
+        return torch.tensor([t for of_row in known for t in of_row], dtype=torch.float32, device=self.device)
 
     def update(
         self, rows: Sequence[Row], batch_seq: int, loss: Loss, lr: float, parent_version: str | None
@@ -190,6 +195,14 @@ class Differences:
 def trained_positions(row: Row) -> list[int]:
     """Indexes of the row's trained tokens."""
     return [i for i, trained in enumerate(row.mask) if trained]
+
+
+def temperatures_of(row: Row, assumed: float) -> list[float]:
+    """For each trained token: the temperature at which it is scored. assumed: where its step does not say."""
+    of_token = [assumed] * len(row.token_ids)
+    for temperature, start, end in row.temperatures:
+        of_token[start:end] = [temperature] * (end - start)
+    return [of_token[i] for i in trained_positions(row)]
 
 
 def _sampled_by(row: Row, version: str) -> list[bool]:

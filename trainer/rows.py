@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schemas.events import BatchGroup, ReadyBatch, Segment, Trajectory, TrajectoryStep, VersionSpan
 from schemas.reward_value import training_reward
@@ -19,12 +20,21 @@ from trainer.errors import PayloadUnreadable
 Advantages = Callable[[Sequence[float]], list[float]]
 
 
+class TemperatureSpan(NamedTuple):
+    """The log-probabilities of tokens [start, end) of a row are of this temperature."""
+
+    temperature: float
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sequence to train on. All per-token fields have the length of token_ids.
 
     mask: the token was sampled by the policy, not redacted, and is trained in this row. logprobs: at sampling time, 0.0 where
     the mask is off. versions: which weight version sampled trained tokens, as index ranges of this row; gaps: not known.
+    temperatures: at which the trained tokens are scored; gaps: their steps do not say.
     advantage: the same for all its tokens.
     """
 
@@ -34,6 +44,7 @@ class Row:
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     advantage: float
+    temperatures: tuple[TemperatureSpan, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -170,6 +181,7 @@ def _row(
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
+    temperatures: list[TemperatureSpan] = []
     of_step: dict[int, int] = {}
     for index in path:
         segment = trajectory.segments[index]
@@ -180,9 +192,10 @@ def _row(
             sampled = unpack_logprobs(segment.logprobs)
             mask += [not math.isnan(p) for p in sampled]  # NaN: redacted, it was not sampled and has none
             logprobs += [0.0 if math.isnan(p) else p for p in sampled]
-            versions += _versions(
-                segment, start, len(tokens), of_step.get(segment.step_index, 0), steps[segment.step_index]
-            )
+            step = steps[segment.step_index]
+            versions += _versions(segment, start, len(tokens), of_step.get(segment.step_index, 0), step)
+            if step.logprobs_temperature is not None:
+                temperatures.append(TemperatureSpan(step.logprobs_temperature, start, len(ids)))
         else:
             mask += [False] * len(tokens)
             logprobs += [0.0] * len(tokens)
@@ -197,6 +210,7 @@ def _row(
         logprobs=tuple(logprobs),
         versions=tuple(versions),
         advantage=advantage,
+        temperatures=tuple(temperatures),
     )
 
 

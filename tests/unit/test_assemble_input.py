@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from schemas.events import Tag, VersionSpan
+from schemas.events import Sampling, Tag, VersionSpan
 from schemas.tokens import pack_logprobs
 from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.trial import Worker, curation, failed_call, reward, session, step
+from stream_jobs.trial import LIMITS, Worker, curation, failed_call, reward, session, step
 
 LARGE = bytes(9 << 20)
 
@@ -57,6 +58,25 @@ def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
     assert w.trajectories["k"].steps[0].untrainable_reason == reason
     c = w.last("k")
     assert (c.trainable, c.oldest_sync_index, c.trainable_tokens) == (False, None, 0)
+
+
+def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilities() -> None:
+    def how(temperature: float, **more: Any) -> Sampling:
+        return Sampling(source="engine", temperature=temperature, logprobs_mode="processed_logprobs", **more)
+
+    def trained(w: Worker) -> list[tuple[float | None, bool, str | None]]:
+        steps = [
+            step("k", 0, sampling=how(0.7)),
+            step("k", 1, (1, 2, 3), sampling=how(0.3, top_p=0.9)),
+            step("k", 2, (7,)),
+        ]
+        w.feed(*((STEPS, 0, s) for s in steps), (STEPS, 1, session("k", "completed")))
+        found = w.trajectories["k"].steps
+        assert [s.trainable for s in w.last("k").steps] == [s.trainable for s in found]
+        return [(s.logprobs_temperature, s.trainable, s.untrainable_reason) for s in found]
+
+    assert trained(Worker()) == [(0.7, True, None), (0.3, False, "sampled with top_p=0.9"), (None, True, None)]
+    assert trained(Worker(replace(LIMITS, train_truncated=True)))[1] == (0.3, True, None)
 
 
 def test_a_failed_call_folds_to_nothing() -> None:

@@ -1,10 +1,13 @@
-"""Whether a step can be trained when tokens of it were redacted: all but them."""
+"""Whether a step can be trained, and at which temperature: redacted tokens, and how the engine sampled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from schemas.events import Step, TokenSpan
+from schemas.events import Sampling, Step, TokenSpan
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.provenance import provenance
 
@@ -34,3 +37,64 @@ def step(logprobs: list[float], *spans: tuple[int, int]) -> Step:
 )
 def test_a_step_with_redacted_tokens(logprobs: list[float], spans: list[tuple[int, int]], reason: str | None) -> None:
     assert provenance(step(logprobs, *spans)).reason == reason
+
+
+def sampled(**how: Any) -> Step:
+    """A step whose engine told how it sampled: at temperature 1, from everything, unless `how` says otherwise."""
+    plain: dict[str, Any] = {
+        "source": "engine", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs_mode": "processed_logprobs",
+    }  # fmt: skip
+    return replace(step([-1.0, -2.0]), sampling=Sampling(**(plain | how)))
+
+
+@pytest.mark.parametrize(
+    ("how", "temperature"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, 1.0),
+        ({"temperature": 0.0}, 1.0),  # greedy: vLLM divides by 1 then
+        ({"temperature": 0.0, "logprobs_mode": "raw_logprobs"}, 1.0),
+        ({"temperature": 0.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1}, 1.0),  # no truncation changes what is greedy
+        ({"top_k": -1}, 1.0),
+        ({"source": "request", "temperature": None, "top_p": None, "logprobs_mode": None}, None),
+        ({"source": "request", "temperature": None, "logprobs_mode": "raw_logprobs"}, 1.0),
+        ({"source": "request", "temperature": 1.0, "logprobs_mode": None}, 1.0),
+    ],
+)
+def test_log_probabilities_are_of_a_temperature(how: dict[str, Any], temperature: float | None) -> None:
+    found = provenance(sampled(**how))
+    assert (found.reason, found.logprobs_temperature) == (None, temperature)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"top_p": 0.9}, "sampled with top_p=0.9"),
+        ({"top_k": 20}, "sampled with top_k=20"),
+        ({"min_p": 0.05}, "sampled with min_p=0.05"),
+        ({"presence_penalty": 0.5}, "sampled with presence_penalty=0.5"),
+        ({"frequency_penalty": -0.5}, "sampled with frequency_penalty=-0.5"),
+        ({"repetition_penalty": 1.1}, "sampled with repetition_penalty=1.1"),
+        ({"constraints": ("json",)}, "sampled with json"),
+        ({"top_p": 0.9, "top_k": 20, "constraints": ("json", "logit_bias")}, "sampled with top_p=0.9, top_k=20, json, logit_bias"),
+        ({"temperature": 0.0, "presence_penalty": 0.5}, "sampled with presence_penalty=0.5"),
+        ({"temperature": NAN}, "sampled with temperature=nan"),
+        ({"temperature": -1.0}, "sampled with temperature=-1"),
+        ({"temperature": 1e-30}, "sampled with temperature=1e-30"),
+        ({"logprobs_mode": "raw_logits"}, "raw_logits instead of log-probabilities"),
+        ({"source": "request", "temperature": 0.7, "logprobs_mode": None}, "log-probabilities of an unknown temperature"),
+    ],
+)  # fmt: skip
+def test_what_was_not_sampled_from_the_whole_distribution_is_not_trained(how: dict[str, Any], reason: str) -> None:
+    assert provenance(sampled(**how)).reason == reason
+
+
+def test_a_setting_trains_truncated_sampling_too() -> None:
+    assert provenance(sampled(temperature=0.7, top_p=0.9), truncated=True)[-2:] == (None, 0.7)
+    assert provenance(sampled(logprobs_mode="raw_logits"), truncated=True).reason is not None
+
+
+def test_a_step_that_does_not_say_how_it_was_sampled_has_no_temperature() -> None:
+    assert provenance(step([-1.0]))[-2:] == (None, None)

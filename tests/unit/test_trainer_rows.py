@@ -25,13 +25,16 @@ from trainer.advantages.grpo import grpo
 from trainer.batch import micro_batches, minibatches
 from trainer.errors import PayloadUnreadable, TooFewMembers
 from trainer.payload import scans
-from trainer.rows import Row, rows_of, rows_of_batch
+from trainer.rows import Row, TemperatureSpan, rows_of, rows_of_batch
 
 
-def step(index: int, *, trainable: bool = True, version: str | None = "r/0.0") -> TrajectoryStep:
+def step(
+    index: int, *, trainable: bool = True, version: str | None = "r/0.0", temperature: float | None = None
+) -> TrajectoryStep:
     return TrajectoryStep(
         step_id=f"t~{index}.0", index=index, status="ok", drift="clean", prompt_tokens=0, response_tokens=0,
         response_json=b"{}", oldest_version=version, newest_version=version, trainable=trainable, offset=index,
+        logprobs_temperature=temperature,
     )  # fmt: skip
 
 
@@ -68,6 +71,16 @@ def test_a_linear_conversation_is_one_row() -> None:
     assert row.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
     assert row.advantage == 0.5
     assert row.versions == (VersionSpan(version="r/0.0", start=2, end=4), VersionSpan(version="r/0.0", start=5, end=6))
+
+
+def test_each_trained_token_has_the_temperature_of_its_step() -> None:
+    """A trajectory may mix temperatures; what is not known, and what is not trained, has none."""
+    segments = [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2), env([7], 3), said([8, 9], 2, 4)]
+    steps = [step(0, temperature=0.7), step(1), step(2, temperature=0.3)]
+    (row,) = rows_of(trajectory(segments, steps), (), 0.5)
+    assert row.temperatures == (TemperatureSpan(0.7, 2, 4), TemperatureSpan(0.3, 7, 9))
+    (row,) = rows_of(trajectory(segments, steps), ("t~0.0",), 0.5)
+    assert row.temperatures == (TemperatureSpan(0.3, 7, 9),)
 
 
 def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:

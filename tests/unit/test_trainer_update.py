@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from trainer.losses.truncated_is import truncated_is
 from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
 from trainer.model_files import TensorDtypes, load_masters, save_rounded
 from trainer.policy import Policy, staleness
-from trainer.rows import Row
+from trainer.rows import Row, TemperatureSpan
 from trainer.run import learning_rate
 
 BOUND = 2.0
@@ -127,6 +128,23 @@ def test_logprobs_of_padded_rows_equal_each_row_alone(model_dir: Path, temperatu
     policy = Policy(model_dir, settings(temperature=temperature))
     expected = [lp for r in ROWS for lp in reference_logprobs(policy, r, temperature).values()]
     assert policy.logprobs(ROWS).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_logprobs_are_those_of_softmax_at_the_temperature_of_each_token(model_dir: Path) -> None:
+    """In one batch: 0.7, 0.3, and the one of the settings where a step did not say its own."""
+    policy = Policy(model_dir, settings(temperature=2.0))
+    first, *others = ROWS
+    trained = [i for i, on in enumerate(first.mask) if on]
+    assert len(trained) > 2
+    at = {trained[0]: 0.7, trained[1]: 0.3}
+    mixed = replace(first, temperatures=tuple(TemperatureSpan(t, i, i + 1) for i, t in at.items()))
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([mixed.token_ids])).logits[0]
+    expected = [
+        torch.log(torch.softmax(logits[i - 1] / at.get(i, 2.0), -1))[mixed.token_ids[i]].item() for i in trained
+    ]
+    expected += [lp for r in others for lp in reference_logprobs(policy, r, 2.0).values()]
+    assert policy.logprobs([mixed, *others]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 8, 16384])
