@@ -19,6 +19,14 @@ class EngineUnavailable(RolloutError):
     """The engine did not answer, or refused before its model was touched. The old version serves on; try again."""
 
 
+class EngineChanged(RolloutError):
+    """Another worker loaded a version into this engine. `label` is the version that the engine serves now."""
+
+    def __init__(self, base_url: str, label: str, expected: str) -> None:
+        super().__init__(f"{base_url} serves {label}, not {expected}: another worker loaded it")
+        self.label = label
+
+
 class EngineBroken(RolloutError):
     """The engine failed while its weights were being replaced: what it holds is unknown. It must be restarted."""
 

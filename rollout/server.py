@@ -55,6 +55,7 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *("--middleware", "rollout.capture.Capture"),
+        *("--middleware", "rollout.weight_loader.WeightLoader"),
         "--disable-uvicorn-access-log",
     ]
     if is_cpu_build():
@@ -70,13 +71,12 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment: weight routes on (they are dev-mode routes: keep the port private), no network, no usage reports."""
+    """The environment: no network, no usage reports, and the project's packages."""
     paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     # Three processes import all of vLLM one after the other: compiled files, once written, save 10 s of CPU in each.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
         **kept,
-        "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

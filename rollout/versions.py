@@ -17,8 +17,8 @@ from schemas.topics import Topics
 
 RETRY_S = 0.5
 PUT_OFF_S = 10.0
-# What came before has been trained from: only a series of broken versions could want it.
 REMEMBERED = 8
+"""Versions kept in memory. When all of them are refused, the log is read again for older ones."""
 
 
 class Versions:
@@ -31,12 +31,14 @@ class Versions:
         self._newest: list[WeightVersion] = []
         self._refused: set[str] = set()
         self._later: dict[str, float] = {}
+        self._dropped = False
         self.complete = False
         """Whether the log has been read to its end once: before that the newest version may be an old one."""
 
     def hear(self, version: WeightVersion) -> None:
         """A version was published; one of another run is none of ours."""
-        if version.run_id == self._run_id:
+        if version.run_id == self._run_id and version.version_id not in self._refused:
+            self._dropped |= len(self._newest) == REMEMBERED
             self._newest = [*self._newest, version][-REMEMBERED:]
 
     def reached_end(self) -> None:
@@ -45,11 +47,22 @@ class Versions:
 
     def forget(self) -> None:
         """The log is read from its start again, or is another one: nothing that was heard holds."""
-        self._newest, self._refused, self._later, self.complete = [], set(), {}, False
+        self.read_again()
+        self._refused, self._later = set(), {}
+
+    def read_again(self) -> None:
+        """The same log is read from its start again: refused versions stay refused."""
+        self._newest, self._dropped, self.complete = [], False, False
 
     def refuse(self, version_id: str) -> None:
         """Do not try this version again."""
         self._refused.add(version_id)
+        self._newest = [version for version in self._newest if version.version_id != version_id]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every remembered version was refused and the log has older ones."""
+        return self.complete and self._dropped and not self._newest
 
     def put_off(self, version_id: str) -> None:
         """Try this version again in a while; an older one may do until then."""
@@ -65,7 +78,7 @@ class Versions:
         """The newest version that is neither refused nor put off, unless it is loaded; None before the log has been read."""
         if not self.complete:
             return None
-        bad = self._refused | {name for name, at in self._later.items() if at > self._now()}
+        bad = {name for name, at in self._later.items() if at > self._now()}
         good = next((v for v in reversed(self._newest) if v.version_id not in bad), None)
         return None if good is None or good.version_id == loaded else good
 
@@ -102,23 +115,26 @@ class WeightsFeed:
 
     def _keep_following(self) -> None:
         while not self._stop.is_set():
+            again = Versions.forget
             try:
                 self._follow()
+                again = Versions.read_again
             except SourceTruncated as error:
                 logger().warning("weights_topic_made_anew", error=str(error))
             except KafkaError as error:
                 logger().warning("weights_unreadable", error=str(error))
             # It is read from its start again: until its end is reached the last version heard is an old one.
-            self._tell(Versions.forget)
+            self._tell(again)
             self._stop.wait(RETRY_S)
 
     def _follow(self) -> None:
+        """Read until the end of the process, or until an older version than the remembered ones is needed."""
         decoder = Decoder(self._cluster, self._topics.schemas)
         self._cluster.topic_id(self._topics.weights)  # raises while it does not exist
         reader = self._cluster.reader(f"{self._topics.prefix}-rollout", {(self._topics.weights, 0): BEGINNING})
         told = False
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and not (told and self._versions.exhausted):
                 for record in reader.poll():
                     self._take(decoder, record)
                 if reader.at_end and not told:

@@ -20,12 +20,20 @@ from typing import TypeVar
 
 import aiohttp
 
-from rollout.errors import EngineBroken, EngineUnavailable, InvalidWeights, RolloutError, WeightsUnreadable
+from rollout.errors import (
+    EngineBroken,
+    EngineChanged,
+    EngineUnavailable,
+    InvalidWeights,
+    RolloutError,
+    WeightsUnreadable,
+)
 from rollout.server import WILDCARDS, AttachedServer, VllmServer, served_models
 from rollout.status import Report, Reporter
 from rollout.versions import Versions, WeightsFeed
-from rollout.weights import engine_label, load_version, resume
-from runtime.kafka import Cluster
+from rollout.weight_files import remove_others
+from rollout.weights import engine_label, load_version
+from runtime.kafka import Cluster, Fenced
 from runtime.lifecycle import run_async
 from runtime.records import cluster_of, create_topics
 from runtime.telemetry import logger
@@ -34,6 +42,8 @@ from schemas.events import WeightVersion
 from schemas.settings import Settings
 
 RETRY_S = 1.0
+LABEL_CHECK_S = 5.0
+"""How often the engine is asked whether another worker loaded something."""
 T = TypeVar("T")
 
 
@@ -74,7 +84,9 @@ class EngineKeeper:
         report: Report,
     ) -> None:
         self._serve_base = settings.rollout.serve_base
-        self._files = settings.data_dir / "rollout" / "files"
+        self._run_id = settings.run_id
+        # Of this worker alone: it removes what it needs no longer.
+        self._files = settings.data_dir / "rollout" / settings.rollout.worker_id / "files"
         self._server, self._http = server, http
         self._versions, self._heard = versions, heard
         self._report = report
@@ -109,26 +121,54 @@ class EngineKeeper:
 
     async def _serve(self) -> None:
         self._report.engine_serves(await self._answer(lambda: served_models(self._http, self._server.base_url)))
-        label = await self._answer(lambda: engine_label(self._http, self._server.base_url))
+        label = await self._label()
         loaded: str | None = None
         while True:
             self._heard.clear()
             version = self._versions.wanted(loaded)
-            if version is not None and loaded is None and version.version_id == label:
-                # A worker before this one loaded it, and may have been killed before it let requests go on.
-                await self._answer(lambda: resume(self._http, self._server.base_url))
+            if version is not None and version.version_id == label:
+                # A worker before this one, or another one of this run on the same engine, loaded it.
                 loaded = label
                 self._report.say("ready", loaded)
             elif version is not None:
-                loaded = await self._load(version, loaded)
+                loaded, label = await self._load(version, loaded, label)
             else:
                 if loaded is None and self._serve_base and self._versions.complete:
                     self._report.say("ready", None, self._report.status.error)
+                wait_s = min(LABEL_CHECK_S, self._versions.due_in_s() or LABEL_CHECK_S)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._heard.wait(), self._versions.due_in_s())
+                    await asyncio.wait_for(self._heard.wait(), wait_s)
+                loaded, label = await self._look(loaded, label)
 
-    async def _load(self, version: WeightVersion, loaded: str | None) -> str | None:
-        """Load a version and say so; returns what is served afterwards. Raises EngineBroken."""
+    async def _look(self, loaded: str | None, label: str) -> tuple[str | None, str]:
+        """Ask the engine what it serves; returns the loaded version and the label."""
+        now = await self._label()
+        return (loaded if now == label else self._changed(now, label)), now
+
+    async def _label(self) -> str:
+        return await self._answer(lambda: engine_label(self._http, self._server.base_url))
+
+    def _changed(self, label: str, before: str) -> str | None:
+        """Take notice that the engine's label changed without a load of ours; returns the loaded version.
+
+        Raises:
+            Fenced: The label is of another run. The worker that came last has the engine.
+        """
+        logger().warning("engine_label_changed", version=label, before=before)
+        run_id, is_version, _ = label.rpartition("/")
+        if not is_version:  # it was started again, with its boot weights
+            self._report.say("loading", None, f"{self._server.base_url} lost {before}: it was started again")
+            return None
+        if run_id != self._run_id:
+            raise Fenced(
+                f"{self._server.base_url} serves {label}: a worker of run {run_id} has taken this engine over; "
+                "give each run an engine of its own"
+            )
+        self._report.say("ready", label)
+        return label
+
+    async def _load(self, version: WeightVersion, loaded: str | None, label: str) -> tuple[str | None, str]:
+        """Load a version and say so; returns the loaded version and the engine's label. Raises EngineBroken, Fenced."""
         if self._report.status.state != "ready":
             self._report.say("loading", None, self._report.status.error)
         state = self._report.status.state
@@ -136,24 +176,28 @@ class EngineKeeper:
             if version.format != "full":
                 raise InvalidWeights(f"{version.version_id} is a {version.format}: only full versions can be loaded")
             result = await load_version(
-                self._http, self._server.base_url, version.version_id, version.files, self._files
+                self._http, self._server.base_url, version.version_id, version.files, self._files, label
             )
+        except EngineChanged as error:
+            return self._changed(error.label, label), error.label
         except InvalidWeights as error:
             logger().error("version_refused", version=version.version_id, error=str(error))
             self._versions.refuse(version.version_id)
             self._report.say("starting" if state == "loading" else state, loaded, str(error))
-            return loaded
+            return loaded, label
         except WeightsUnreadable as error:
             logger().warning("version_put_off", version=version.version_id, error=str(error))
             self._versions.put_off(version.version_id)
             self._report.say("starting" if state == "loading" else state, loaded, str(error))
-            return loaded
+            return loaded, label
         except EngineUnavailable as error:
             logger().warning("version_not_loaded", version=version.version_id, error=str(error))
             self._report.say(state, loaded, str(error))
             await asyncio.sleep(RETRY_S)
-            return loaded
+            # The load may have been done all the same.
+            return await self._look(loaded, label)
         self._report.loaded(version.version_id, result.total_ms)
+        await asyncio.to_thread(remove_others, version.files, self._files)
         logger().info(
             "version_loaded",
             version=version.version_id,
@@ -161,7 +205,7 @@ class EngineKeeper:
             stage_ms=round(result.stage_ms, 1),
             pause_ms=round(result.pause_ms, 1),
         )
-        return version.version_id
+        return version.version_id, version.version_id
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until the engine answers; its end is noticed elsewhere."""

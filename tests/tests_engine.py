@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from demo import model
 from demo.agent import TOOLS
 from rollout.server import VllmServer
-from rollout.weights import load_version
+from rollout.weights import engine_label, load_version
 from schemas import capture
 from schemas.events import WeightFile
 from schemas.settings import RolloutSettings
@@ -52,7 +52,8 @@ class Engine:
         return self.server.base_url
 
     async def load(self, version: str, directory: Path) -> None:
-        await load_version(self.http, self.url, version, manifest(directory), self.work)
+        served = await engine_label(self.http, self.url)
+        await load_version(self.http, self.url, version, manifest(directory), self.work, served)
 
 
 @dataclass(frozen=True)

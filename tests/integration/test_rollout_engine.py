@@ -6,6 +6,7 @@ One server serves the whole module: starting it takes most of a minute.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -44,8 +45,10 @@ from tests_engine import (
 from demo.agent import TOOLS
 from demo.model import make_random_model
 from rollout.capture import BEAM_SEARCH
-from rollout.errors import EngineUnavailable, InvalidWeights, ServerFailed
+from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights, ServerFailed
 from rollout.server import VllmServer
+from rollout.weight_files import verify
+from rollout.weight_loader import PATH
 from rollout.weights import engine_label, load_version
 from schemas import capture
 from schemas.settings import RolloutSettings
@@ -180,7 +183,8 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
                 clients.create_task(client(i, loaded))
             for version, directory in list(versions.items())[1:]:
                 await under_load()
-                result = await load_version(engine.http, engine.url, version, manifest(directory), engine.work)
+                served = await engine_label(engine.http, engine.url)
+                result = await load_version(engine.http, engine.url, version, manifest(directory), engine.work, served)
                 print(version, result, f"{result.total_ms:.0f} ms")
                 assert await engine_label(engine.http, engine.url) == version
             loaded.set()
@@ -242,7 +246,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
         damage(bad)
     engine.run(engine.load("run/7.0", good))
     with pytest.raises(InvalidWeights, match=reason):
-        engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work))
+        engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work, "run/7.0"))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [("run/7.0", 0, 24)]
     assert worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
@@ -257,16 +261,45 @@ def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine
     assert worst(reply.tokens.logprobs, logprobs_of(rounded, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
 
 
-def test_an_update_left_open_by_a_killed_worker_is_no_obstacle(engine: Engine) -> None:
-    async def leave_open() -> None:
-        for path in ("/start_weight_update", "/pause?mode=keep&clear_cache=true"):
-            async with engine.http.post(engine.url + path) as reply:
-                assert reply.status == 200
+def test_of_two_workers_on_one_engine_one_loads_and_the_other_is_told(engine: Engine, tmp_path: Path) -> None:
+    async def race() -> list[object]:
+        await engine.load("run/7.1", random_version(engine.work, 0))
+        loads = [
+            load_version(engine.http, engine.url, name, manifest(random_version(engine.work, i)), tmp_path, "run/7.1")
+            for i, name in ((1, "run/7.2"), (2, "theirs/0.0"))
+        ]
+        return await asyncio.gather(*loads, return_exceptions=True)
 
-    engine.run(leave_open())
-    engine.run(engine.load("run/7.1", random_version(engine.work, 2)))
+    outcomes = engine.run(race())
+    (changed,) = [outcome for outcome in outcomes if isinstance(outcome, EngineChanged)]
+    label = engine.run(engine_label(engine.http, engine.url))
+    assert changed.label == label
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
-    assert reply.tokens.spans == [("run/7.1", 0, 24)]
+    assert reply.tokens.spans == [(label, 0, 24)]
+    weights = random_version(engine.work, 1 if label == "run/7.2" else 2)
+    assert worst(reply.tokens.logprobs, logprobs_of(weights, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
+
+
+def test_a_load_goes_on_when_its_worker_is_killed(engine: Engine, tmp_path: Path) -> None:
+    async def asked_and_gone() -> str:
+        await engine.load("run/7.3", random_version(engine.work, 0))
+        verified = verify(manifest(random_version(engine.work, 1)), tmp_path)
+        files = {str(path): digest for path, digest in verified.items() if path.suffix == ".safetensors"}
+        body = json.dumps({"version_id": "run/7.4", "served": "run/7.3", "files": files}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(engine.url.rpartition(":")[2]))
+        head = f"POST {PATH} HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        async with asyncio.timeout(120):
+            while (label := await engine_label(engine.http, engine.url)) != "run/7.4":  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.02)
+        return label
+
+    assert engine.run(asked_and_gone()) == "run/7.4"
+    reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
+    assert reply.tokens.spans == [("run/7.4", 0, 24)]
 
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "k1"}}</tool_call>'

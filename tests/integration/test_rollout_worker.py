@@ -1,4 +1,4 @@
-"""The rollout worker on a real Kafka. Its engine is a stand-in that speaks vLLM's weight routes over HTTP: it can be made to
+"""The rollout worker on a real Kafka. Its engine is a stand-in that speaks the routes a worker calls: it can be made to
 die, to come back empty and to fail in the middle of a swap, as often as needed. (Real vLLM: test_rollout_engine.py.)
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollout.weight_loader import BROKEN, CHANGED, PATH
 from rollout.worker import run
-from runtime.kafka import Cluster
+from runtime.kafka import Cluster, Fenced
 from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import WeightFile, WeightVersion, WorkerStatus
@@ -25,7 +26,7 @@ HEARTBEAT_S = 0.2
 
 
 class StandIn:
-    """vLLM's weight routes. `held` is what the model holds, `label` what the engine says it holds."""
+    """The routes that a worker calls. `label` is what the engine says it serves."""
 
     def __init__(self) -> None:
         self.loads: list[str] = []
@@ -34,22 +35,14 @@ class StandIn:
         self.hold_updates.set()
         self._site: web.TCPSite | None = None
         self.port = 0
-        self._boot()
-
-    def _boot(self) -> None:
-        self.label, self.paused, self.updating = "default", False, False
-        self.staged: dict[str, str] | None = None
+        self.label = "default"
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/weight_info", self._info)
-        app.router.add_post("/start_weight_update", self._start)
-        app.router.add_post("/update_weights", self._update)
-        app.router.add_post("/pause", self._pause)
-        app.router.add_post("/finish_weight_update", self._finish)
-        app.router.add_post("/resume", self._resume)
+        app.router.add_get(PATH, self._info)
+        app.router.add_post(PATH, self._load)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -59,7 +52,7 @@ class StandIn:
     async def die(self) -> None:
         """Gone, with all it held; the port stays its own."""
         await self._runner.cleanup()
-        self._boot()
+        self.label = "default"
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({})
@@ -70,40 +63,18 @@ class StandIn:
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
-    async def _start(self, _: web.Request) -> web.Response:
-        if self.updating:
-            return web.json_response({}, status=500)
-        self.updating, self.staged = True, None
-        return web.json_response({})
-
-    async def _update(self, request: web.Request) -> web.Response:
+    async def _load(self, request: web.Request) -> web.Response:
         await self.hold_updates.wait()
-        files = (await request.json())["update_info"]["files"]
-        if not files:
-            self.updating = False
-            return web.json_response({"error": "invalid weights: nothing"}, status=500)
-        self.staged = files
-        return web.json_response({})
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        assert dict(request.query) == {"mode": "keep", "clear_cache": "true"}
-        self.paused = True
-        return web.json_response({})
-
-    async def _finish(self, request: web.Request) -> web.Response:
-        assert self.paused and self.staged is not None
+        asked = await request.json()
+        if asked["served"] != self.label:
+            return web.json_response({"weight_version": self.label}, status=CHANGED)
         if self.break_next_swap:
             self.break_next_swap = False
             self.hold_updates.clear()  # so that the test sees it broken, however soon the worker tries again
-            return web.json_response({"error": "in pieces"}, status=500)
-        self.label = (await request.json())["weight_version"]
-        self.updating = False
+            return web.json_response({"error": "in pieces"}, status=BROKEN)
+        self.label = asked["version_id"]
         self.loads.append(self.label)
-        return web.json_response({})
-
-    async def _resume(self, _: web.Request) -> web.Response:
-        self.paused = False
-        return web.json_response({})
+        return web.json_response({"weight_version": self.label, "stage_ms": 1.0, "pause_ms": 1.0})
 
 
 class Bench:
@@ -309,15 +280,45 @@ def test_a_worker_takes_over_an_engine_that_another_left(bench: Callable[[], Ben
     async def scenario() -> None:
         b = bench()
         version = b.publish("ours", 0)
-        b.engine.label, b.engine.paused = version, True
+        b.engine.label = version
         async with b.worker():
             status = await b.serves(version)
             assert status.loads == 0
-            assert not b.engine.paused
-        b.engine.updating = True  # killed between start and finish
-        b.publish("ours", 1)
+            b.publish("ours", 1)
+            assert (await b.serves("ours/1.0")).loads == 1
+
+    asyncio.run(scenario())
+
+
+def test_two_workers_of_a_run_on_one_engine_agree(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        b.publish("ours", 0)
         async with b.worker():
-            await b.serves("ours/1.0")
+            await b.serves("ours/0.0")
+            # The other worker was quicker: what it loaded is neither loaded again nor given another label.
+            b.engine.label = "ours/1.0"
+            b.publish("ours", 1)
+            assert (await b.serves("ours/1.0")).loads == 1
+        assert b.engine.loads == ["ours/0.0"]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_engine_was_taken_over_by_another_run_ends(bench: Callable[[], Bench]) -> None:
+    async def scenario() -> None:
+        b = bench()
+        b.publish("ours", 0)
+        with pytest.raises(Fenced, match="a worker of run theirs has taken this engine over"):
+            async with b.worker() as task:
+                await b.serves("ours/0.0")
+                b.engine.label = "theirs/7.0"
+                b.publish("ours", 1)
+                await asyncio.wait({task}, timeout=120)
+                assert task.done()
+        assert b.engine.loads == ["ours/0.0"]
+        last = b.said()[-1]
+        assert last is None or last.state != "ready"
 
     asyncio.run(scenario())
 

@@ -21,7 +21,7 @@ from rollout.engine import Served, read_layout, stage
 from rollout.errors import InvalidWeights, WeightsUnreadable
 from rollout.server import server_arguments, server_environment
 from rollout.versions import PUT_OFF_S, REMEMBERED, Versions, WeightsFeed
-from rollout.weights import verify
+from rollout.weight_files import remove_others, verify
 from rollout.worker import server_of
 from runtime.kafka import Cluster, Record, Unavailable
 from schemas.codec import Codec
@@ -82,6 +82,31 @@ def test_a_version_that_cannot_be_read_now_is_wanted_again_later() -> None:
     assert (versions.wanted(None), versions.due_in_s()) == (version("ours", 1), PUT_OFF_S)
     now[0] = PUT_OFF_S
     assert (versions.wanted("ours/1.0"), versions.due_in_s()) == (version("ours", 2), None)
+
+
+def test_after_eight_unusable_versions_an_older_good_one_is_found() -> None:
+    versions = Versions("ours")
+
+    def read_log() -> None:
+        for index in range(3 * REMEMBERED):
+            versions.hear(version("ours", index))
+        versions.reached_end()
+
+    read_log()
+    reads = 1
+    while (wanted := versions.wanted(None)) is None or wanted.sync_index != 2:
+        if versions.exhausted:
+            versions.read_again()
+            assert versions.wanted(None) is None
+            read_log()
+            reads += 1
+        else:
+            assert wanted is not None
+            versions.refuse(wanted.version_id)
+    assert reads == 3
+    for index in range(3):
+        versions.refuse(version("ours", index).version_id)
+    assert not versions.exhausted, "the log has none left"
 
 
 class Log:
@@ -182,6 +207,41 @@ def test_files_elsewhere_are_copied_once(tmp_path: Path) -> None:
         verify([gone], tmp_path)
     with pytest.raises(InvalidWeights):
         verify([WeightFile(url="nosuchscheme://x/y", sha256="0", size_bytes=1)], tmp_path)
+
+
+def test_a_download_that_ended_early_is_fetched_again(tmp_path: Path) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    url, whole = "memory://early/model.safetensors", b"all the weights"
+    file = WeightFile(url=url, sha256=hashlib.sha256(whole).hexdigest(), size_bytes=len(whole))
+    store.pipe("/early/model.safetensors", whole[:9])
+    with pytest.raises(WeightsUnreadable, match="the download ended early"):
+        verify([file], tmp_path)
+    store.pipe("/early/model.safetensors", b"other".ljust(len(whole)))
+    with pytest.raises(InvalidWeights, match="the manifest says 15 with"):
+        verify([file], tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    store.pipe("/early/model.safetensors", whole)
+    (copy,) = verify([file], tmp_path)
+    copy.write_bytes(whole[:9])  # damaged on this machine
+    assert verify([file], tmp_path) == {copy: file.sha256}
+    assert copy.read_bytes() == whole
+
+
+def test_downloads_of_other_versions_are_removed(tmp_path: Path) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    versions = []
+    for name in ("one", "two"):
+        store.pipe(f"/kept/{name}", name.encode())
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        versions.append(WeightFile(url=f"memory://kept/{name}", sha256=digest, size_bytes=3))
+    verify(versions, tmp_path)
+    remove_others(versions[1:], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [versions[1].sha256]
+    remove_others((), tmp_path / "never made")
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -296,7 +356,7 @@ def test_the_environment_keeps_what_was_there() -> None:
     assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert environment["HOME"] == "/h"
     assert environment["PYTHONPATH"].split(":")[1:] == ["/a", "/b"]
-    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_SERVER_DEV_MODE" not in environment, "its routes change weights without authentication"
 
 
 def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) -> None:
