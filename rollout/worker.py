@@ -240,7 +240,7 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
             await reporter.say()
             await server.drain(http, settings.rollout_drain_timeout_s)
             await _cancel(reporting)
-        except RolloutError as error:
+        except (RolloutError, Fenced) as error:
             await _cancel(reporting)
             report.say("failed", None, str(error))
             await reporter.say()

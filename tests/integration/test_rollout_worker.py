@@ -108,8 +108,10 @@ class Bench:
             yield task
         finally:
             stop.set()
-            await asyncio.wait_for(task, 180)
-            await self.engine.die()
+            try:
+                await asyncio.wait_for(task, 180)
+            finally:
+                await self.engine.die()
 
     def publish(self, run_id: str, index: int, *, damaged: bool = False) -> str:
         version_id = f"{run_id}/{index}.0"
@@ -318,7 +320,7 @@ def test_a_worker_whose_engine_was_taken_over_by_another_run_ends(bench: Callabl
                 assert task.done()
         assert b.engine.loads == ["ours/0.0"]
         last = b.said()[-1]
-        assert last is None or last.state != "ready"
+        assert last is not None and last.state == "failed" and "theirs" in str(last.error)
 
     asyncio.run(scenario())
 
