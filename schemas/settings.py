@@ -315,6 +315,9 @@ class TrainerSettings(_Section):
     keep_versions: Count = Field(5, description="disk; workers load only the newest")
     sync_every: Count = Field(1, description="must equal admit.policy.sync_every")
     max_versions: Annotated[int, Field(ge=0)] | None = Field(None, description="stop after this many versions")
+    first_attempt: Annotated[int, Field(ge=0)] = Field(
+        0, description="lowest attempt of version ids; above all that recorded data names. A replay sets it"
+    )
     lr: Positive = Field(1e-6, description="learning rate at the first version")
     lr_final: Positive | None = Field(None, description="falls linearly to it at max_versions; default: constant")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from schemas.codec import Codec
 from schemas.events import Assessment, Reward, Step, StepMark, Tick, Trajectory
-from schemas.ids import key_of_trajectory
+from schemas.ids import key_of_trajectory, parse_version
 from schemas.parts import joined
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs import assembly as op
@@ -84,8 +84,18 @@ class Tally:
     candidates: int = 0
     answers: int = 0
     """Of rules, made by the replay."""
+    newest_attempt: int | None = None
+    """The highest attempt of this run's version ids that steps name; None: they name none."""
     buried: Counter[str] = field(default_factory=Counter)
     """Records that would have become dead letters, by reason."""
+
+    def step(self, step: Step, run_id: str) -> None:
+        """Count a step."""
+        self.steps += 1
+        for name in {step.version_first, step.version_last, *(span.version for span in step.versions)}:
+            version = parse_version(name or "")
+            if version is not None and version.run_id == run_id:
+                self.newest_attempt = max(version.attempt, self.newest_attempt or 0)
 
     def plain(self) -> dict[str, Any]:
         """For a report."""
@@ -155,7 +165,8 @@ class _Partition:
             kept = self._fold.record(STEPS, moment.offset, moment.time, moment.key, moment.event)
             if kept is not None:
                 self._cache.put(moment.offset, kept)
-            tally.steps += isinstance(moment.event, Step)
+            if isinstance(moment.event, Step):
+                tally.step(moment.event, self._replay.run_id)
         else:
             out.append(Out("rewards", self._partition, moment.key, moment.event, None, moment.time))
             self._reward(moment.time, moment.key, moment.event)

@@ -109,13 +109,25 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
             return {**begun.result, "was_done": True}
         target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
         fresh.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
-        write_durably(target.data_dir / "settings.yaml", target.model_dump_json(exclude_defaults=True).encode(), 0o600)
+        _keep_settings(target)
         source = _source(settings, cluster, order, begun.plan, answers)
         report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
         report |= _assemble(target, cluster, order, source, answers, settings.run_id)
+        if report["newest_attempt"] is not None:
+            _keep_settings(_with_ids_above(target, report["newest_attempt"]))
         report |= _admit(target, cluster)
         fresh.done(report)
     return {**report, "was_done": False}
+
+
+def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
+    """A trainer of the replay publishes versions; none may have the id of a version that the recorded tokens name."""
+    first = max(target.trainer.first_attempt, newest_attempt + 1)
+    return target.model_copy(update={"trainer": target.trainer.model_copy(update={"first_attempt": first})})
+
+
+def _keep_settings(target: Settings) -> None:
+    write_durably(target.data_dir / "settings.yaml", target.model_dump_json(exclude_defaults=True).encode(), 0o600)
 
 
 def _asked(settings: Settings, order: Order) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.events import WeightVersion
-from schemas.ids import Version
+from schemas.ids import Version, parse_version
 from schemas.settings import Settings, TrainerSettings
 from trainer.advantages import ADVANTAGES
 from trainer.checkpoint import Position, State, load, newest, save
@@ -19,7 +19,7 @@ from trainer.losses import LOSSES
 from trainer.metrics import BatchStats, version_metrics
 from trainer.policy import Policy, staleness
 from trainer.publish import export, manifest
-from trainer.rows import rows_of_batch, within_vocabulary
+from trainer.rows import Row, rows_of_batch, within_vocabulary
 from trainer.source import Incoming
 from trainer.version_dir import prune, sweep
 
@@ -80,6 +80,7 @@ class Run:
                 rows=len(data.rows) - len(rows), trajectories=foreign[:20],
                 action="not trained; the engine serves another model than trainer.model_path, or an agent submitted such ids",
             )  # fmt: skip
+        self._check_ids(rows, batch.batch_seq)
         updated = any(stats.update.steps for stats in self.window)
         parent = self.head.version_id if self.head and not updated else None
         update = self._policy.update(rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
@@ -124,6 +125,25 @@ class Run:
             **{name: round(value, 6) for name, value in metrics.items()},
         )
         self._prune(state)
+
+    def _check_ids(self, rows: Sequence[Row], batch_seq: int) -> None:
+        """Refuse tokens of versions that have ids which this trainer gives to its own.
+
+        Raises:
+            SettingsError: `trainer.first_attempt` is too low for recorded data of another installation.
+            Fenced: The ids are those of a newer trainer.
+        """
+        own = {version.version_id for version in self._versions}
+        for name in {span.version for row in rows for span in row.versions} - own:
+            version = parse_version(name)
+            if version is None or version.run_id != self._settings.run_id or version.attempt < self._attempt:
+                continue
+            self._ledger.raise_if_fenced()
+            raise SettingsError(
+                f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch {batch_seq} has tokens of "
+                f"{name}, which is not on this weights log, and versions of attempt {self._attempt} are published here; "
+                f"set trainer.first_attempt={version.attempt + 1}, or higher, and a run_id without versions"
+            )
 
     def _next_sync_index(self) -> int:
         if self.head is None:
@@ -188,7 +208,7 @@ def open_run(
                 versions=[str(version) for version in foreign],
                 action="kept; the weights topic has no version of this run, so it starts anew from trainer.model_path",
             )
-    attempt = next_attempt(taken)
+    attempt = max(next_attempt(taken), settings.trainer.first_attempt)
     found = newest(settings.checkpoint_dir, versions)
     if found is not None:
         head, directory = found

@@ -158,6 +158,30 @@ def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_di
     assert [v.sync_index for v in ledger.published] == [0, 1, 2, 3, 4, 5]
 
 
+def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir, first_attempt=3), MemoryLedger()
+    go(begin(s, ledger), 0, 0)
+    go(begin(s, ledger), 1, 1)
+    assert ids(ledger) == ["0.3", "1.3", "2.4"]
+    # Every recorded token names r/0.0: none of these versions, and none of the weights that are trained.
+    assert "logp_max_abs_diff_same_version" not in ledger.published[1].metrics
+
+
+def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(tmp_path: Path, model_dir: Path) -> None:
+    run = begin(settings(tmp_path, model_dir), ledger := MemoryLedger())
+    batch = incoming(0)
+    for name, trajectory in batch.trajectories.items():
+        (step,) = trajectory.steps
+        batch.trajectories[name] = replace(
+            trajectory, steps=(replace(step, oldest_version="r/5.2", newest_version="r/5.2"),)
+        )
+    with pytest.raises(SettingsError, match=r"tokens of r/5\.2, which is not on this weights log.*first_attempt=3"):
+        run.train(batch)
+    ledger.fenced = True
+    with pytest.raises(Fenced):  # a newer trainer published it
+        run.train(batch)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: Path, dtype: str) -> None:
     """The checkpoint holds the float32 weights that learn; what is published of them is rounded."""
