@@ -106,7 +106,7 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
     import importlib
 
     # By name: no process imports another, and the demo uses the lake as an analyst does.
-    run_sql = importlib.import_module("stream_jobs.sql").run_sql
+    run_sql = importlib.import_module("stream_jobs.sql_query").run_sql
 
     def rows(query: str) -> list[dict[str, Any]]:
         return json.loads(run_sql(settings, query, "json"))  # type: ignore[no-any-return]

@@ -292,6 +292,10 @@ class LakeSettings(_Section):
     retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
         {}, description="table to the age at which its rows are deleted; one that is not named keeps them for ever"
     )
+    sql_memory_mb: Annotated[int, Field(ge=64)] = Field(
+        4096, description="SQL over more data at once; one query's limit"
+    )
+    sql_timeout_s: Positive = Field(300.0, description="SQL that takes longer; one query's limit")
     writers: Annotated[int, Field(ge=1, le=999)] = Field(
         1,
         description="more rows a second than one process writes; each takes the partitions p with p % writers == writer",

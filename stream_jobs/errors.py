@@ -41,3 +41,10 @@ class TopicReplaced(StreamJobError):
 
 class NotCoPartitioned(StreamJobError):
     """The inputs' partitions were not assigned together: they differ in number, or the group has a foreign member."""
+
+
+class SqlError(StreamJobError):
+    """A query got no answer. It is wrong, asks for what a query may not do or for too much, or the lake can't be read.
+
+    The message says which, in DuckDB's words where the query is wrong.
+    """

@@ -10,34 +10,46 @@ UTC; these say more than their table:
 
 Of quality: `assessments` (the newest of each trajectory), and what `stream_jobs.quality_views` makes of them. Of lineage (`stream_jobs.lineage`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
 
-A connection can read nothing else: no files, no network, no settings.
+A connection can read nothing else: no files, no network, no settings. Memory and time are bounded by the process around it
+(`stream_jobs.sql_query`).
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import duckdb
+import pyarrow as pa
+import pyarrow.dataset as ds
 
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
 from stream_jobs import lineage, quality_views
+from stream_jobs.errors import SqlError
 from stream_jobs.lake_columns import TIME, merged
-from stream_jobs.lake_delta import LakeError, LakeMissing, check_files, dataset, open_table
+from stream_jobs.lake_delta import LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake_tables import Table, catalog
-from stream_jobs.lake_versions import versions_of
 
-Format = Literal["table", "json", "csv"]
-MAX_CELL = 80
-"""Characters of a cell in a table for the terminal; JSON and CSV have all of it."""
-
-
-class SqlError(LakeError):
-    """The query is wrong, or asks for something that a query may not do. The message is DuckDB's."""
+THREADS = min(8, os.cpu_count() or 1)
+"""Each takes address space, which is limited."""
+_AT_CONNECT = {
+    "temp_directory": "",  # the default, `.tmp` in the working directory, can be read, written and attached to
+    "threads": str(THREADS),
+    "autoload_known_extensions": "false",
+    "autoinstall_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "allow_persistent_secrets": "false",
+    "python_enable_replacements": "false",
+}
+_AT_LAST = (
+    "SET allow_extension_repositories = 'forbidden'",
+    "SET enable_external_access = false",
+    "SET lock_configuration = true",
+)
+"""In this order, once there is nothing more to be made: each takes away what the one before it needed."""
 
 
 def connect(settings: Settings, versions: Mapping[str, int | None] | None = None) -> Any:
@@ -53,7 +65,8 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
     tables = {name: None if name in absent else _open(settings, name, versions.get(name)) for name in catalog()}
     if all(t is None for t in tables.values()):
         raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
-    connection = duckdb.connect(":memory:")
+    memory = {"memory_limit": f"{settings.lake.sql_memory_mb}MiB"}
+    connection = duckdb.connect(":memory:", config=_AT_CONNECT | memory)
     connection.execute("SET TimeZone = 'UTC'")
     for name, found in tables.items():
         connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
@@ -61,8 +74,8 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
         connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
     for name, query in (*lineage.VIEWS.items(), *quality_views.VIEWS.items()):
         connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
+    for statement in _AT_LAST:
+        connection.execute(statement)
     return connection
 
 
@@ -74,11 +87,20 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
         if version is not None:
             check_files(table, name, options)
         found = dataset(table, options)
-        return found.replace_schema(merged(found.schema, catalog()[name].schema))  # it may be older than the views
+        return _widened(found, merged(found.schema, catalog()[name].schema))  # it may be older than the views
     except LakeMissing:
         if version is not None:
             raise
         return None
+
+
+def _widened(found: Any, schema: pa.Schema) -> Any:
+    """The dataset with more columns or more fields inside structs, which are null where a file lacks them."""
+    try:
+        return found.replace_schema(schema)
+    except pa.ArrowTypeError:  # takes more columns only; a file's own schema need not fit
+        fragments = list(found.get_fragments())
+        return ds.FileSystemDataset(fragments, schema=schema, format=found.format, filesystem=found.filesystem)
 
 
 def _times(names: Iterable[str], prefix: str = "") -> str:
@@ -169,69 +191,36 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | None = None) -> str:
-    """Answer one query as text. at: a kept pin, a file with a pin, or a time; all tables are read as they were then.
+def batches_of(connection: Any, query: str, rows: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The answer to a query as record batches of so many rows. Raises SqlError, MemoryError; so does the iterator.
 
-    Raises SqlError with DuckDB's message, LakeMissing when there is no lake, PinError when `at` names nothing.
+    A statement that has no result has a schema without fields.
     """
-    connection = connect(settings, None if at is None else versions_of(settings, at))
-    try:
-        connection.execute(query)
-        names = [column[0] for column in connection.description or ()]
-        rows = connection.fetchall() if names else []
-    except duckdb.Error as e:
-        raise SqlError(str(e)) from e
-    finally:
-        connection.close()
-    return as_text(names, rows, fmt)
+    with _told():
+        relation = connection.sql(query)
+        if relation is None:
+            return pa.schema([]), iter(())
+        reader = relation.to_arrow_reader(rows)
+        return reader.schema, _batches(reader)
+
+
+def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    with _told():
+        yield from reader
 
 
 def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """All rows of a query. Raises SqlError with DuckDB's message."""
-    try:
+    """All rows of a query. Raises SqlError."""
+    with _told():
         found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
-    except duckdb.Error as e:
-        raise SqlError(str(e)) from e
     return found
 
 
-def as_text(names: Sequence[str], rows: Sequence[Sequence[Any]], fmt: Format) -> str:
-    """Rows for people or for programs."""
-    return _FORMATS[fmt](names, rows)
-
-
-def _as_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    cells = [[_cell(v) for v in row] for row in rows]
-    widths = [max(len(n), *(len(row[i]) for row in cells)) if cells else len(n) for i, n in enumerate(names)]
-    right = [bool(rows) and all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
-
-    rule = "  ".join("-" * w for w in widths)
-    return "\n".join([line(names), rule, *map(line, cells), f"({len(rows)} row{'' if len(rows) == 1 else 's'})"])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 1] + "…"
-
-
-def _as_json(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    return json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=_plain, ensure_ascii=False)
-
-
-def _plain(value: Any) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
-
-
-def _as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([names, *rows])
-    return out.getvalue().rstrip("\n")
-
-
-_FORMATS = {"table": _as_table, "json": _as_json, "csv": _as_csv}
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except duckdb.OutOfMemoryException as e:
+        raise MemoryError(str(e)) from e
+    except (duckdb.Error, pa.ArrowException, OSError) as e:
+        raise SqlError(str(e)) from e

@@ -53,7 +53,7 @@ def curate(
             found = module.targets(connection, of, where, run)
         finally:
             connection.close()
-    except sql.LakeError as e:
+    except load("stream_jobs.errors").StreamJobError as e:
         fail(str(e))
     with plain_errors():
         sent = module.send(settings, cluster_of(settings), mark, found) if send else 0

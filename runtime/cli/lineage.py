@@ -26,7 +26,7 @@ def _ask(settings: Settings, question: Callable[[Any], Any]) -> Any:
             return question(ancestry.Ancestry(connection))
         finally:
             connection.close()
-    except (ancestry.NotInLake, sql.LakeError) as e:
+    except load("stream_jobs.errors").StreamJobError as e:
         fail(str(e))
 
 

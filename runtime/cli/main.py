@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -143,7 +144,7 @@ def sql(
     words: Words = None,
     config: Config = None,
     output: Annotated[
-        Literal["table", "json", "csv"], typer.Option("--format", "-f", help="How to print it.")
+        Literal["table", "json", "csv", "parquet"], typer.Option("--format", "-f", help="How to print it.")
     ] = "table",
     at: Annotated[
         str | None, typer.Option("--at", help="All tables as of a time, a kept pin, or a file of `tables pin`.")
@@ -151,10 +152,13 @@ def sql(
 ) -> None:
     """Ask the lake."""
     settings = settings_of(config, words)
-    module = load("stream_jobs.sql")
+    module = load("stream_jobs.sql_query")
+    if output == "parquet" and sys.stdout.isatty():
+        fail("parquet is for a file: add `> answer.parquet`", 2)
     try:
-        typer.echo(module.run_sql(settings, query, output, at))
-    except module.LakeError as e:
+        module.write_sql(settings, query, sys.stdout.buffer, output, at)
+        sys.stdout.buffer.flush()
+    except module.SqlError as e:
         fail(str(e))
 
 

@@ -31,7 +31,7 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
     elif rows:
         names = list(rows[0])
         values = [["" if row[n] is None else row[n] for n in names] for row in rows]
-        typer.echo(load("stream_jobs.sql").as_text(names, values, "table"))
+        typer.echo(load("stream_jobs.sql_format").as_text(names, values))
 
 
 @app.command("list")

@@ -71,6 +71,7 @@ def test_file_is_a_noun_and_not_too_long(path: Path) -> None:
         ("gateway.app", {"torch", "transformers", "faust", "deltalake", "vllm"}),
         ("stream_jobs.admission", {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"}),
         ("stream_jobs.app", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
+        ("stream_jobs.sql_query", {"duckdb", "deltalake", "faust", "torch"}),
         ("rollout.worker", {"torch", "vllm", "transformers", "faust", "fastapi"}),
     ],
 )

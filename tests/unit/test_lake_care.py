@@ -25,7 +25,8 @@ from stream_jobs.lake_tables import Placed, Row, catalog
 from stream_jobs.lake_versions import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
 from stream_jobs.lake_writer import Lake
 from stream_jobs.replay_lake import pinned
-from stream_jobs.sql import connect, run_sql
+from stream_jobs.sql import connect
+from stream_jobs.sql_query import run_sql
 
 SOURCE = ("T", 0)
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -192,10 +193,13 @@ def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tm
     file.write_text(json.dumps(pin(settings)))
     now: dict[str, Any] = dict(versions_of(settings, str(file)))
     count = "select count(*) as n from rewards_raw"
+
+    def counted(at: str) -> int:
+        (row,) = connect(settings, versions_of(settings, at)).execute(count).fetchall()
+        return int(row[0])
+
     assert run_sql(settings, count, "csv", at="first") == "n\n1"
-    assert run_sql(settings, count, "csv", at=then.isoformat()) == "n\n1"
-    assert run_sql(settings, count, "csv", at=str(file)) == "n\n12"
-    assert run_sql(settings, count, "csv", at="1999-01-01") == "n\n0"
+    assert [counted(at) for at in (then.isoformat(), str(file), "1999-01-01")] == [1, 12, 0]
     (shown,) = [t for t in tables(settings) if t["table"] == "rewards"]
     assert (shown["rows"], shown["files"], shown["version"]) == (12, 12, now["rewards"])
     assert shown["newest_row"] == "1970-01-01T00:00:05.000+00:00"
@@ -205,11 +209,11 @@ def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tm
     assert (done.merged_files, done.made_files, done.deleted_files) == (12, 1, 0)
     gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
     assert vacuum(gone, "rewards") == 11  # one file is kept by the pin
-    assert run_sql(settings, count, "csv", at="first") == "n\n1"
+    assert counted("first") == 1
     with pytest.raises(
         LakeMissing, match="version 13 of table rewards can't be read any more: 11 of its files are deleted"
     ):
-        run_sql(settings, count, at=str(file))
+        counted(str(file))
     assert kept_versions(settings, "rewards") == [pinned["versions"]["rewards"]]
     unpin(settings, "first")
     assert pins(settings) == {}
@@ -304,7 +308,7 @@ def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_p
     file = tmp_path / "old.json"
     file.write_text(json.dumps(old))
     count = "select (select count(*) from rewards), (select count(*) from steps)"
-    assert run_sql(settings, count, "csv", at=str(file)).splitlines()[1] == "0,0"
+    assert connect(settings, versions_of(settings, str(file))).execute(count).fetchall() == [(0, 0)]
     assert versions_of(settings, str(file)).keys() == catalog().keys()
     assert "rewards" not in pinned(settings, versions_of(settings, str(file)))
     assert "rewards" in pinned(settings, {})

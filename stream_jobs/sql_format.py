@@ -1,0 +1,139 @@
+"""Writes the rows of an answer for people or for programs: a table, JSON, CSV or Parquet. Reads a stream, keeps little of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from itertools import chain, islice
+from typing import Any, BinaryIO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Format = Literal["table", "json", "csv", "parquet"]
+MAX_CELL = 80
+"""Characters of a cell in a table for the terminal; the other formats have all of it."""
+WIDTH_ROWS = 1000
+"""Rows that decide how wide the columns of a table are; a wider cell further down pushes its line out."""
+
+Row = Sequence[Any]
+
+
+def as_text(names: Sequence[str], rows: Iterable[Row], fmt: Literal["table", "json", "csv"] = "table") -> str:
+    """Rows as one text."""
+    return "".join(_TEXT[fmt](names, rows))
+
+
+def write(out: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch], fmt: Format) -> None:
+    """Write an answer as it arrives. Text ends with a line end."""
+    if fmt == "parquet":
+        _write_parquet(out, schema, batches)
+        return
+    for piece in _TEXT[fmt](schema.names, rows_of(batches)):
+        out.write(piece.encode())
+    out.write(b"\n")
+
+
+def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+    """The rows of record batches as Python values: a map is a dict, a whole number of any size an int."""
+    for batch in batches:
+        yield from zip(*map(_values, batch.columns), strict=True)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
+    if pa.types.is_decimal(column.type) and column.type.scale == 0:  # DuckDB's sums of integers
+        return [None if v is None else int(v) for v in values]
+    return values
+
+
+def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
+    coming = iter(rows)
+    first = list(islice(coming, WIDTH_ROWS))
+    cells = [[_cell(v) for v in row] for row in first]
+    widths = [max(len(n), *(len(row[i]) for row in cells)) if cells else len(n) for i, n in enumerate(names)]
+    right = [bool(first) and all(isinstance(row[i], int | float | None) for row in first) for i in range(len(names))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+
+    yield f"{line(names)}\n{'  '.join('-' * w for w in widths)}\n"
+    count = 0
+    for row in chain(cells, ([_cell(v) for v in row] for row in coming)):
+        count += 1
+        yield line(row) + "\n"
+    yield f"({count} row{'' if count == 1 else 's'})"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    shown = f"{value:.6g}" if isinstance(value, float) else _nested(value)
+    shown = " ".join(str(shown).split())
+    return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 1] + "…"
+
+
+def _json(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
+    before = "["
+    for row in rows:
+        yield before + _dumped(dict(zip(names, row, strict=True)))
+        before = ", "
+    yield "[]" if before == "[" else "]"
+
+
+def _csv(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
+    line_end = ""
+    for row in chain([names], rows):
+        out = io.StringIO()
+        csv.writer(out, lineterminator="").writerow([_nested(v) for v in row])
+        yield line_end + out.getvalue()
+        line_end = "\n"
+
+
+def _nested(value: Any) -> Any:
+    """A list, struct or map as JSON; bytes as hexadecimal digits; anything else as it is."""
+    if isinstance(value, list | dict):
+        return _dumped(value)
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> int | str:
+    if isinstance(value, Decimal) and value.as_tuple().exponent == 0:
+        return int(value)
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+_TEXT: Mapping[str, Callable[[Sequence[str], Iterable[Row]], Iterator[str]]] = {
+    "table": _table, "json": _json, "csv": _csv,
+}  # fmt: skip
+
+
+class _Counted(io.RawIOBase):
+    """A pipe that knows how much was written to it, which is all that a Parquet file needs to know of its place."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out, self._at = out, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._out.write(data)
+        self._at += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _write_parquet(out: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    with pq.ParquetWriter(pa.PythonFile(_Counted(out), mode="w"), schema, compression="zstd") as writer:
+        for batch in batches:
+            writer.write_batch(batch)
