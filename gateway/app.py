@@ -108,7 +108,7 @@ def create_app(
             logger().error("dead_letter_lost", error=str(error))
 
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan)
-    app.state.bury = bury
+    app.state.bury, app.state.client_timeout_s = bury, settings.gateway.client_timeout_s
     app.include_router(control_routes(parts))
     app.include_router(
         demand_routes(door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s))
@@ -143,8 +143,8 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.head("/")
-    @app.head("/api/hello")
+    @app.get("/")
+    @app.get("/api/hello")
     async def greeting() -> Response:
         return Response()  # Claude Code opens its connection with one of them
 
@@ -185,6 +185,8 @@ def _answer_errors(app: FastAPI) -> None:
             return reply(errors.WrongMethod(f"{asked}: {error.detail}"))
         if error.status_code == 404:
             return reply(errors.NotFound(f"{asked}: no such path"))
+        if error.status_code == 408:
+            return reply(errors.TooSlow(str(error.detail), "body"))
         if error.status_code == 413:
             return reply(errors.BodyTooLarge(str(error.detail), "body"))
         if error.status_code == 503:
@@ -209,7 +211,10 @@ class ControlBodyLimit:
 
         async def limited() -> MutableMapping[str, Any]:
             nonlocal size
-            message = await receive()
+            try:
+                message = await receive()
+            except (errors.TooSlow, errors.BadRequest) as error:
+                raise HTTPException(408 if isinstance(error, errors.TooSlow) else 400, error.message) from error
             part = len(message.get("body", b""))
             # FastAPI lets only its own kind of error out of the reading of a body.
             if size + part > MAX_CONTROL_BODY:

@@ -26,7 +26,6 @@ from gateway.errors import (
     GatewayError,
     NotRecorded,
     Overloaded,
-    TooSlow,
     UpstreamFailed,
     UpstreamTimeout,
 )
@@ -97,7 +96,10 @@ def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
-    """The request's body, taken from `memory`: give back its length. Raises BodyTooLarge, Overloaded, or ClientGone when it does not end."""
+    """The request's body, taken from `memory`: give back its length.
+
+    Raises BodyTooLarge or Overloaded; ClientGone, TooSlow or BadRequest when it does not end.
+    """
     parts, size, more = [], 0, True
     try:
         while more:
@@ -156,7 +158,7 @@ class CallEndpoint:
         try:
             headers = header_map(scope)
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
-            body = await self._body(receive)
+            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             held = len(body)
             call = self._accept(caller, headers, body, trajectory, prompt)
             if call.request.n > 1:  # every choice's step has the body
@@ -178,16 +180,6 @@ class CallEndpoint:
         finally:
             parts.memory.give_back(held)
         parts.metrics.ended[ending].inc()
-
-    async def _body(self, receive: Receive) -> bytes:
-        """The request's body. Raises TooSlow, and what `read_body` raises."""
-        gateway = self._parts.settings.gateway
-        try:
-            async with asyncio.timeout(gateway.client_timeout_s):
-                return await read_body(receive, gateway.max_body_bytes, self._parts.memory)
-        except TimeoutError as error:
-            limit = gateway.client_timeout_s
-            raise TooSlow(f"body: did not come within gateway.client_timeout_s={limit:g}", "body") from error
 
     def _hold_copies(self, call: Call) -> int:
         """Take room for a body for each further choice. Raises BodyTooLarge or Overloaded; gives the bytes taken."""

@@ -28,6 +28,7 @@ _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.TooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
     e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
     e.Unprocessable: ErrorKind(422, "invalid_request_error", "invalid_value"),
+    e.HeadersTooLarge: ErrorKind(431, "invalid_request_error", "headers_too_large"),
     e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
     e.NoWebSocket: ErrorKind(426, "invalid_request_error", "no_websocket"),
     e.UpstreamFailed: ErrorKind(502, "server_error", "upstream_failed"),

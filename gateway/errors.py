@@ -57,7 +57,11 @@ class NoWebSocket(GatewayError):
 
 
 class TooSlow(GatewayError):
-    """The request's body did not come in time."""
+    """The request did not come in time."""
+
+
+class HeadersTooLarge(GatewayError):
+    """The request's line and headers exceed a bound."""
 
 
 class BodyTooLarge(GatewayError):

@@ -14,6 +14,7 @@ from gateway.app import create_app
 from gateway.bus import KafkaBus, Message
 from gateway.demand_feed import DemandFeed
 from gateway.errors import GatewayError, PortTaken
+from gateway.http_server import server_config
 from gateway.worker_feed import WorkerFeed
 from gateway.workers import WorkerTable
 from runtime.lifecycle import run_async
@@ -71,20 +72,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         task.add_done_callback(burials.discard)
 
     feed = WorkerFeed(cluster, settings, table, codec, lambda: bus.uptime_s, bury)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # what agents are told comes from gateway.public_url
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S)),
-        )
-    )
+    server = _Server(server_config(app, max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S))))
     bus.start()
     feed.start()
     demand.start()

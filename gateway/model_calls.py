@@ -48,7 +48,12 @@ class ModelCalls:
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        place = place_of(scope["path"], self._tails) if scope["type"] == "http" else None
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # the server leaves the body out
+            scope = {**scope, "method": "GET"}
+        place = place_of(scope["path"], self._tails)
         if place is not None:
             if scope["method"] == "POST" and (call := self._calls.get(place.tail)) is not None:
                 await call.serve(scope, receive, send, place.trajectory, place.prompt)

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.demand import MemoryDemand
+from gateway.http_server import server_config
 from gateway.main import listen
 from gateway.protocol import Kind
 from gateway.scripted import Script
@@ -75,7 +76,7 @@ class Trial:
 async def running(app: FastAPI) -> AsyncIterator[str]:
     """The app behind a real web server, without the server's own main loop and its ticks; gives the URL."""
     listening = listen("127.0.0.1", 0)
-    config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, lifespan="on")
+    config = server_config(app)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -149,7 +149,7 @@ class GatewaySettings(_Section):
     )
     max_reply_bytes: Count = Field(64 << 20, description="larger replies that are not streamed; each is held in memory")
     client_timeout_s: Positive = Field(
-        60.0, description="agents on slow links: how long one may take nothing, or send nothing"
+        60.0, description="agents on slow links: how long one may take nothing, or need to send a request"
     )
     upstream_timeout_s: Positive = Field(600.0, description="very long generations")
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")

@@ -1,0 +1,200 @@
+"""One request over HTTP/1.1 and its reply, as an ASGI application sees them. Its connection is `http_server.ServerConnection`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from gateway.errors import GatewayError
+
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
+STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
+Message = MutableMapping[str, Any]
+
+
+class Connection(Protocol):
+    """What a request needs of its connection. app: the ASGI application. state: the server's."""
+
+    app: Any
+    state: Any
+    transport: asyncio.Transport | None
+    writable: asyncio.Event
+
+    @property
+    def closing(self) -> bool:
+        """Nothing follows the reply that is being written."""
+        ...
+
+    def flow(self) -> None:
+        """A part of the body was taken: read on."""
+        ...
+
+    def finished(self, cycle: Cycle) -> None:
+        """The reply is written."""
+        ...
+
+    def abort(self) -> None:
+        """End it at once."""
+        ...
+
+
+class Cycle:
+    """One request and its reply: an ASGI application's `receive` and `send`."""
+
+    def __init__(self, connection: Connection, scope: Message, keep_alive: bool, asks_to_go_on: bool) -> None:
+        self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
+        self._asks_to_go_on = asks_to_go_on
+        self._happened = asyncio.Event()
+        self._parts: list[bytes] = []
+        self.held = 0
+        self._whole = self._told = self._gone = False
+        self._error: GatewayError | None = None
+        self.started = self.complete = False
+        self._chunked = False
+        self._bare = scope["method"] == "HEAD"
+        self._left: int | None = None
+
+    # -- by the connection
+
+    async def run(self) -> None:
+        """Serve it. An application that ends without a whole reply breaks the connection off."""
+        try:
+            await self._connection.app(self._scope, self.receive, self.send)
+        except GatewayError:
+            return  # told by `Unforeseen`
+        finally:
+            if not self.complete:
+                self._connection.abort()
+
+    def take(self, data: bytes) -> None:
+        """A part of the body has come."""
+        if not self.complete:
+            self._parts.append(data)
+            self.held += len(data)
+            self._happened.set()
+
+    def end(self) -> None:
+        """The body is whole."""
+        self._whole = True
+        self._happened.set()
+
+    def fail(self, error: GatewayError) -> None:
+        """The body will not come."""
+        self._error, self.keep_alive = error, False
+        self._happened.set()
+
+    def lose(self) -> None:
+        """The client has gone."""
+        self._gone = True
+        self._happened.set()
+
+    def probe(self) -> None:
+        """Send the client something that it has to ignore."""
+        transport = self._connection.transport
+        if transport is None or self._scope["http_version"] != "1.1":
+            return
+        if not self.started:
+            transport.write(INTERIM)
+        elif self._chunked:
+            transport.write(b"0")  # the first digit of the next chunk's size
+
+    # -- by the application
+
+    async def receive(self) -> Message:
+        """The next of the body, then that the client has gone. Raises TooSlow or BadRequest when the body does not come."""
+        if self._asks_to_go_on:
+            self._asks_to_go_on = False
+            if not self.started and self._connection.transport is not None:
+                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while True:
+            if self._gone or self.complete:
+                return {"type": "http.disconnect"}
+            if not self._told:
+                if self._whole or self._parts:
+                    break
+                if self._error is not None:
+                    raise self._error
+            self._happened.clear()
+            await self._happened.wait()
+        parts, self._parts, self.held = self._parts, [], 0
+        self._told = self._whole
+        if not self._whole:
+            self._connection.flow()
+        return {
+            "type": "http.request",
+            "body": parts[0] if len(parts) == 1 else b"".join(parts),
+            "more_body": not self._whole,
+        }
+
+    async def send(self, message: Message) -> None:
+        """Write a part of the reply, as soon as the client takes it."""
+        connection = self._connection
+        if not connection.writable.is_set():
+            await connection.writable.wait()
+        if self._gone or connection.transport is None:
+            return
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message.get("headers", ()))
+        elif self.complete or not self.started:
+            raise RuntimeError(f"{message['type']} out of its order")
+        else:
+            self._body(connection.transport, message.get("body", b""), message.get("more_body", False))
+
+    def _begin(self, status: int, said: Any) -> None:
+        if self.started:
+            raise RuntimeError("a second reply")
+        self.started = True
+        headers = [*self._connection.state.default_headers, *said]
+        for name, value in headers:
+            if name == b"content-length":
+                self._left = int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
+        self._bare = self._bare or status in (204, 304)
+        if self._left is None and not self._bare:
+            self._chunked = self._scope["http_version"] == "1.1"
+            if self._chunked:
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                self.keep_alive = False
+        if not self.keep_alive or self._connection.closing:
+            headers = [h for h in headers if h[0] != b"connection"]
+            headers.append((b"connection", b"close"))
+        assert self._connection.transport is not None
+        self._connection.transport.write(head_of(status, headers))
+
+    def _body(self, transport: asyncio.Transport, data: bytes, more: bool) -> None:
+        if self._bare:
+            self._left = None
+        elif self._chunked:
+            if data:
+                transport.writelines((b"%x\r\n" % len(data), data, b"\r\n" if more else b"\r\n0\r\n\r\n"))
+            elif not more:
+                transport.write(b"0\r\n\r\n")
+        elif data:
+            if self._left is not None:
+                self._left -= len(data)
+                if self._left < 0:
+                    raise RuntimeError("the reply is longer than its content-length")
+            transport.write(data)
+        if more:
+            return
+        if self._left:
+            raise RuntimeError("the reply is shorter than its content-length")
+        self.complete = True
+        self._happened.set()
+        self._connection.finished(self)
+
+
+def head_of(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A reply's head. Raises RuntimeError for a value that would be more than one header."""
+    parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"\r\n")
+    head = b"".join(parts)
+    if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2 or b"\0" in head:
+        raise RuntimeError("a line break or a null within a header")
+    return head
