@@ -66,7 +66,7 @@ class Player:
         environ = {k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "demo.agent", "--concurrency", str(self._settings.demo.concurrency)),
+                *(sys.executable, "-P", "-m", "demo.agent", "--concurrency", str(self._settings.demo.concurrency)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -34,7 +34,6 @@ from gateway.seed_steps import Request as SubmitRequest
 from gateway.steps import BROKEN_OFF
 from gateway.token_limits import refuse_longer
 from gateway.tokens import Captured
-from rewards.rule import rule_of
 from schemas import capture
 from schemas.events import Channel, Step
 from schemas.ids import parse_version
@@ -96,8 +95,7 @@ def seed_routes(parts: Parts) -> APIRouter:
     """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
     gateway = parts.settings.gateway
     text_of = _text_of(gateway)
-    rule = rule_of(gateway.compute_reward, "gateway.compute_reward") if gateway.compute_reward is not None else None
-    judge, submitter, generator = Judge(rule, text_of), Submitter(parts, text_of), Generator(parts)
+    judge, submitter, generator = Judge(parts.settings, text_of), Submitter(parts, text_of), Generator(parts)
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:

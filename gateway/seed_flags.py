@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 NO_MEANING = {
     "data_pool_name": "steps go to Kafka, not to a data pool",
-    "reward_worker_name": "name a function in its place: gateway.compute_reward=package.module:function@1",
+    "reward_worker_name": "name a function in its place: gateway.compute_reward=file.py:function@1",
     "ray_address": "there is no Ray",
     "ray_namespace": "there is no Ray",
 }

@@ -1,7 +1,8 @@
 """POST /compute_reward: what one reward function says of one response. Nothing is recorded.
 
 The function is one of the reward job's (`rewards.rule`), so it gets a closed trajectory: of one step, with the dataset's fields as its
-metadata. It runs on threads of its own, so that a slow one holds up neither calls nor the spool.
+metadata. A function of the user's own runs in a child process, with a time-out, and a thread of ours waits for it: so
+one that computes long, hangs or crashes holds up neither calls nor the spool.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.control import json_of
 from gateway.errors import NotConfigured, Unprocessable
 from gateway.seed_steps import TokenId
-from rewards.rule import Rule
+from rewards.rule import Rule, rule_of
+from runtime.function_pool import FunctionPool
 from schemas.events import Segment, Trajectory, TrajectoryStep
+from schemas.named_function import reason_text
+from schemas.settings import Settings
 from schemas.tokens import pack_ids
 
 THREADS = 4
@@ -61,19 +65,26 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
     try:
         said = rule.function(trajectory)
     except Exception as error:  # a user's function: what it raises is the reply
-        raise Unprocessable(f"{rule.name}@{rule.version}: {type(error).__name__}: {error}", "dataset_fields") from error
+        raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
     if isinstance(said, Mapping):
         said = said.get(STEP_ID)
     if isinstance(said, int | float) and math.isfinite(said):
         return float(said)
-    raise Unprocessable(f"{rule.name}@{rule.version}: gave {said!r:.80}, which is no finite number", "dataset_fields")
+    raise Unprocessable(f"{rule}: gave {said!r:.80}, which is no finite number", "dataset_fields")
 
 
 class Judge:
-    """Calls the function of `gateway.compute_reward`. rule, text_of: None when they are not configured."""
+    """Calls the function of `gateway.compute_reward`."""
 
-    def __init__(self, rule: Rule | None, text_of: TextOf | None) -> None:
-        self._rule, self._text_of = rule, text_of
+    def __init__(self, settings: Settings, text_of: TextOf | None) -> None:
+        """text_of: None when no tokenizer is configured. Raises SettingsError when there is no such function."""
+        self._pool, self._text_of = FunctionPool(settings.functions), text_of
+        spec = settings.gateway.compute_reward
+        try:
+            self._rule = rule_of(spec, "gateway.compute_reward", self._pool.find) if spec is not None else None
+        except BaseException:
+            self._pool.stop()
+            raise
         self._threads = ThreadPoolExecutor(THREADS, "compute-reward")
 
     async def judge(self, said: ComputeReward, run_id: str) -> dict[str, Any]:
@@ -91,5 +102,6 @@ class Judge:
         return {"reward_score": score, "reward_extra_info": {"function": rule.name, "function_version": rule.version}}
 
     def close(self) -> None:
-        """Let its threads end; a function that hangs is not waited for."""
+        """End its threads and child processes; a function that runs is not waited for."""
+        self._pool.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)

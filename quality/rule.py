@@ -8,6 +8,7 @@ from quality.built_in import BUILT_IN
 from quality.score import QualityRule
 from schemas.errors import SettingsError
 from schemas.named_function import REVISION_MAX, Named, function_of
+from schemas.user_function import Find
 
 Rule = Named[QualityRule]
 """A quality rule under the name and version that its findings carry."""
@@ -17,11 +18,15 @@ ALL = "built_in"
 """Stands for every built-in rule."""
 
 
-def rules_of_run(specs: Iterable[str], setting: str) -> tuple[Rule, ...]:
-    """The rules of a run, in the order of the settings. Raises SettingsError that begins with the setting's name."""
+def rules_of_run(specs: Iterable[str], setting: str, find: Find) -> tuple[Rule, ...]:
+    """The rules of a run, in the order of the settings; `find` gives a user's own. Raises SettingsError that begins with the setting's name."""
     named: list[Rule] = []
     for spec in specs:
-        found = [Named(name, "1", rule) for name, rule in BUILT_IN.items()] if spec == ALL else [rule_of(spec, setting)]
+        found = (
+            [Named(name, "1", rule) for name, rule in BUILT_IN.items()]
+            if spec == ALL
+            else [rule_of(spec, setting, find)]
+        )
         for rule in found:
             if any(rule.name == other.name for other in named):
                 raise SettingsError(f"setting {setting}: {rule.name} is named twice")
@@ -31,6 +36,6 @@ def rules_of_run(specs: Iterable[str], setting: str) -> tuple[Rule, ...]:
     return tuple(named)
 
 
-def rule_of(spec: str, setting: str) -> Rule:
-    """`name@version` or `package.module:function@version`. Raises SettingsError that begins with the setting's name."""
-    return function_of(spec, setting, BUILT_IN, "quality rule")
+def rule_of(spec: str, setting: str, find: Find) -> Rule:
+    """Resolve a quality rule by its name in a setting; `find` gives a user's own. Raises SettingsError."""
+    return function_of(spec, setting, BUILT_IN, "quality rule", find)

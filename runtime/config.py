@@ -65,7 +65,16 @@ def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[s
         if not sep or not path:
             raise SettingsError(f"word {word!r}: settings are written a.b=c")
         _set(tree, path, value_of(text, path))
-    return _judged(tree)
+    return _with_folders(_judged(tree), file)
+
+
+def _with_folders(settings: Settings, file: Path | None) -> Settings:
+    """The settings with the folders of the user's functions, so that child processes and later commands look there too."""
+    if settings.functions.dirs or not settings.names_functions:
+        return settings
+    folders = dict.fromkeys([Path.cwd(), *([file.absolute().parent] if file is not None else [])])
+    functions = settings.functions.model_copy(update={"dirs": tuple(folders)})
+    return settings.model_copy(update={"functions": functions})
 
 
 def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:

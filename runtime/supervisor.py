@@ -232,4 +232,5 @@ def ask_to_stop(directory: Path) -> int | None:
 
 def python(*words: str) -> list[str]:
     """Command line of one of our own processes."""
-    return [sys.executable, "-m", "runtime.cli", *words]
+    # -P: a user's `rewards.py` in the working directory must not hide our package of that name.
+    return [sys.executable, "-P", "-m", "runtime.cli", *words]

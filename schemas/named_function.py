@@ -1,13 +1,13 @@
-"""Functions that settings name: a built-in one, or a user's own, under the name and version that its records carry. Pure but for the import."""
+"""Functions that settings name: a built-in one, or a user's own, under the name and version that its records carry. Pure."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from schemas.errors import SettingsError
+from schemas.errors import SchemaError, SettingsError
+from schemas.user_function import Find, FunctionNotFound
 
 F = TypeVar("F")
 EVERY_RUN = "*"
@@ -19,9 +19,18 @@ REVISION_MAX = 2**63 - 1
 """Avro's long. An assessment has the sum of its rules' revisions."""
 
 
+class NoAnswer(SchemaError):
+    """A user's function gave no answer. The message is the reason that its record carries."""
+
+
 def of_run(configured: Mapping[str, tuple[F, ...]], run_id: str) -> tuple[F, ...]:
     """Return what is configured for a run: its own, else that of `*`."""
     return configured.get(run_id, configured.get(EVERY_RUN, ()))
+
+
+def is_own(spec: str) -> bool:
+    """Whether a name in the settings is that of a user's own function: of a file or a module."""
+    return ":" in spec
 
 
 def name_in(spec: str) -> str:
@@ -46,30 +55,40 @@ class Named(Generic[F]):
         return f"{self.name}@{self.version}"
 
 
-def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str) -> Named[F]:
-    """`name@version` or `package.module:function@version`. kind: what a built-in one is. Raises SettingsError that begins with the setting's name."""
+def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str, find: Find) -> Named[F]:
+    """Resolve a function that a setting names.
+
+    Args:
+        spec: `name@version`, `file.py:function@version` or `module:function@version`.
+        setting: the setting's name, for errors.
+        built_in: the functions that need no file or module.
+        kind: what a built-in function is, for errors.
+        find: gives a user's own function.
+
+    Raises:
+        SettingsError: the message begins with the setting's name.
+    """
     where = f"setting {setting}: {spec!r}"
     target, sep, version = spec.rpartition("@")
     if not sep or not target or not version:
-        raise SettingsError(f"{where}: write name@version or package.module:function@version")
+        raise SettingsError(f"{where}: write name@version, file.py:function@version or module:function@version")
     if version.isdecimal() and (len(version) > len(str(REVISION_MAX)) or int(version) > REVISION_MAX):
         raise SettingsError(f"{where}: a version that is a number is at most {REVISION_MAX}")
-    module, colon, name = target.rpartition(":")
-    if not colon:
+    name = name_in(spec)
+    if not is_own(target):
         if name not in built_in:
             raise SettingsError(f"{where}: no built-in {kind} {name!r}; there are {', '.join(sorted(built_in))}")
         return Named(name, version, built_in[name])
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise SettingsError(f"{where}: {type(e).__name__}: {e}") from e
-    if not callable(function):
-        raise SettingsError(f"{where}: {module}.{name} is not callable")
-    return Named(name, version, function)
+        return Named(name, version, find(target))  # type: ignore[arg-type]
+    except FunctionNotFound as e:
+        raise SettingsError(f"{where}: {e}; see docs/reward-functions.md") from e
 
 
 def reason_text(said: Exception | str) -> str:
     """What a user's function raised or said, as text that a record can hold: it may quote what a model wrote. Never raises."""
+    if isinstance(said, NoAnswer):
+        said = str(said)
     if isinstance(said, Exception):
         kind = type(said).__name__
         try:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.events import Channel, Outcome
 from schemas.ids import RUN_ID
-from schemas.named_function import name_in, of_run
+from schemas.named_function import is_own, name_in, of_run
 from schemas.reward_value import SMALLEST_GROUP
 from schemas.topics import Topics
 
@@ -110,7 +110,7 @@ class RedactionSettings(_Section):
             *("private_key", "url_login", "aws_secret", "aws_key", "api_key", "jwt", "bearer", "secret"),
             *("email", "iban", "card", "ssn", "phone"),
         ),
-        description="fewer or other kinds, e.g. ipv4, or `package.module:function` of your own",
+        description="fewer or other kinds, e.g. ipv4, or `file.py:function`, `module:function` of your own",
     )
     style: Literal["hashed", "plain"] = Field(
         "hashed", description="plain: equal values cannot be told from different ones"
@@ -174,7 +174,8 @@ class GatewaySettings(_Section):
     )
     redaction: RedactionSettings = RedactionSettings()
     compute_reward: str | None = Field(
-        None, description="what POST /compute_reward calls: `name@version` or `package.module:function@version`"
+        None,
+        description="what POST /compute_reward calls: `name@version`, `file.py:function@version` or `module:function@version`",
     )
 
     @property
@@ -187,6 +188,21 @@ class GatewaySettings(_Section):
         if self.reward_min > self.reward_max:
             raise ValueError(f"reward_min {self.reward_min:g} is above reward_max {self.reward_max:g}")
         return self
+
+
+class FunctionSettings(_Section):
+    """Reward functions and quality rules of your own; see docs/reward-functions.md."""
+
+    dirs: tuple[Path, ...] = Field(
+        (),
+        description="where their files and modules are; default: the working directory, then the config file's folder",
+    )
+    timeout_s: Positive = Field(30.0, description="functions that ask a model; one that takes longer gives no reward")
+    processes: Count = Field(2, description="functions that wait or compute long: as many run at once")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return tuple(folder.absolute() for folder in self.dirs or (Path(),))
 
 
 class JobsSettings(_Section):
@@ -216,7 +232,7 @@ class JobsSettings(_Section):
         description="agents that can't do without top_p, top_k, min_p, penalties or a grammar: every ratio is off",
     )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
-        {}, description="run id (or *) to `name@version` or `package.module:function@version`"
+        {}, description="run id (or *) to `name@version`, `file.py:function@version` or `module:function@version`"
     )
     quality_functions: Mapping[str, tuple[str, ...]] = Field(
         {}, description="run id (or *) to quality rules, named in the same way, or to `built_in`; see docs/quality.md"
@@ -409,6 +425,7 @@ class Settings(_Section):
     kafka: KafkaSettings = KafkaSettings()
     broker: BrokerSettings = BrokerSettings()
     gateway: GatewaySettings = GatewaySettings()
+    functions: FunctionSettings = FunctionSettings()
     jobs: JobsSettings = JobsSettings()
     admit: AdmitSettings = AdmitSettings()
     lake: LakeSettings = LakeSettings()
@@ -453,6 +470,13 @@ class Settings(_Section):
                 f"{self.admit.policy.sync_every}: staleness is judged for the version that will train a batch"
             )
         return self
+
+    @property
+    def names_functions(self) -> bool:
+        """Whether a function of the user's own is named anywhere."""
+        jobs, gateway = self.jobs, self.gateway
+        named = [*jobs.reward_functions.values(), *jobs.quality_functions.values(), gateway.redaction.rules]
+        return any(is_own(spec) for specs in named for spec in specs) or is_own(gateway.compute_reward or "")
 
     def _check_awaited(self) -> None:
         """Refuse a policy that decides before the configured functions have answered."""

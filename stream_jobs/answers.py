@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+from rewards.rule import rule_of
 from runtime.blob_store import BlobMissing, BlobStore
+from runtime.function_pool import FunctionPool
 from schemas.events import Assessment, Reward, Trajectory
-from schemas.named_function import of_run
+from schemas.named_function import is_own, of_run
 from schemas.settings import Settings
 from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
 from stream_jobs.blobs import resolved
 from stream_jobs.reward import no_reward, rewards_of, rules_of
 
 
+def check(settings: Settings) -> None:
+    """Resolve every reward function and quality rule that the settings name. A user's file is loaded in a child process.
+
+    Raises:
+        SettingsError: a name is wrong, or its file cannot be loaded. The message names the setting.
+    """
+    with FunctionPool(settings.functions) as pool:
+        rules_of(settings.jobs.reward_functions, pool.find)
+        quality_rules_of(settings.jobs.quality_functions, pool.find)
+        if settings.gateway.compute_reward is not None:
+            rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find)
+
+
 class Answers:
-    """The functions of all runs, and the blobs that they may need."""
+    """The functions of all runs, and the blobs that they may need.
+
+    Built-in functions run here: they are pure, and linear in what they read. Users' functions run in child processes.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises SettingsError for a wrong name."""
-        self._rewards = rules_of(settings.jobs.reward_functions)
-        self._quality = quality_rules_of(settings.jobs.quality_functions)
+        """Load the functions. Raises SettingsError for a wrong name."""
+        self.pool = FunctionPool(settings.functions)
+        try:
+            self._rewards = rules_of(settings.jobs.reward_functions, self.pool.find)
+            self._quality = quality_rules_of(settings.jobs.quality_functions, self.pool.find)
+        except BaseException:
+            self.pool.stop()
+            raise
+        self._named = (settings.jobs.reward_functions, settings.jobs.quality_functions)
         self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
+
+    def close(self) -> None:
+        """End the child processes at once; who waits for one gets PoolStopped."""
+        self.pool.stop()
+
+    def asks_children(self, run_id: str) -> bool:
+        """Whether a function of the run is a user's: then its answer may take long."""
+        return any(is_own(spec) for configured in self._named for spec in of_run(configured, run_id))
 
     def rewards(self, run_id: str) -> bool:
         """Whether a run has reward functions."""

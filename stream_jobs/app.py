@@ -55,6 +55,7 @@ from runtime.lifecycle import die, run_async
 from runtime.records import cluster_of, create_topics
 from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
+from stream_jobs.answers import Answers
 from stream_jobs.assembler import Assembler
 from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
 from stream_jobs.inbox import Fetched, Inbox
@@ -96,6 +97,9 @@ class Job(Protocol):
     async def tick(self) -> None:
         """Called every tick_interval_s."""
 
+    def stop(self) -> None:
+        """The process is to end: what takes long is given up, and `process` returns soon."""
+
     def close(self) -> None:
         """The end."""
 
@@ -107,7 +111,12 @@ def run_assemble(settings: Settings) -> None:
 
 def run_reward(settings: Settings) -> None:
     """Run a worker of the reward job until SIGTERM. Never returns; wrong reward functions exit as wrong settings."""
-    run_async("reward", settings, partial(_main, group="reward", make=Rewarder))
+    run_async("reward", settings, _main_of_reward)
+
+
+async def _main_of_reward(settings: Settings, stop: asyncio.Event) -> None:
+    answers = Answers(settings)  # a wrong name ends the process before Kafka is asked for
+    await _main(settings, stop, group="reward", make=partial(Rewarder, answers=answers))
 
 
 async def _main(
@@ -161,6 +170,7 @@ class Shell:
         for task in repeated:
             task.cancel()
         self._stopping = True
+        self._job.stop()
         async with self._busy:
             logger().info("stopping")
         try:

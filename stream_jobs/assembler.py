@@ -118,6 +118,9 @@ class Assembler:
         if lost:
             logger().warning("ticks_lost", count=len(lost), error=str(lost[0]))
 
+    def stop(self) -> None:
+        """Nothing that it does takes long."""
+
     def close(self) -> None:
         """Wait for what is in flight."""
         self._shared.producer.close()

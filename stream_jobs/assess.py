@@ -15,15 +15,16 @@ from quality.score import Score
 from schemas.events import Assessment, Finding, Trajectory
 from schemas.ids import stable_id
 from schemas.named_function import reason_text
+from schemas.user_function import Find
 
 DIGITS = 4
 """More would be on every step, in the state of assemble too."""
 FINDINGS_MAX = 200
 
 
-def quality_rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules. Raises SettingsError naming the setting."""
-    return {run: rules_of_run(specs, f"jobs.quality_functions.{run}") for run, specs in configured.items()}
+def quality_rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
+    """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
+    return {run: rules_of_run(specs, f"jobs.quality_functions.{run}", find) for run, specs in configured.items()}
 
 
 def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int) -> Assessment:
@@ -70,7 +71,8 @@ def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
     elif isinstance(said, int | float):
         scores = [Score(said)]
     else:
-        scores = list(said)
+        # What comes from a child process is a plain list.
+        scores = [score if isinstance(score, Score) else Score(*score) for score in said]
     for score in scores:
         if not isinstance(score.value, int | float):
             raise TypeError(f"a score is a number, not {type(score.value).__name__}")

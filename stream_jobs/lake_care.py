@@ -126,7 +126,9 @@ class Caretaker:
             self._process = None
         if self._process is None and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._settings.lake.care_interval_s
-            self._process = subprocess.Popen([sys.executable, "-m", "stream_jobs.lake_care"], stdin=subprocess.PIPE)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "stream_jobs.lake_care"], stdin=subprocess.PIPE
+            )
             assert self._process.stdin is not None
             with self._process.stdin as stdin:  # not as arguments: those can be read by everyone
                 stdin.write(self._settings.model_dump_json().encode())

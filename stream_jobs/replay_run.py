@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,10 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
 
     Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
     """
-    cluster, answers = cluster_of(settings), Answers(settings)
+    cluster = cluster_of(settings)
     target = replay_settings(settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions)
     fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
-    with fresh.held():
+    with closing(Answers(settings)) as answers, fresh.held():
         begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order))
         if begun.result is not None:
             return {**begun.result, "was_done": True}

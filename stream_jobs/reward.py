@@ -14,14 +14,16 @@ from rewards.rule import Rule, rule_of
 from schemas.events import Reward, Trajectory
 from schemas.ids import stable_id
 from schemas.named_function import reason_text
+from schemas.user_function import Find
 
 SOURCE = "rule"
 
 
-def rules_of(configured: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules. Raises SettingsError naming the setting."""
+def rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
+    """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
     return {
-        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}") for spec in specs) for run, specs in configured.items()
+        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find) for spec in specs)
+        for run, specs in configured.items()
     }
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, KafkaError, Record, SourceTruncated
+from runtime.function_pool import PoolStopped
+from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
 from runtime.records import Decoder, dead_letter, decode_all, now_micros
 from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
@@ -91,8 +93,10 @@ class Gather:
 class Rewarder:
     """A job of `stream_jobs.app`. Every exception out of it must end the process."""
 
-    def __init__(self, settings: Settings, cluster: Cluster) -> None:
-        self.answers = Answers(settings)
+    def __init__(self, settings: Settings, cluster: Cluster, answers: Answers) -> None:
+        """answers: are closed with the job."""
+        self.answers = answers
+        self._threads = ThreadPoolExecutor(settings.functions.processes, "answers")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0
@@ -179,9 +183,11 @@ class Rewarder:
         for record, first in gather.given_up(records[-1]):
             buried.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
             whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
-        answers = await asyncio.to_thread(self._answers, whole)
+        try:
+            acks = await self._answer(whole)
+        except PoolStopped:
+            return {}  # the job ends: whoever reads on begins here again
         encode, send = self._decoder.codec.encode, self._producer.send_soon
-        acks = [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
         for record, reason, detail in buried:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
             acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
@@ -191,10 +197,36 @@ class Rewarder:
         await asyncio.gather(*acks)
         return {self._topics.trajectories: gather.done(records[-1].offset)}
 
+    async def _answer(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Ack]]:
+        """Send what the functions say of each; returns the acknowledgements. Raises PoolStopped.
+
+        Built-in functions answer on one thread. Of runs with functions of their users, as many trajectories are asked
+        about at once as there are child processes, and what is said of one is sent at once.
+        """
+        quick, slow = list[Trajectory](), list[Trajectory]()
+        for trajectory in trajectories:
+            (slow if self.answers.asks_children(trajectory.run_id) else quick).append(trajectory)
+        acks = self._send(await asyncio.to_thread(self._answers, quick)) if quick else []
+        loop = asyncio.get_running_loop()
+
+        async def ask(trajectory: Trajectory) -> None:
+            acks.extend(self._send(await loop.run_in_executor(self._threads, self._answers, [trajectory])))
+
+        await asyncio.gather(*map(ask, slow))
+        return acks
+
+    def _send(self, answers: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
+        encode, send = self._decoder.codec.encode, self._producer.send_soon
+        return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
+
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
-        """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there."""
+        """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there; or PoolStopped."""
         now = now_micros()
         return [answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)]
+
+    def stop(self) -> None:
+        """End the functions that run; the batch in hand is given up where it waits for one."""
+        self.answers.close()
 
     async def tick(self) -> None:
         """Look at what lies behind the last record. It may stay the last one for longer than the log is kept."""
@@ -203,4 +235,6 @@ class Rewarder:
 
     def close(self) -> None:
         """Wait for what is in flight."""
+        self.answers.close()
+        self._threads.shutdown()
         self._producer.close()

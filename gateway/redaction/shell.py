@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import importlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gateway.errors import RedactionUnusable
@@ -19,7 +18,9 @@ from gateway.redaction.rules import RULES, Rule
 from gateway.redaction.scan import Finder, Named, Scan
 from gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
 from schemas.events import Reward, SessionEvent, Step
+from schemas.named_function import is_own
 from schemas.settings import Settings
+from schemas.user_function import FunctionNotFound, load_function
 
 THREAD_BYTES = 256 * 1024
 """From this size on a record is redacted in a thread: below it, it takes less than the loop's other work."""
@@ -89,7 +90,7 @@ def redaction_of(settings: Settings, secret: bytes, failed: Callable[[], None]) 
         return None
     rules, finders = [], []
     for name in said.rules:
-        rule = _rule(name)
+        rule = _rule(name, settings.functions.folders)
         if isinstance(rule, Rule):
             rules.append(rule)
         else:
@@ -108,21 +109,17 @@ def redaction_of(settings: Settings, secret: bytes, failed: Callable[[], None]) 
     return Redaction(RuleRedactor(scan, vocabularies.of), vocabularies, failed)
 
 
-def _rule(name: str) -> Rule | Finder:
-    module, colon, function = name.partition(":")
-    if not colon:
+def _rule(name: str, folders: Sequence[Path]) -> Rule | Finder:
+    if not is_own(name):
         if name not in RULES:
             raise RedactionUnusable(
-                f"gateway.redaction.rules: {name!r} is no rule; there are {', '.join(RULES)}, and package.module:function"
+                f"gateway.redaction.rules: {name!r} is no rule; there are {', '.join(RULES)}, file.py:function and module:function"
             )
         return RULES[name]
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise RedactionUnusable(f"gateway.redaction.rules: {name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise RedactionUnusable(f"gateway.redaction.rules: {name!r} is no function")
-    return found  # type: ignore[no-any-return]
+        return load_function(name, folders)
+    except FunctionNotFound as error:
+        raise RedactionUnusable(f"gateway.redaction.rules: {name!r}: {error}") from error
 
 
 def _size(record: object) -> int:

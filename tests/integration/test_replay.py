@@ -233,7 +233,7 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     with pytest.raises(PrefixTaken, match="asked otherwise"):
         run_replay(with_policy(settings, batch_groups=5), Order("one"))
 
-    jobs = settings.jobs.model_copy(update={"reward_functions": {"*": ("tests_rewards:contrary@2",)}})
+    jobs = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/tests_rewards.py:contrary@2",)}})
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))

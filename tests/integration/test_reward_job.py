@@ -23,6 +23,7 @@ from schemas.codec import Codec
 from schemas.events import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
+from stream_jobs.answers import Answers
 from stream_jobs.rewarder import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
 from stream_jobs.trajectory import in_parts
 
@@ -190,7 +191,7 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
     (first, *_) = cluster.read_all(topics.trajectories, await_open=True)
 
     async def work() -> None:
-        running, started = Rewarder(settings, cluster), Rewarder(settings, cluster)
+        running, started = (Rewarder(settings, cluster, Answers(settings)) for _ in range(2))
         await running.assigned([0])
         await running.process(0, [first])
         await running.tick()
@@ -247,7 +248,8 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
 
     async def work() -> list[int]:
         jobs = settings.jobs.model_copy(update={"reward_functions": functions})
-        job = Rewarder(settings.model_copy(update={"jobs": jobs}), cluster)
+        tuned = settings.model_copy(update={"jobs": jobs})
+        job = Rewarder(tuned, cluster, Answers(tuned))
         await job.assigned([0])
         done = [(await job.process(0, batch))[topics.trajectories] for batch in batches]
         job.close()
@@ -273,3 +275,42 @@ def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
     with worker(settings, {"*": ("no_such@1",)}) as job:
         assert job.wait(180) == EXIT_SETTINGS
     assert "jobs.reward_functions.*: 'no_such@1': no built-in reward" in (settings.data_dir / "reward.log").read_text()
+
+
+def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    """The others are answered meanwhile; SIGTERM ends the worker although a function runs that nobody else would end."""
+    create_topics(cluster, settings)
+    topics, producer = settings.kafka.topics, cluster.producer()
+    functions = settings.functions.model_copy(update={"dirs": (ROOT / "tests",), "timeout_s": 3.0, "processes": 2})
+    limited = settings.model_copy(update={"functions": functions})
+    patient = settings.model_copy(update={"functions": functions.model_copy(update={"timeout_s": 3600.0})})
+    configured = {"run": ("own_functions.py:of_answers@1",), "*": ("exact_match@1",)}
+
+    def put(*said: Trajectory) -> None:
+        for one in said:
+            producer.put(topics.trajectories, one.trajectory_key.encode(), CODEC.encode(one))
+        producer.flush()
+
+    def answered() -> dict[str, tuple[float | None, str | None]]:
+        return {r.trajectory_id: (r.value, r.reason) for r in read(cluster, topics.rewards)}
+
+    with worker(limited, configured) as job:
+        put(
+            trajectory("a", "loop"),
+            trajectory("b", "crash"),
+            trajectory("c", "0.5"),
+            trajectory("d", "42", run="other"),
+        )
+        eventually(lambda: len(answered()) == 4, 180)
+        assert answered() == {"a": (None, "timeout"), "b": (None, "crashed"), "c": (0.5, None), "d": (1.0, None)}
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(180) == 0
+    with worker(patient, configured) as job:
+        put(trajectory("e", "0.25"), trajectory("f", "loop"))
+        eventually(lambda: "e" in answered(), 180)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(180) == 0, "it would have waited an hour"
+    assert "f" not in answered()
+    producer.close()

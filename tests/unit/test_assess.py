@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Finding, Trajectory, TrajectoryStep
 from schemas.named_function import of_run
+from schemas.user_function import load_function
 from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
+
+FIND = partial(load_function, folders=[])
 
 
 def trajectory(steps: int = 4, marked: int | None = None, **more: Any) -> Trajectory:
@@ -162,11 +166,11 @@ def only_short(t: Trajectory) -> float:
 
 
 def test_rules_of_the_settings() -> None:
-    rules = quality_rules_of({"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")})
+    rules = quality_rules_of({"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")}, FIND)
     (own,) = of_run(rules, "a")
     assert (str(own), own.revision) == ("only_short@3", 3) and callable(own.function)
     assert [str(r) for r in of_run(rules, "b")][-2:] == ["retried@1", "count@x"]
-    assert of_run(quality_rules_of({"a": ("length@1",)}), "b") == ()
+    assert of_run(quality_rules_of({"a": ("length@1",)}, FIND), "b") == ()
 
 
 @pytest.mark.parametrize(
@@ -180,11 +184,11 @@ def test_rules_of_the_settings() -> None:
 )  # fmt: skip
 def test_wrong_rules_are_settings_errors(specs: tuple[str, ...], why: str) -> None:
     with pytest.raises(SettingsError, match=why) as e:
-        quality_rules_of({"r": specs})
+        quality_rules_of({"r": specs}, FIND)
     assert str(e.value).startswith("setting jobs.quality_functions.r: ")
 
 
 def test_user_rule_by_name() -> None:
-    function: Callable[[Trajectory], Any] = rule_of(f"{__name__}:only_short@3", "s").function
+    function: Callable[[Trajectory], Any] = rule_of(f"{__name__}:only_short@3", "s", FIND).function
     assert function(trajectory(5)) == 0.5
     assert replace(trajectory(), run_id="x").run_id == "x"

@@ -330,6 +330,10 @@ def blob_of(store: BlobStore, data: bytes) -> bytes:
     return reference(Blob(field="f", url=store.url_of(digest), sha256=digest, size_bytes=len(data)))
 
 
+def find(target: str) -> Any:
+    raise AssertionError(f"{target} is built in")
+
+
 def test_reward_functions_see_what_lies_outside(tmp_path: Path) -> None:
     store = BlobStore(str(tmp_path))
     kept = a_trajectory(blob_of(store, b'{"gold":"42"}'), b'{"content":"1"}', blob_of(store, b'{"content":"42"}'))
@@ -351,7 +355,7 @@ def test_a_reference_that_was_made_up_reads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_can_not_be_asked_says_so() -> None:
-    (rule,) = rules_of({"r": ("exact_match@1",)})["r"]
+    (rule,) = rules_of({"r": ("exact_match@1",)}, find)["r"]
     reward = no_reward(a_trajectory(None), rule, 5, "no blob x")
     assert (reward.value, reward.reason, reward.trajectory_id) == (None, "no blob x", "t")
 

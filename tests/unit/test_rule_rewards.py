@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -15,7 +16,10 @@ from schemas.codec import Codec
 from schemas.errors import SettingsError
 from schemas.events import Tag, Trajectory, TrajectoryStep
 from schemas.named_function import of_run
+from schemas.user_function import load_function
 from stream_jobs.reward import rewards_of, rules_of
+
+FIND = partial(load_function, folders=[])
 
 
 def trajectory(answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any) -> Trajectory:
@@ -113,7 +117,7 @@ def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
 
 
 def test_configured_by_name_or_import_path_and_run() -> None:
-    rules = rules_of({"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")})
+    rules = rules_of({"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")}, FIND)
     assert [(r.name, r.version) for r in of_run(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
     assert [(r.name, r.version) for r in of_run(rules, "other")] == [("exact_match", "1")]
     assert of_run({}, "other") == ()
@@ -151,6 +155,7 @@ def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(raised: E
         "no.module:f@1",
         "math:nope@1",
         "math:pi@1",
+        "nowhere.py:f@1",
         ":f@1",
         "exact_match@9223372036854775808",
         "exact_match@" + "1" * 5000,
@@ -158,4 +163,4 @@ def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(raised: E
 )
 def test_wrong_names_are_settings_errors(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
-        rules_of({"r": (spec,)})
+        rules_of({"r": (spec,)}, FIND)

@@ -18,14 +18,13 @@ from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.errors import Unprocessable
 from gateway.scripted import Script
-from gateway.seed_reward import ComputeReward, trajectory_of
+from gateway.seed_reward import ComputeReward, Judge, trajectory_of
 from gateway.trial import Trial
 from gateway.trial import play as play_in
 from gateway.workers import WorkerTable
 from schemas.errors import SettingsError
-from schemas.events import Trajectory
 from schemas.settings import Settings
-from schemas.tokens import unpack_ids, unpack_logprobs
+from schemas.tokens import unpack_logprobs
 
 
 @pytest.fixture
@@ -135,15 +134,7 @@ def test_the_engine_stops_when_the_agent_leaves(play: Play) -> None:
     play(scenario, Script([HI], gate=gate))
 
 
-def by_turns(trajectory: Trajectory) -> dict[str, float]:
-    said = json.loads(trajectory.metadata_json or b"{}")
-    return {trajectory.steps[0].step_id: said["num_turns"] + said["extra_fields"]["bonus"]}
-
-
-def of_nothing(trajectory: Trajectory) -> None:
-    assert unpack_ids(trajectory.segments[1].token_ids) == [1]
-
-
+OWN = Path(__file__).parents[1] / "own_functions.py"
 ANSWER = {"prompt_ids": [0], "response_ids": [0, 1, 2, 3], "dataset_fields": {"reward_model": {"ground_truth": "42"}}}
 
 
@@ -166,23 +157,35 @@ def test_a_reward_is_computed_by_the_function_of_the_settings(play: Play, tokeni
     play(scenario, Script([HI]), compute_reward="last_number@2", tokenizer_path=tokenizer)
 
 
-def test_a_function_of_ones_own(play: Play, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rewards.last_number as module
-
-    monkeypatch.setattr(module, "by_turns", by_turns, raising=False)
-    monkeypatch.setattr(module, "of_nothing", of_nothing, raising=False)
-
+def test_a_function_of_ones_own(play: Play, tokenizer: Path) -> None:
     async def scenario(w: Trial) -> None:
         status, said = await post(w, "/compute_reward", ANSWER | {"num_turns": 3, "extra_fields": {"bonus": 0.5}})
         assert (status, said["reward_score"]) == (200, 3.5)
 
-    play(scenario, Script([HI]), compute_reward="rewards.last_number:by_turns@1", tokenizer_path=tokenizer)
+    play(scenario, Script([HI]), compute_reward=f"{OWN}:by_turns@1", tokenizer_path=tokenizer)
 
     async def nothing(w: Trial) -> None:
         status, said = await post(w, "/compute_reward", {"prompt_ids": [0], "response_ids": [1]})
         assert status == 422 and said["error"]["message"] == "of_nothing@1: gave None, which is no finite number"
 
-    play(nothing, Script([HI]), compute_reward="rewards.last_number:of_nothing@1", tokenizer_path=tokenizer)
+    play(nothing, Script([HI]), compute_reward=f"{OWN}:of_nothing@1", tokenizer_path=tokenizer)
+
+
+@pytest.mark.parametrize(("name", "why"), [("loops", "timeout"), ("crashes", "crashed"), ("fails", "ValueError: no")])
+def test_a_function_that_never_answers_costs_its_own_call_only(tmp_path: Path, name: str, why: str) -> None:
+    """It computes in a child process: the event loop goes on, and the next call is answered."""
+    limits = {"timeout_s": 0.2, "processes": 1}
+    settings = {"gateway": {"compute_reward": f"{OWN}:{name}@1"}, "functions": limits}
+    body = ComputeReward(prompt_ids=[0], response_ids=[1])
+
+    async def main() -> None:
+        judge = Judge(Settings.model_validate({**settings, "data_dir": tmp_path}), lambda _: "42")
+        for _ in range(2):
+            with pytest.raises(Unprocessable, match=f"{name}@1: {why}"):
+                await judge.judge(body, "run")
+        judge.close()
+
+    asyncio.run(main())
 
 
 def test_without_a_function_or_a_tokenizer_it_says_what_to_set(play: Play) -> None:

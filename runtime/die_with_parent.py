@@ -1,0 +1,39 @@
+"""The one way to start a process that must not outlive the process that starts it.
+
+`bonded(command)` is a command line that asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG) and then becomes the
+command: same pid, same standard streams. It needs nothing of the parent: no preexec_fn, which runs Python between fork and exec and may
+deadlock beside other threads. The kernel sends the signal when the *thread* that started the process ends, so a process is started by
+a thread that lives as long as the process should.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+# The parent may die before the kernel is asked: then it is another process that is the parent by now.
+_GUARD = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.stderr.write(f"cannot run {sys.argv[3]}: {error.strerror}\\n")
+    sys.exit(127)
+"""
+
+
+def bonded(command: Sequence[str], at_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return a command line that runs `command` and dies with this process.
+
+    Args:
+        command: The program, looked up on PATH, and its arguments.
+        at_parents_death: The signal that the kernel sends. SIGKILL ends every process; a process that is told to clean up by another
+            signal may take as long as it wants.
+    """
+    guard = (sys.executable, "-I", "-S", "-c", _GUARD)
+    return [*guard, str(os.getpid()), str(int(at_parents_death)), *command]

@@ -1,0 +1,110 @@
+"""Finds a user's function that settings name: `file.py:function` or `module:function`. One rule for every command.
+
+Files and modules are looked up in the folders of the settings: the working directory and the config file's folder. A
+file is loaded by its path, so its name may be that of a package of ours or of Python's. A module is imported, so one that
+another module of that name would hide is an error. The folders stand last on `sys.path`: they hide nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from schemas.errors import SchemaError
+
+Find = Callable[[str], Callable[..., Any]]
+"""`file.py:function` or `module:function` to the function. Raises FunctionNotFound."""
+
+
+class FunctionNotFound(SchemaError):
+    """A user's function is not where its name says, or its file cannot be loaded. The message says why."""
+
+
+def load_function(target: str, folders: Sequence[Path]) -> Callable[..., Any]:
+    """Load a user's function in this process.
+
+    Args:
+        target: `file.py:function` or `module:function`.
+        folders: where files and modules are looked up, the first one first.
+
+    Raises:
+        FunctionNotFound: there is none, or its file raises.
+    """
+    source, _, name = target.rpartition(":")
+    for folder in folders:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    module = _of_file(_path_of(source, folders)) if source.endswith(".py") else _of_module(source, folders)
+    if not hasattr(module, name):
+        raise FunctionNotFound(f"{module.__file__ or source} has no {name}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise FunctionNotFound(f"{name} of {module.__file__ or source} is not callable")
+    return function  # type: ignore[no-any-return]
+
+
+def _path_of(source: str, folders: Sequence[Path]) -> Path:
+    for folder in folders:
+        if (path := folder / source).is_file():  # an absolute one is itself, whatever the folder
+            return path.resolve()
+    raise FunctionNotFound(f"there is no file {source} in {', '.join(map(str, folders))}")
+
+
+def _of_file(path: Path) -> ModuleType:
+    name = f"clawstream_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what it imports beside it
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FunctionNotFound(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except MemoryError:
+        raise
+    except Exception as e:
+        del sys.modules[name]
+        raise FunctionNotFound(_told(e)) from e
+    return module
+
+
+def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
+    parts = name.split(".")
+    places = [folder.joinpath(*parts) for folder in folders]
+    files = [f for place in places for f in (place.with_name(f"{place.name}.py"), place / "__init__.py")]
+    meant = next((file for file in files if all(parts) and file.is_file()), None)
+    try:
+        module = importlib.import_module(name)
+    except MemoryError:
+        raise
+    except Exception as e:
+        if meant is None or not _is_hidden(parts[0], meant):
+            raise FunctionNotFound(_told(e)) from e
+        module = sys.modules[parts[0]]
+    if meant is not None and (module.__file__ is None or Path(module.__file__).resolve() != meant.resolve()):
+        raise FunctionNotFound(
+            f"{module.__name__} is {module.__file__ or 'built in'}, which hides {meant}: name the file, {meant.name}:..."
+        )
+    return module
+
+
+def _is_hidden(top: str, meant: Path) -> bool:
+    """Whether the package that was imported under the first name is another one than that of the file."""
+    place = getattr(sys.modules.get(top), "__file__", None)
+    return place is not None and not meant.resolve().is_relative_to(Path(place).resolve().parent)
+
+
+def _told(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if frame.filename.startswith("<") else f" ({frame.filename}, line {frame.lineno})"
+    return f"{type(error).__name__}: {error}{where}"
