@@ -24,7 +24,7 @@ from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 from stream_jobs.sql_format import Format, write
 
-_COMMAND = (sys.executable, "-m", "stream_jobs.sql_process")
+_COMMAND = (sys.executable, "-P", "-m", "stream_jobs.sql_process")
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
 """Address space is limited: allocators that reserve much of it in advance would use it up."""
 _END_S = 5.0

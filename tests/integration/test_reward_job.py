@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from tests_positions import tell
 
@@ -308,9 +309,10 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
         job.send_signal(signal.SIGTERM)
         assert job.wait(180) == 0
     with worker(patient, configured) as job:
-        put(trajectory("e", "0.25"), trajectory("f", "loop"))
-        eventually(lambda: "e" in answered(), 180)
+        begun = settings.data_dir / "begun"
+        put(trajectory("e", "wait", metadata_json=orjson.dumps({"begun": str(begun)})))
+        eventually(begun.exists, 180)
         job.send_signal(signal.SIGTERM)
         assert job.wait(180) == 0, "it would have waited an hour"
-    assert "f" not in answered()
+    assert "e" not in answered()
     producer.close()
