@@ -23,7 +23,7 @@ class StoredPosition:
 
     process: who reads. place: where it keeps this, e.g. `table steps`. topic: its name; ends in `*` when only the id is known.
     topic_id: the one stored; None: Kafka itself keeps this position and forgets it with the topic. offset: the next one to read.
-    flaw: why the position can't be read; then the other values say where that was found.
+    flaw: why the position can't be read or gone on from; then the other values say where that was found.
     """
 
     process: str

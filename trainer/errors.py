@@ -29,15 +29,23 @@ class CheckpointLost(TrainerError, SourceTruncated):
 
 
 class TopicReplaced(TrainerError):
-    """The ready-batches topic was deleted and made anew while it was read. The restart begins at its start."""
+    """The ready-batches topic was deleted while it was read. The restart holds the new one against its checkpoint."""
 
 
 class InvalidCheckpoint(TrainerError):
     """A checkpoint directory is incomplete, or a file of it is not the one that was written. An older one is taken."""
 
 
-class NotFinite(TrainerError):
-    """A gradient is infinite or not a number. The version in training is given up; nothing of it was published."""
+class OutOfMemory(TrainerError, MemoryError):
+    """The device or the machine has no memory for a pass. A restart begins the batch again, a few times."""
+
+
+class BatchNeverEnds(TrainerError, SettingsError):
+    """The training of one batch ended the process again and again, by memory or a kill. A setting has to change."""
+
+
+class BatchesReplaced(TrainerError, SourceTruncated):
+    """The ready batches were made anew, but weights were trained from the old ones: their numbers would not fit."""
 
 
 class TooFewMembers(TrainerError, SettingsError):

@@ -9,16 +9,22 @@ from statistics import fmean, pstdev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One optimiser step. loss: mean over its tokens. grad_norm: before clipping. truncated_tokens: ratio above the bound.
+    """One optimiser step. loss: mean over its tokens. grad_norm: before clipping. Both are None when it was skipped.
 
+    skipped: why the optimiser did not take the step: loss or gradient are not finite; None when it took it.
+    passed_tokens: those that went through the model, for rows without advantage need not. Of these: truncated_tokens,
+    whose ratio is above the bound, and now_at_zero, to which the policy gives probability zero and which are not trained.
     logp_diff: largest |trainer - sampled| over its tokens, logp_diff_same_version: over those sampled by exactly the weights
     that the trainer still had; None where that was not measured or there was no such token.
     """
 
     tokens: int
-    loss: float
-    grad_norm: float
+    passed_tokens: int
+    loss: float | None
+    grad_norm: float | None
+    skipped: str | None
     truncated_tokens: int
+    now_at_zero: int
     logp_diff: float | None
     logp_diff_same_version: float | None
 
@@ -30,10 +36,18 @@ class UpdateStats:
     steps: tuple[StepStats, ...]
     seconds: float
 
+    @property
+    def changed_weights(self) -> bool:
+        return any(step.skipped is None for step in self.steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """One trained batch. tokens: trained ones. foreign_rows: left out for token ids that the model does not have. staleness: sum over, and number of, tokens of known version."""
+    """One trained batch. tokens: trained ones.
+
+    foreign_rows: left out for token ids that the model does not have. sampled_at_zero: tokens left out for an infinite
+    recorded log-probability. staleness: sum over, and number of, tokens of known version.
+    """
 
     update: UpdateStats
     rewards: tuple[float, ...]
@@ -42,6 +56,7 @@ class BatchStats:
     tokens: int
     unrewarded: int
     foreign_rows: int
+    sampled_at_zero: int
     staleness: tuple[int, int]
     read_seconds: float
 
@@ -51,11 +66,11 @@ def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: floa
     steps = [step for batch in batches for step in batch.update.steps]
     rewards = [r for batch in batches for r in batch.rewards]
     known = sum(batch.staleness[1] for batch in batches)
-    seen = sum(step.tokens for step in steps)
+    passed = sum(step.passed_tokens for step in steps)
     found: dict[str, float | None] = {
-        "loss": fmean(step.loss for step in steps) if steps else None,
-        "grad_norm": fmean(step.grad_norm for step in steps) if steps else None,
-        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / seen if seen else None,
+        "loss": _mean(step.loss for step in steps),
+        "grad_norm": _mean(step.grad_norm for step in steps),
+        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / passed if passed else None,
         "reward_mean": fmean(rewards) if rewards else None,
         "reward_std": pstdev(rewards) if rewards else None,
         "staleness_mean": sum(batch.staleness[0] for batch in batches) / known if known else None,
@@ -73,11 +88,20 @@ def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: floa
             "rows_foreign": sum(batch.foreign_rows for batch in batches),
             "rows": sum(batch.rows for batch in batches),
             "tokens": sum(batch.tokens for batch in batches),
-            "optimizer_steps": len(steps),
+            "tokens_passed": passed,
+            "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),
+            "tokens_now_at_zero": sum(step.now_at_zero for step in steps),
+            "optimizer_steps": sum(step.skipped is None for step in steps),
+            "optimizer_steps_skipped": sum(step.skipped is not None for step in steps),
             "read_seconds": sum(batch.read_seconds for batch in batches),
             "train_seconds": sum(batch.update.seconds for batch in batches),
         }
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None
 
 
 def _largest(values: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory: loaded as float32 masters, saved in the dtype of each tensor that is wanted."""
+"""A model as a Hugging Face directory: loaded as float32 masters, saved in the dtypes wanted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 @dataclass(frozen=True, slots=True)
 class TensorDtypes:
-    """The dtypes in which a model is published: `main`, and by name those of the tensors that it keeps in another one."""
+    """The dtypes in which a model is published. others: by name, of tensors kept in another one."""
 
     main: torch.dtype
     others: Mapping[str, torch.dtype]
@@ -35,7 +35,7 @@ class TensorDtypes:
 
 
 def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
-    """Load a model as float32, whatever its files hold, for small updates are lost in a narrower dtype.
+    """Load a model as float32 whatever its files hold: a narrower dtype loses small updates.
 
     Returns:
         The model, and the dtypes that it has by its own configuration.
@@ -45,14 +45,16 @@ def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
     """
     if not (directory / "config.json").is_file():
         raise SettingsError(
-            f"setting trainer.model_path: {directory} is no Hugging Face model directory (no readable config.json in it)"
+            f"setting trainer.model_path: {directory} is no Hugging Face model directory "
+            "(no readable config.json in it)"
         )
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
         main, tensors = model.config.dtype, model.state_dict()
         own = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
-        return model.float(), TensorDtypes(main, {name: dtype for name, dtype in own.items() if dtype != main})
+        others = {name: dtype for name, dtype in own.items() if dtype != main}
+        return model.float(), TensorDtypes(main, others)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
         raise SettingsError(f"setting trainer.model_path: the model in {directory} can't be loaded: {e}") from e
 

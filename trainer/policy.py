@@ -14,7 +14,6 @@ from torch import Tensor
 from schemas.ids import parse_version
 from schemas.settings import TrainerSettings
 from trainer.batch import micro_batches, minibatches
-from trainer.errors import NotFinite
 from trainer.metrics import StepStats, UpdateStats
 from trainer.model_files import TensorDtypes, files_beside_the_weights, load_masters, save_masters, save_rounded
 from trainer.rows import Row
@@ -122,9 +121,16 @@ class Policy:
     def update(
         self, rows: Sequence[Row], batch_seq: int, loss: Loss, lr: float, parent_version: str | None
     ) -> UpdateStats:
-        """Train one batch. parent_version: the version whose weights these still are, None once updated since it.
+        """Train one batch: one optimiser step for each minibatch.
 
-        Raises NotFinite before a broken gradient reaches the weights.
+        A step whose loss or gradient is not finite is not taken: weights and optimiser stay as they were before it.
+
+        Args:
+            rows: of the batch.
+            batch_seq: the number of the batch; the shuffle depends on it.
+            loss: the policy loss of its algorithm.
+            lr: learning rate.
+            parent_version: the version whose weights these still are; None once they were updated since it.
         """
         began = time.perf_counter()
         for group in self.optimizer.param_groups:
@@ -132,39 +138,56 @@ class Policy:
         s = self.settings
         steps: list[StepStats] = []
         for part in minibatches(rows, s.minibatches, s.epochs, s.seed, batch_seq):
-            steps.append(self._step(part, loss, parent_version if not steps else None, batch_seq))
+            unchanged = all(step.skipped is not None for step in steps)
+            steps.append(self._step(part, loss, parent_version if unchanged else None))
         return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
 
-    def _step(self, rows: Sequence[Row], loss: Loss, parent_version: str | None, batch_seq: int) -> StepStats:
-        """One optimiser step; the loss is the mean over the trained tokens of `rows`."""
+    def _step(self, rows: Sequence[Row], loss: Loss, parent_version: str | None) -> StepStats:
+        """Take one optimiser step; the loss is the mean over the trained tokens of `rows`.
+
+        Rows without advantage count in that mean, but add nothing to loss or gradient: they spare the passes.
+        """
         s = self.settings
         tokens = sum(row.trained_tokens for row in rows)
-        total, truncated, differences = 0.0, 0, Differences(parent_version)
-        self.optimizer.zero_grad(set_to_none=True)
-        for part in micro_batches(rows, s.micro_batch_tokens):
+        learned = [row for row in rows if row.advantage != 0.0]
+        total, truncated, now_at_zero, differences = 0.0, 0, 0, Differences(parent_version)
+        self._clear_gradients(zeros=not learned)
+        for part in micro_batches(learned, s.micro_batch_tokens):
             sampled, advantages = self._recorded(part)
             logprobs = self.logprobs(part)
-            losses = loss(logprobs, sampled, advantages, s.is_truncation)
+            # Minus infinity times a ratio of zero is not a number. Such a token has no gradient that could be followed.
+            at_zero = torch.isneginf(logprobs.detach())
+            possible = logprobs.masked_fill(at_zero, 0.0)
+            losses = loss(possible, sampled, advantages, s.is_truncation).masked_fill(at_zero, 0.0)
             mean = losses.sum() / tokens
             mean.backward()  # type: ignore[no-untyped-call]
             total += mean.item()
-            difference = logprobs.detach() - sampled
+            difference = (logprobs.detach() - sampled).masked_fill(at_zero, 0.0)
             truncated += int((difference > math.log(s.is_truncation)).sum())
+            now_at_zero += int(at_zero.sum())
             differences.add(part, difference)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm).item()
-        if not math.isfinite(norm):
-            raise NotFinite(
-                f"gradient norm {norm} in batch {batch_seq}: look at its log-probabilities, lower trainer.lr"
-            )
-        self.optimizer.step()
+        finite = math.isfinite(total) and math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
         return StepStats(
             tokens=tokens,
-            loss=total,
-            grad_norm=norm,
+            passed_tokens=sum(row.trained_tokens for row in learned),
+            loss=total if finite else None,
+            grad_norm=norm if finite else None,
+            skipped=None if finite else f"loss {total}, gradient norm {norm}",
             truncated_tokens=truncated,
+            now_at_zero=now_at_zero,
             logp_diff=differences.largest,
             logp_diff_same_version=differences.largest_same_version,
         )
+
+    def _clear_gradients(self, *, zeros: bool) -> None:
+        """Forget the gradients. zeros: with them as numbers, so that AdamW takes a step that only goes on as before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if zeros:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
 
     def _recorded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Sampled log-probabilities and advantages of the trained tokens, row after row: two tensors of shape (tokens,)."""

@@ -8,6 +8,7 @@ trainable step is trained exactly once, and a linear conversation is one row.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +36,8 @@ class Row:
     mask: the token was sampled by the policy, not redacted, and is trained in this row. logprobs: at sampling time, 0.0 where
     the mask is off. versions: which weight version sampled trained tokens, as index ranges of this row; gaps: not known.
     temperatures: at which the trained tokens are scored; gaps: their steps do not say.
-    advantage: the same for all its tokens.
+    advantage: the same for all its tokens. sampled_at_zero: tokens that are not trained because their recorded
+    log-probability is infinite: nothing that has probability zero is sampled, so the number says nothing.
     """
 
     trajectory_id: str
@@ -45,6 +47,7 @@ class Row:
     versions: tuple[VersionSpan, ...]
     advantage: float
     temperatures: tuple[TemperatureSpan, ...] = ()
+    sampled_at_zero: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -53,12 +56,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """A batch, ready for the model. rewards: training reward of each trained member. unrewarded: members without one."""
+    """A batch, ready for the model. rewards: training reward of each trained member. unrewarded: members without one.
+
+    sampled_at_zero: number of tokens without a usable log-probability (see `Row`), by trajectory; none are left out here.
+    """
 
     rows: tuple[Row, ...]
     rewards: tuple[float, ...]
     groups: int
     unrewarded: tuple[str, ...]
+    sampled_at_zero: Mapping[str, int]
 
     @property
     def trained_tokens(self) -> int:
@@ -74,6 +81,7 @@ def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], adv
     rows: list[Row] = []
     rewards: list[float] = []
     unrewarded: list[str] = []
+    sampled_at_zero: Counter[str] = Counter()
     groups = 0
     for group in batch.groups:
         rewarded = _rewarded(group, batch.reward_weights)
@@ -84,12 +92,20 @@ def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], adv
         by_member = dict(zip(rewarded, advantages(list(rewarded.values())), strict=True))
         for member in group.members:
             if member.trajectory_id in by_member:
-                rows += rows_of(
+                found = _paths(
                     trajectories[member.trajectory_id], member.untrainable_steps, by_member[member.trajectory_id]
                 )
+                sampled_at_zero[member.trajectory_id] += sum(row.sampled_at_zero for row in found)
+                rows += _with_trained_tokens(found)
         rewards += rewarded.values()
         groups += 1
-    return BatchRows(rows=tuple(rows), rewards=tuple(rewards), groups=groups, unrewarded=tuple(unrewarded))
+    return BatchRows(
+        rows=tuple(rows),
+        rewards=tuple(rewards),
+        groups=groups,
+        unrewarded=tuple(unrewarded),
+        sampled_at_zero=+sampled_at_zero,
+    )
 
 
 def within_vocabulary(rows: Sequence[Row], vocabulary: int) -> tuple[tuple[Row, ...], tuple[str, ...]]:
@@ -113,6 +129,15 @@ def rows_of(trajectory: Trajectory, untrainable_steps: Collection[str], advantag
     untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls untrainable. Raises
     PayloadUnreadable when the tree or a trainable segment is broken.
     """
+    return _with_trained_tokens(_paths(trajectory, untrainable_steps, advantage))
+
+
+def _with_trained_tokens(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if any(row.mask)]
+
+
+def _paths(trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float) -> list[Row]:
+    """Return a row for each path that has a trainable segment, also where no token of it can be trained."""
     steps = {step.index: step for step in trajectory.steps}
     segments, left_out = trajectory.segments, frozenset(untrainable_steps)
     _check_order(trajectory)
@@ -129,7 +154,7 @@ def rows_of(trajectory: Trajectory, untrainable_steps: Collection[str], advantag
         if path:
             rows.append(_row(trajectory, path, {i for i in path if trainable[i] and i not in done}, steps, advantage))
             done.update(path)
-    return [row for row in rows if any(row.mask)]
+    return rows
 
 
 def _trainable(
@@ -183,6 +208,7 @@ def _row(
     versions: list[VersionSpan] = []
     temperatures: list[TemperatureSpan] = []
     of_step: dict[int, int] = {}
+    sampled_at_zero = 0
     for index in path:
         segment = trajectory.segments[index]
         tokens = unpack_ids(segment.token_ids)
@@ -190,8 +216,10 @@ def _row(
         ids += tokens
         if index in trained and segment.step_index is not None and segment.logprobs is not None:
             sampled = unpack_logprobs(segment.logprobs)
-            mask += [not math.isnan(p) for p in sampled]  # NaN: redacted, it was not sampled and has none
-            logprobs += [0.0 if math.isnan(p) else p for p in sampled]
+            # NaN: redacted, it was not sampled and has none. An infinite one would weigh as much as the bound allows.
+            mask += [math.isfinite(p) for p in sampled]
+            logprobs += [p if math.isfinite(p) else 0.0 for p in sampled]
+            sampled_at_zero += sum(map(math.isinf, sampled))
             step = steps[segment.step_index]
             versions += _versions(segment, start, len(tokens), of_step.get(segment.step_index, 0), step)
             if step.logprobs_temperature is not None:
@@ -211,6 +239,7 @@ def _row(
         versions=tuple(versions),
         advantage=advantage,
         temperatures=tuple(temperatures),
+        sampled_at_zero=sampled_at_zero,
     )
 
 

@@ -12,10 +12,12 @@ from schemas.events import WeightVersion
 from schemas.ids import Version, parse_version
 from schemas.settings import Settings, TrainerSettings
 from trainer.advantages import ADVANTAGES
+from trainer.begun import Begun
 from trainer.checkpoint import Position, State, load, newest, save
 from trainer.ledger import Ledger
 from trainer.lineage import deletable, next_attempt, next_sync_index
 from trainer.losses import LOSSES
+from trainer.memory import naming_the_batch
 from trainer.metrics import BatchStats, version_metrics
 from trainer.policy import Policy, staleness
 from trainer.publish import export, manifest
@@ -47,6 +49,7 @@ class Run:
         self._settings, self._ledger, self._policy = settings, ledger, policy
         self._versions, self._attempt = versions, attempt
         self._window_start = position
+        self._begun = Begun(settings.checkpoint_dir / settings.run_id, position.topic_id)
 
     @property
     def sync_index(self) -> int:
@@ -67,7 +70,16 @@ class Run:
         return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
 
     def train(self, incoming: Incoming) -> None:
-        """Train one batch. The position moves behind it, in memory: it counts with the next version."""
+        """Train one batch. The position moves behind it, in memory: it counts with the next version.
+
+        Raises OutOfMemory, or BatchNeverEnds when that, or a kill, has come of it again and again.
+        """
+        batch = incoming.batch
+        with self._begun.training(batch.batch_seq), naming_the_batch(batch, self._settings.trainer):
+            self._train(incoming)
+        self.position = incoming.position
+
+    def _train(self, incoming: Incoming) -> None:
         batch, s = incoming.batch, self._settings.trainer
         estimate = ADVANTAGES[batch.algorithm]
         data = rows_of_batch(batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset))
@@ -81,9 +93,22 @@ class Run:
                 action="not trained; the engine serves another model than trainer.model_path, or an agent submitted such ids",
             )  # fmt: skip
         self._check_ids(rows, batch.batch_seq)
-        updated = any(stats.update.steps for stats in self.window)
+        if data.sampled_at_zero:
+            logger().warning(
+                "tokens_sampled_at_zero", batch_seq=batch.batch_seq, tokens=sum(data.sampled_at_zero.values()),
+                trajectories=list(data.sampled_at_zero)[:20],
+                action="not trained; the engine gave them an infinite log-probability",
+            )  # fmt: skip
+        updated = any(stats.update.changed_weights for stats in self.window)
         parent = self.head.version_id if self.head and not updated else None
         update = self._policy.update(rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
+        for number, step in enumerate(update.steps):
+            if step.skipped is not None:
+                logger().error(
+                    "update_skipped", batch_seq=batch.batch_seq, minibatch=number, reason=step.skipped,
+                    trajectories=list(dict.fromkeys(row.trajectory_id for row in rows))[:20],
+                    action="weights and optimiser stay as before it; look at its log-probabilities, lower trainer.lr",
+                )  # fmt: skip
         self.window.append(
             BatchStats(
                 update=update,
@@ -93,11 +118,11 @@ class Run:
                 tokens=sum(row.trained_tokens for row in rows),
                 unrewarded=len(data.unrewarded),
                 foreign_rows=len(data.rows) - len(rows),
+                sampled_at_zero=sum(data.sampled_at_zero.values()),
                 staleness=staleness(rows, self._settings.run_id, self.sync_index),
                 read_seconds=incoming.read_seconds,
             )
         )
-        self.position = incoming.position
 
     def publish(self) -> None:
         """Checkpoint, weights, manifest: the version counts from the last on. Raises Fenced when a newer trainer took over."""

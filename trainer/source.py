@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
 from runtime.records import Decoder, decode_all
-from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.events import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
 from schemas.settings import Settings
 from trainer.advantages import ADVANTAGES
 from trainer.checkpoint import Position
-from trainer.errors import BatchGap, TopicReplaced
+from trainer.errors import BatchesReplaced, BatchGap, TopicReplaced
 from trainer.losses import LOSSES
 from trainer.payload import read_payload
 
@@ -37,22 +36,33 @@ class Incoming:
 
 
 def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> Position:
-    """Where to read on: the stored position, or the start of today's topic when that is another one.
+    """Where to read on: the stored position, or the start of today's topic when nothing was trained yet.
 
-    Raises SourceTruncated when it is the same topic, but the position lies outside of it.
+    Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is another one.
     """
     if stored is not None and cluster.check_position(topic, stored.topic_id, stored.partition, stored.next_offset):
         return stored
-    today = Position(topic_id=cluster.topic_id(topic), partition=0, next_offset=0, next_batch_seq=0)
-    if stored is not None:
-        logger().warning(
-            "ready_batches_made_anew",
-            topic=topic,
-            stored_topic_id=stored.topic_id,
-            topic_id=today.topic_id,
-            action=f"the weights stay, batches begin at 0 again (they were at {stored.next_batch_seq})",
+    return start_of(topic, cluster.topic_id(topic), stored)
+
+
+def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
+    """The start of a topic for a trainer whose checkpoint names no position, or one in another topic of that name.
+
+    The batches of a new topic count from 0 again. Staleness is the number of the batch minus the index of the version that
+    sampled its tokens, so for weights that were trained further every batch would pass admission's gate, however stale.
+    And what the lost topic had decided would be decided, and trained, again.
+
+    Raises:
+        BatchesReplaced: something was trained from the other topic.
+    """
+    if stored is not None and stored.next_batch_seq > 0:
+        raise BatchesReplaced(
+            f"source truncated: {topic} was made anew. Weights were trained from batches 0 to {stored.next_batch_seq - 1} "
+            f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from 0 again, so their staleness "
+            "can't be judged for these weights. Restore the topic, or train on under another run_id with trainer.model_path "
+            "set to the published weights; run clawstream doctor"
         )
-    return today
+    return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
 
 
 def check(batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings) -> None:

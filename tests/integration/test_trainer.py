@@ -41,9 +41,10 @@ from schemas.events import (
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.topics import partition_of
-from trainer.errors import BatchGap, PayloadUnreadable
+from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
 from trainer.lineage import chain
 from trainer.loop import train
+from trainer.positions import positions
 
 NURSERY = """
 import json, os, sys
@@ -297,7 +298,7 @@ def test_payload_of_a_topic_made_anew_stops_the_trainer(feed: Feed, trained: Set
         train(trained, threading.Event())
 
 
-def test_a_ready_batches_topic_made_anew_is_read_from_its_start(
+def test_a_ready_batches_topic_made_anew_stops_a_trainer_that_has_trained(
     feed: Feed, trained: Settings, eventually: Eventually
 ) -> None:
     feed.write(feed.batch(0), feed.batch(1))
@@ -306,11 +307,11 @@ def test_a_ready_batches_topic_made_anew_is_read_from_its_start(
     eventually(lambda: not feed.cluster.topics(feed.topic))
     create_topics(feed.cluster, trained, [feed.topics.ready_batches_spec("r", "train")])
     feed.write(feed.batch(0))
-    train(until(trained, 3), threading.Event())
-    versions = feed.versions()
-    assert feed.ids() == ["0.0", "1.0", "2.0", "3.1"]
-    assert (versions[-1].first_batch_seq, versions[-1].last_batch_seq) == (0, 0)
-    assert versions[-1].batches_topic_id == feed.cluster.topic_id(feed.topic) != versions[-2].batches_topic_id
+    with pytest.raises(BatchesReplaced, match="batches 0 to 1 of topic id"):
+        train(until(trained, 3), threading.Event())
+    assert feed.ids() == ["0.0", "1.0", "2.0"]
+    flaws = [p.flaw for p in positions(trained, feed.cluster)]
+    assert flaws[1] is None and flaws[0] is not None and "another run_id" in flaws[0]
 
 
 def test_a_topic_that_ends_before_the_position_stops_the_trainer(feed: Feed, trained: Settings) -> None:

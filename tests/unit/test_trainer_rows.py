@@ -210,6 +210,19 @@ def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
     assert (data.rewards, data.groups, data.unrewarded) == ((2.0, 0.0, 10.0, 10.0), 2, ())
 
 
+@pytest.mark.parametrize("logprob", [float("-inf"), float("inf")])
+def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(logprob: float) -> None:
+    """Minus infinity would weigh as much as the bound of the ratio allows."""
+    some = Segment(parent=0, step_index=0, token_ids=pack_ids([3, 4]), logprobs=pack_logprobs([-0.5, logprob]))
+    alone = Segment(parent=0, step_index=0, token_ids=pack_ids([3]), logprobs=pack_logprobs([logprob]))
+    payload = {name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))}
+    group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
+    found = rows_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
+    (row,) = found.rows
+    assert (row.trajectory_id, row.mask, row.logprobs) == ("a", (False, True, False), (0.0, -0.5, 0.0))
+    assert found.sampled_at_zero == {"a": 1, "b": 1}, "of the second nothing else is left"
+
+
 def test_a_missing_reward_is_never_zero() -> None:
     payload = {n: trajectory([env([1]), said([2], 0, 0)], [step(0)], n) for n in "abcde"}
     groups = (

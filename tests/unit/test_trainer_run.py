@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from structlog.testing import capture_logs
 
 from demo.model import make_random_model
 from rollout.engine import Served, read_layout, stage
-from runtime.kafka import Fenced, SourceTruncated
+from runtime.kafka import Fenced, SourceTruncated, Unavailable
+from runtime.lifecycle import EXIT_CRASH, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from schemas.errors import SettingsError
 from schemas.events import (
     BatchGroup,
@@ -32,13 +35,14 @@ from schemas.events import (
 from schemas.ids import Version, parse_version
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
+from trainer.begun import MOST, Begun
 from trainer.checkpoint import Position, read
-from trainer.errors import CheckpointLost, InvalidCheckpoint
+from trainer.errors import BatchesReplaced, BatchNeverEnds, CheckpointLost, InvalidCheckpoint, OutOfMemory
 from trainer.ledger import MemoryLedger
 from trainer.lineage import chain, deletable, next_sync_index
 from trainer.loop import check_settings
 from trainer.run import Run, open_run
-from trainer.source import Incoming
+from trainer.source import Incoming, start_of
 from trainer.version_dir import INFO, new_directory, sha256, verify
 
 GROUPS, MEMBERS = 2, 3
@@ -69,13 +73,9 @@ def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:
     )
 
 
-def start_of(topic_id: str) -> Position:
-    return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
-
-
 def locate(topic_id: str, stored: Position | None) -> Position:
-    """As the source does it: another topic id starts at its start."""
-    return stored if stored is not None and stored.topic_id == topic_id else start_of(topic_id)
+    """As the source does it."""
+    return stored if stored is not None and stored.topic_id == topic_id else start_of("batches", topic_id, stored)
 
 
 def begin(s: Settings, ledger: MemoryLedger, topic_id: str = "topic") -> Run:
@@ -359,13 +359,82 @@ def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(tmp_p
     assert ids(wiped) == ["0.1", "1.1", "2.2"]
 
 
-def test_a_batches_topic_made_anew_keeps_the_weights_and_begins_at_its_start(tmp_path: Path, model_dir: Path) -> None:
+def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(tmp_path: Path, model_dir: Path) -> None:
+    """Its batches count from 0 again: for weights of version 2 the staleness of any of them would be negative."""
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 1)
-    go(begin(s, ledger, "topic2"), 0, 0)
-    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.1"]
-    assert batches(ledger.published)[-1] == (0, 0)
-    assert [v.batches_topic_id for v in ledger.published] == ["topic", "topic", "topic", "topic2"]
+    begin(s, ledger)
+    run = begin(s, ledger, "topic2")
+    assert run.position == start_of("batches", "topic2", None), "nothing was trained: the new topic will do"
+    go(run, 0, 1)
+    with pytest.raises(BatchesReplaced, match=r"batches 0 to 1 of topic id topic2; today's id is topic3") as raised:
+        begin(s, ledger, "topic3")
+    assert exit_code(raised.value) == EXIT_SOURCE
+    assert ids(ledger) == ["0.0", "1.1", "2.1"]
+
+
+def no_memory(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to ..."
+    )
+
+
+def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
+    go(begin(s, ledger), 0, 0)
+    for _ in range(MOST):
+        run = begin(s, ledger)
+        run._policy.model.register_forward_pre_hook(no_memory)
+        with pytest.raises(OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384") as raised:
+            run.train(incoming(1))
+        assert exit_code(raised.value) == EXIT_CRASH, "restarted"
+    with pytest.raises(BatchNeverEnds, match=r"trainer\.micro_batch_tokens: .* batch 1 was begun 5 times") as last:
+        begin(s, ledger).train(incoming(1))
+    assert exit_code(last.value) == EXIT_SETTINGS, "not restarted"
+    go(begin(s, ledger), 1, 1)  # the operator has changed something
+    assert batches(ledger.published)[-1] == (1, 1)
+    assert not (s.checkpoint_dir / "r" / "begun.json").exists()
+
+
+def test_a_kill_in_training_counts_and_an_error_of_another_kind_does_not(tmp_path: Path) -> None:
+    for _ in range(MOST + 1):
+        with pytest.raises(Unavailable), Begun(tmp_path, "topic").training(7):
+            raise Unavailable("Kafka is away")
+    killed = []  # a block that is entered and never left is what a kill leaves
+    for _ in range(MOST):
+        begun = Begun(tmp_path, "topic")
+        with begun.training(6):
+            pass  # the batch before it is trained again each time
+        killed.append(begun.training(7))
+        killed[-1].__enter__()
+    with pytest.raises(BatchNeverEnds, match="batch 7 was begun 5 times"), Begun(tmp_path, "topic").training(7):
+        pass
+    with Begun(tmp_path, "topic").training(7):
+        pass
+
+
+@pytest.mark.parametrize("kept", ['{"topic_id": "topic", "begun": {"7": 5}}', "{"])
+def test_counts_of_another_topic_or_unreadable_ones_are_forgotten(tmp_path: Path, kept: str) -> None:
+    (tmp_path / "begun.json").write_text(kept)
+    with Begun(tmp_path, "another").training(7):
+        pass
+
+
+def test_a_batch_that_is_not_finite_is_passed_over_and_said(tmp_path: Path, model_dir: Path) -> None:
+    s, ledger = settings(tmp_path, model_dir, minibatches=1), MemoryLedger()
+    run = begin(s, ledger)
+    handle = run._policy.model.lm_head.register_forward_hook(lambda _, __, logits: logits * math.nan)
+    with capture_logs() as logs:
+        go(run, 0, 0)
+    handle.remove()
+    (said,) = [line for line in logs if line["event"] == "update_skipped"]
+    assert (said["batch_seq"], said["reason"]) == (0, "loss nan, gradient norm nan")
+    initial, skipped = ledger.published
+    assert weights_sha(initial) == weights_sha(skipped)
+    assert (skipped.metrics["optimizer_steps"], skipped.metrics["optimizer_steps_skipped"]) == (0.0, 1.0)
+    assert "loss" not in skipped.metrics and all(map(math.isfinite, skipped.metrics.values()))
+    go(run, 1, 1)
+    assert batches(ledger.published) == [(None, None), (0, 0), (1, 1)]
+    assert ledger.published[-1].metrics["optimizer_steps"] == 1.0
 
 
 def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_expects(
@@ -422,7 +491,7 @@ def test_a_checkpoint_of_another_version_is_not_taken(tmp_path: Path, model_dir:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     begin(s, ledger)
     directory = s.checkpoint_dir / "r" / "0.0"
-    assert read(directory, "r/0.0").position == start_of("topic")
+    assert read(directory, "r/0.0").position == start_of("batches", "topic", None)
     with pytest.raises(InvalidCheckpoint, match=r"r/0\.0, not of r/0\.1"):
         read(directory, "r/0.1")
 

@@ -20,7 +20,7 @@ from schemas.errors import SettingsError
 from schemas.events import VersionSpan
 from schemas.settings import TrainerSettings
 from trainer.advantages.grpo import grpo
-from trainer.errors import NotFinite, TooFewMembers
+from trainer.errors import TooFewMembers
 from trainer.losses.truncated_is import truncated_is
 from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
 from trainer.model_files import TensorDtypes, load_masters, save_rounded
@@ -219,12 +219,68 @@ def test_differences_are_measured_before_the_first_update_only(model_dir: Path) 
     assert alone.logp_diff is not None and alone.logp_diff_same_version is None, "no token of the version: absent"
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(model_dir: Path) -> None:
-    policy = Policy(model_dir, settings())
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    with pytest.raises(NotFinite, match="batch 7"):
-        policy.update([row((2, 9, 10), "001", math.nan, 1.0)], 7, truncated_is, 1e-3, None)
-    assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters())
+def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_dir: Path) -> None:
+    """The broken row is alone in its minibatch: the other minibatches train as if the batch did not have it."""
+    policy, expected = (Policy(model_dir, settings(minibatches=2)) for _ in range(2))
+    good, broken = row((2, 9, 10, 11), "0011", -3.0, 1.0), row((2, 9, 10), "001", math.nan, 1.0)
+    update = policy.update([good, broken], 7, truncated_is, 1e-3, "r/3.0")
+    skipped, taken = sorted(update.steps, key=lambda step: step.skipped is None)
+    assert skipped.skipped == "loss nan, gradient norm nan"
+    assert (skipped.loss, skipped.grad_norm) == (None, None)
+    assert taken.skipped is None and update.changed_weights
+    expected.update([good], 7, truncated_is, 1e-3, None)
+    assert same_state(policy, expected)
+    assert not policy.update([broken], 8, truncated_is, 1e-3, None).changed_weights
+    assert same_state(policy, expected)
+
+
+def same_state(a: Policy, b: Policy) -> bool:
+    """Whether weights and optimiser are equal bit for bit."""
+    states = [[t for s in p.optimizer.state.values() for t in s.values()] for p in (a, b)]
+    weights = [list(p.model.parameters()) for p in (a, b)]
+    return all(torch.equal(x, y) for x, y in zip(weights[0] + states[0], weights[1] + states[1], strict=True))
+
+
+def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_counts_in_the_mean(model_dir: Path) -> None:
+    def without_token_12(_: torch.nn.Module, __: object, logits: torch.Tensor) -> torch.Tensor:
+        banned = torch.zeros(logits.shape[-1]).index_fill(0, torch.tensor([12]), -math.inf)
+        return logits + banned
+
+    policy, expected = (Policy(model_dir, settings()) for _ in range(2))
+    for p in (policy, expected):
+        p.model.lm_head.register_forward_hook(without_token_12)
+    (step,) = policy.update([row((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0").steps
+    assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
+    (other,) = expected.update([row((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0").steps
+    assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
+    assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8, 16384])
+def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_gradient(
+    model_dir: Path, micro_batch_tokens: int
+) -> None:
+    """Against the computation that passes them: an advantage too small for any float32 sum is an advantage."""
+    skipping, passing = (Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2))
+    idle = (row((2, 9, 10, 11), "0011", -3.0, 0.0), row((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0))
+    passed: list[int] = []
+    skipping.model.register_forward_pre_hook(
+        lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
+    )
+    (a,) = skipping.update([*ROWS, *idle], 0, truncated_is, 1e-3, None).steps
+    assert (sum(passed), a.passed_tokens) == (len(ROWS), a.tokens - 6)
+    (b,) = passing.update([*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None).steps
+    assert b.passed_tokens == b.tokens == a.tokens
+    assert (a.loss, a.grad_norm) == (pytest.approx(b.loss, rel=1e-5), pytest.approx(b.grad_norm, rel=1e-5))
+    for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max().item())
+    # A step without any advantage goes on with AdamW's momentum, as zeros for gradients do.
+    (a,) = skipping.update(idle, 1, truncated_is, 1e-3, None).steps
+    assert (a.loss, a.grad_norm, a.passed_tokens) == (0.0, 0.0, 0)
+    (b,) = passing.update([replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None).steps
+    assert b.passed_tokens == b.tokens
+    for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
@@ -331,14 +387,22 @@ def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
 
 
 def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measured() -> None:
-    first = StepStats(tokens=4, loss=1.0, grad_norm=2.0, truncated_tokens=1, logp_diff=0.5, logp_diff_same_version=None)
-    then = StepStats(tokens=4, loss=3.0, grad_norm=4.0, truncated_tokens=0, logp_diff=None, logp_diff_same_version=None)
+    first = StepStats(
+        tokens=4, passed_tokens=3, loss=1.0, grad_norm=2.0, skipped=None, truncated_tokens=1, now_at_zero=1, logp_diff=0.5,
+        logp_diff_same_version=None,
+    )  # fmt: skip
+    then = replace(first, loss=3.0, grad_norm=4.0, truncated_tokens=0, now_at_zero=0, logp_diff=None)
+    lost = replace(then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan")
     batch = BatchStats(
-        update=UpdateStats(steps=(first, then), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
-        unrewarded=0, foreign_rows=0, staleness=(4, 8), read_seconds=0.5,
+        update=UpdateStats(steps=(first, then, lost), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
+        unrewarded=0, foreign_rows=0, sampled_at_zero=5, staleness=(4, 8), read_seconds=0.5,
     )  # fmt: skip
     metrics = version_metrics([batch, batch], 1e-3, 0.25)
     assert metrics["loss"] == 2.0 and metrics["grad_norm"] == 3.0 and metrics["ratio_truncated_share"] == 1 / 8
+    assert (metrics["optimizer_steps"], metrics["optimizer_steps_skipped"]) == (4.0, 2.0)
+    assert (metrics["tokens_passed"], metrics["tokens_sampled_at_zero"], metrics["tokens_now_at_zero"]) == (16, 10, 2)
+    nothing_learned = version_metrics([replace(batch, update=UpdateStats(steps=(lost,), seconds=1.0))], 1e-3, 0.25)
+    assert "loss" not in nothing_learned and nothing_learned["optimizer_steps"] == 0.0
     assert (metrics["reward_mean"], metrics["reward_std"], metrics["staleness_mean"]) == (0.5, 0.5, 0.5)
     assert (metrics["tokens"], metrics["groups"], metrics["train_seconds"]) == (16.0, 2.0, 2.0)
     assert metrics["logp_max_abs_diff"] == 0.5 and "logp_max_abs_diff_same_version" not in metrics

@@ -1,0 +1,38 @@
+"""Running out of memory: how torch says it, and what the operator is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from schemas.events import ReadyBatch
+from schemas.settings import TrainerSettings
+from trainer.errors import OutOfMemory
+
+_CPU_ALLOCATOR = "can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says so. On a CPU torch raises a RuntimeError that only its text tells."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )
+
+
+@contextmanager
+def naming_the_batch(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[None]:
+    """Turn an out-of-memory error of the block into OutOfMemory: it names the batch, and what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"batch {batch.batch_seq} of {batch.trainable_tokens} trainable tokens needs more memory "
+            "than there is. Lower trainer.micro_batch_tokens (it is "
+            f"{settings.micro_batch_tokens}; one row is the least) or, for single rows that are too "
+            "long, admit.policy.max_trajectory_tokens; trainer.dtype=bfloat16 needs less. "
+            f"The error: {error}"
+        ) from error
