@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import orjson
+
 from gateway.errors import BusUnavailable, RecordTooLarge
 from runtime import kafka
 from runtime.telemetry import logger
@@ -20,12 +22,44 @@ QUEUE_KB = 256 * 1024
 """Memory for records that wait for their acknowledgement; what goes beyond is spooled."""
 
 
+POSITION_EVERY_S = 5.0
+"""How often it is asked where the log ends. What spooled records are judged by may be older by that: they count as older, which is safe."""
+PASSED_FOR_S = 10.0
+"""How long an answer to `passed_since` is used again: all segments of an outage ask about the same position."""
+
+
 class Message(NamedTuple):
     """One record, encoded."""
 
     topic: str
     key: bytes
     value: bytes
+
+
+class LogPosition(NamedTuple):
+    """Where the log of steps ended at some moment. ends: by partition."""
+
+    topic_id: str
+    ends: tuple[int, ...]
+
+    def dump(self) -> bytes:
+        """As JSON."""
+        return orjson.dumps([self.topic_id, list(self.ends)])
+
+    @classmethod
+    def load(cls, packed: bytes) -> LogPosition:
+        """What `dump` gave."""
+        topic_id, ends = orjson.loads(packed)
+        return cls(topic_id, tuple(ends))
+
+
+class Passed(NamedTuple):
+    """What has come to the log of steps since a position. seconds: from the first of these records to the newest, by the log's timestamps; so
+    the time in which the log took nothing right behind the position, because it was away, is none.
+    """
+
+    records: int
+    seconds: float
 
 
 Sent = Callable[[BusUnavailable | RecordTooLarge | None], None]
@@ -52,8 +86,13 @@ class Bus(Protocol):
         """
         ...
 
-    async def written_since(self, unix_s: float) -> int:
-        """Records that came to the log of steps since then, at least. Raises BusUnavailable."""
+    @property
+    def position(self) -> LogPosition | None:
+        """Where the log of steps ended when that was last seen; None: not seen yet."""
+        ...
+
+    async def passed_since(self, position: LogPosition) -> Passed:
+        """What has come to the log of steps since then. Raises BusUnavailable."""
         ...
 
 
@@ -69,6 +108,9 @@ class KafkaBus:
         self._topic_id: str | None = None
         self._ok_at = self._failed_at = float("-inf")
         self._uptime_s = 0.0
+        self._position: LogPosition | None = None
+        self._position_at = float("-inf")
+        self._passed: tuple[LogPosition, float, Passed] | None = None
         self._closed = threading.Event()
         # A daemon: a probe of a silent broker may hang for longer than a stop should take.
         self._prober = threading.Thread(target=self._probe, name="kafka-health", daemon=True)
@@ -82,8 +124,10 @@ class KafkaBus:
         while not self._closed.wait(PROBE_INTERVAL_S if self.reachable else PROBE_INTERVAL_S / 4):
             try:
                 # Both: only the metadata says that every partition has a leader, only the description has the id.
-                there = self._topic in self._cluster.topics(self._topic)
-                topic_id = self._cluster.topic_ids([self._topic]).get(self._topic) if there else None
+                partitions = self._cluster.topics(self._topic).get(self._topic)
+                topic_id = self._cluster.topic_ids([self._topic]).get(self._topic) if partitions else None
+                if partitions and topic_id is not None:
+                    self._look_where_it_ends(topic_id, partitions)
             except kafka.KafkaError:
                 continue
             if topic_id is not None:
@@ -94,6 +138,17 @@ class KafkaBus:
                 now = time.monotonic()
                 self._uptime_s += min(now - seen_at, SILENT_AFTER_S / 2)
                 self._ok_at = seen_at = now
+
+    def _look_where_it_ends(self, topic_id: str, partitions: int) -> None:
+        if topic_id == self._topic_id and time.monotonic() - self._position_at < POSITION_EVERY_S:
+            return
+        ends = self._cluster.ends(self._topic, range(partitions))
+        self._position = LogPosition(topic_id, tuple(ends[p] for p in range(partitions)))
+        self._position_at = time.monotonic()
+
+    @property
+    def position(self) -> LogPosition | None:
+        return self._position
 
     @property
     def reachable(self) -> bool:
@@ -123,11 +178,27 @@ class KafkaBus:
             self._failed_at = time.monotonic()
             sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}"))
 
-    async def written_since(self, unix_s: float) -> int:
-        try:
-            return await asyncio.to_thread(self._cluster.written_since, self._topic, int(unix_s * 1000))
-        except kafka.KafkaError as error:
-            raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}") from error
+    async def passed_since(self, position: LogPosition) -> Passed:
+        if self._passed is None or self._passed[0] != position or time.monotonic() - self._passed[1] > PASSED_FOR_S:
+            try:
+                passed = await asyncio.to_thread(self._ask_passed, position)
+            except kafka.KafkaError as error:
+                raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}") from error
+            self._passed = (position, time.monotonic(), passed)
+        return self._passed[2]
+
+    def _ask_passed(self, position: LogPosition) -> Passed:
+        """Of a topic that was made anew since then everything counts (blocking)."""
+        same = self._cluster.topic_id(self._topic) == position.topic_id
+        starts, ends = dict[int, int](), dict[int, int]()
+        for p, (low, end) in self._cluster.watermarks(self._topic, isolation="read_uncommitted").items():
+            start = max(low, position.ends[p]) if same and p < len(position.ends) else low
+            if start < end:
+                starts[p], ends[p] = start, end
+        first = self._cluster.timestamps_at(self._topic, starts)
+        newest = self._cluster.timestamps_at(self._topic, {p: ends[p] - 1 for p in first})
+        seconds = max([0, *(newest[p] - first[p] for p in newest)]) / 1000
+        return Passed(sum(ends[p] - start for p, start in starts.items()), seconds)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Wait for what is in flight, then end."""
@@ -138,8 +209,8 @@ class KafkaBus:
 class MemoryBus:
     """A log in memory. `messages` is everything acknowledged, in order.
 
-    reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time. others: how
-    many records other writers have put on it since whenever.
+    reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time. passed: what
+    has come to it since whenever.
     """
 
     def __init__(self) -> None:
@@ -148,7 +219,8 @@ class MemoryBus:
         self.acknowledges = True
         self.uptime_s = 0.0
         self.max_bytes = 10 * 1024 * 1024
-        self.others = 0
+        self.position: LogPosition | None = LogPosition("memory", (0,))
+        self.passed = Passed(0, 0.0)
         self.gate = asyncio.Event()
         self.gate.set()
         self._waiting: set[asyncio.Task[None]] = set()
@@ -173,5 +245,5 @@ class MemoryBus:
         self.messages.extend(messages)
         return None
 
-    async def written_since(self, unix_s: float) -> int:
-        return self.others
+    async def passed_since(self, position: LogPosition) -> Passed:
+        return self.passed

@@ -35,8 +35,6 @@ from schemas.topics import MAX_RECORD_BYTES
 Receipt = Literal["acknowledged", "spooled", "unconfirmed"]
 RETRY_S = 0.25
 """How often the drain looks whether Kafka is back."""
-YOUNG_S = 60.0
-"""A segment younger than this is sent without asking how far the log has gone meanwhile."""
 
 
 class _Recording:
@@ -81,7 +79,7 @@ class Journal:
     """Records, durably. acks=none answers before: see gateway.acks.
 
     blobs: None leaves large records as they are. max_behind, max_age_s: what makes a segment too old to be sent by itself, in records
-    written to the log since, and in seconds.
+    written to the log since, and in seconds of the log's time.
     """
 
     def __init__(
@@ -250,9 +248,8 @@ class Journal:
 
     async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
         try:
-            await asyncio.to_thread(
-                self._spool.append, [data for _, data in taken], any(recording.maybe_sent for recording, _ in taken)
-            )
+            maybe_sent = any(recording.maybe_sent for recording, _ in taken)
+            await asyncio.to_thread(self._spool.append, [data for _, data in taken], maybe_sent, self._bus.position)
         except (NotRecorded, OSError) as error:
             for recording, _ in taken:
                 self._give_up(recording, SpoolFailed(f"spool: {error}"))
@@ -302,7 +299,7 @@ class Journal:
             if found is None:
                 return True
             segment, messages = found
-            await asyncio.to_thread(self._spool.mark_sent, segment)
+            await asyncio.to_thread(self._spool.mark_sent, segment, self._bus.position)
         try:
             if messages:  # none: the disk has lost them all
                 await self._publish(messages)
@@ -351,16 +348,19 @@ class Journal:
         self._show()
 
     async def _too_old(self, segment: Segment) -> bool:
-        """Whether the lake may have forgotten the ids of what a segment holds, so that a second copy on the log would count twice."""
-        age_s = self._spool.age_s(segment)
-        if age_s > self._max_age_s:
-            return True
-        if age_s <= YOUNG_S or not segment.maybe_sent:
-            return False
+        """Whether assemble may have forgotten the trajectories of what a segment holds, or the lake the ids of it, so that a second copy on
+        the log would count twice. Judged by what has come to the log since; the own monotonic clock bounds it, a wall clock decides nothing.
+        """
+        if segment.position is None:  # not sent: Kafka was never seen before. Sent: the disk has lost it
+            return segment.maybe_sent
         try:
-            return await self._bus.written_since(segment.since - YOUNG_S) > self._max_behind
+            passed = await self._bus.passed_since(segment.position)
         except BusUnavailable:
             return False  # then sending fails as well
+        age_s = self._spool.age_s(segment)
+        if (passed.seconds if age_s is None else min(age_s, passed.seconds)) > self._max_age_s:
+            return True
+        return segment.maybe_sent and passed.records > self._max_behind
 
     async def _hold(self, segment: Segment) -> None:
         async with self._files:

@@ -1,9 +1,12 @@
 """The spool: records that Kafka did not acknowledge, on disk, in order, until it is back.
 
-A directory of append-only segments `<number>-<unix seconds of its first record>-<sync marker>.spool`, with `-sent` behind the marker once
-any of its records may have reached Kafka, by whatever way. How a record lies in them is `spool_frames`' business. A record counts once it
-is fsynced, and only then may its reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it
-again: ids make that harmless, and there is no stored position that could be wrong.
+A directory of append-only segments `<number>-<sync marker>.spool`, with `-sent` behind the marker once any of its records may have reached
+Kafka, by whatever way. How a record lies in them is `spool_frames`' business. A record counts once it is fsynced, and only then may its
+reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it again: ids make that harmless, and
+there is no stored position that could be wrong.
+
+A segment begins with the position at which the log of steps ended when its first record came, as far as that was known: how old it is
+is judged by what has come to the log since, not by a clock. It lies there twice, each in a frame of its own.
 
 What can't be read of a segment costs the records that it hits. Those that can be read are sent; then the file is not removed but moved,
 as it is, into the directory `damaged`, where `clawstream doctor` names it and `clawstream spool drain` sends what can be read by then. The
@@ -28,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.bus import Message
+from gateway.bus import LogPosition, Message
 from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
-from gateway.spool_frames import SYNC_BYTES, Scan, frame, scan
+from gateway.spool_frames import SYNC_BYTES, frame, scan
 from runtime.durable_file import fsync_path
 from runtime.telemetry import logger
 
@@ -40,7 +43,17 @@ DISK_RESERVE_BYTES = 1 << 20
 HELD, DAMAGED, REFUSED = "held", "damaged", "refused"
 READ_BYTES = 4096
 """Read at once where the disk does not give a whole file back."""
+_POSITION = Message("", b"position", b"")
+"""Topic and key of the frames that hold a segment's position on the log."""
 _REFUSED_SYNC = b"refused\xff"
+
+
+class Contents(NamedTuple):
+    """What is in a segment. position: where the log of steps ended when it began; None: not known."""
+
+    messages: list[Message]
+    unreadable_bytes: int
+    position: LogPosition | None
 
 
 class Damage(NamedTuple):
@@ -63,14 +76,21 @@ def sync_of(path: Path) -> bytes:
     """The marker of a segment, which its name says. Raises SpoolFailed when it is no name of a segment."""
     parts = path.stem.split("-")
     with suppress(ValueError, IndexError):
-        if len(sync := bytes.fromhex(parts[2])) == SYNC_BYTES:
+        if len(sync := bytes.fromhex(parts[1])) == SYNC_BYTES:
             return sync
     raise SpoolFailed(f"{path} is not named as a segment of a spool: its name holds what is needed to read it")
 
 
-def read_segment(path: Path) -> Scan:
-    """What can be read of a segment, and what can't. Raises OSError and SpoolFailed."""
-    return scan(_bytes_of(path), sync_of(path))
+def read_segment(path: Path) -> Contents:
+    """What can be read of a segment, and how much can't. Raises OSError and SpoolFailed."""
+    found = scan(_bytes_of(path), sync_of(path))
+    positions = [LogPosition.load(m.value) for m in found.messages if m.topic == _POSITION.topic]
+    messages = [m for m in found.messages if m.topic != _POSITION.topic]
+    return Contents(messages, found.unreadable_bytes, positions[0] if positions else None)
+
+
+def _position_frames(position: LogPosition, sync: bytes) -> bytes:
+    return 2 * frame(_POSITION._replace(value=position.dump()), sync)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -106,7 +126,7 @@ def _read(fd: int, length: int, at: int) -> bytes:
 def damaged_in(directory: Path) -> list[Damage]:
     """The damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
     found = [(path, read_segment(path)) for path in sorted((directory / DAMAGED).glob("*.spool"))]
-    return [Damage(path, len(scanned.messages), scanned.unreadable_bytes) for path, scanned in found]
+    return [Damage(path, len(contents.messages), contents.unreadable_bytes) for path, contents in found]
 
 
 def put_with_damaged(directory: Path, path: Path) -> Path:
@@ -149,17 +169,18 @@ def lock(directory: Path) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """One file of the spool. keys: how many records of each key it holds. unreadable: bytes of it, when it was last read."""
+    """One file of the spool. keys: how many records of each key it holds. unreadable: bytes of it, when it was last read.
+
+    position: where the log of steps ended when it began; None: not known. began: when that was, by the clock of `Spool`; None: an earlier
+    process made it.
+    """
 
     path: Path
     size: int = 0
     keys: Counter[bytes] = field(default_factory=Counter)
     unreadable: int = 0
-
-    @property
-    def since(self) -> float:
-        """When its first record came, unix seconds."""
-        return float(self.path.stem.split("-")[1])
+    position: LogPosition | None = None
+    began: float | None = None
 
     @property
     def maybe_sent(self) -> bool:
@@ -168,16 +189,17 @@ class Segment:
 
 
 class Spool:
-    """Bounded by max_bytes and by the free space of the disk. `open` before anything else. now: unix seconds."""
+    """Bounded by max_bytes and by the free space of the disk. `open` before anything else. now: a monotonic clock, seconds."""
 
     def __init__(
         self,
         directory: Path,
         max_bytes: int,
         segment_bytes: int = SEGMENT_BYTES,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory, self._max_bytes, self._segment_bytes, self._now = directory, max_bytes, segment_bytes, now
+        self._directory, self._max_bytes, self._segment_bytes = directory, max_bytes, segment_bytes
+        self._now = now
         self.segments: list[Segment] = []
         self._active: int | None = None  # file descriptor of the last segment while it takes records
         self._lock: int | None = None
@@ -205,26 +227,44 @@ class Spool:
         if not size:  # a crash came before the first record
             path.unlink()
             return None
-        scanned = read_segment(path)
-        segment = Segment(path, size, Counter(m.key for m in scanned.messages), scanned.unreadable_bytes)
-        if not scanned.messages:
+        found = read_segment(path)
+        keys = Counter(m.key for m in found.messages)
+        segment = Segment(path, size, keys, found.unreadable_bytes, found.position)
+        if found.messages:
+            return segment
+        if segment.unreadable:
             self._put_with_damaged(segment)
-            return None
-        return segment
+        else:  # its position is all there is
+            path.unlink()
+        return None
 
     def frame(self, message: Message) -> bytes:
         """A record as this process writes it: for `append`."""
         return frame(message, self._sync)
 
-    def age_s(self, segment: Segment) -> float:
-        """Seconds since its first record."""
-        return self._now() - segment.since
+    def age_s(self, segment: Segment) -> float | None:
+        """Seconds since its first record; None: it came to an earlier process."""
+        return None if segment.began is None else self._now() - segment.began
 
-    def mark_sent(self, segment: Segment) -> None:
-        """From now on some of its records may be on Kafka; durable when this returns. Raises OSError."""
+    def mark_sent(self, segment: Segment, position: LogPosition | None = None) -> None:
+        """From now on some of its records may be on Kafka; durable when this returns. Raises OSError.
+
+        position: where the log of steps ends now. A segment that began before its process had ever seen Kafka gets it: nothing of it was
+        sent before.
+        """
         if not segment.maybe_sent:
+            if segment.position is None and position is not None:
+                self._add_position(segment, position)
             segment.path = segment.path.rename(segment.path.with_name(segment.path.stem + "-sent.spool"))
             fsync_path(self._directory)
+
+    def _add_position(self, segment: Segment, position: LogPosition) -> None:
+        data = _position_frames(position, sync_of(segment.path))
+        with segment.path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        segment.position, segment.size = position, segment.size + len(data)
 
     def hold(self, segment: Segment) -> Path:
         """Put a segment aside for `clawstream spool drain`; gives where it lies now."""
@@ -285,11 +325,11 @@ class Spool:
         bound = self._max_bytes - self.size_bytes - self.held_bytes - self.damaged_bytes
         return max(0, min(bound, disk.f_bavail * disk.f_frsize - DISK_RESERVE_BYTES))
 
-    def append(self, batch: Sequence[bytes], maybe_sent: bool = False) -> None:
+    def append(self, batch: Sequence[bytes], maybe_sent: bool = False, position: LogPosition | None = None) -> None:
         """Frames onto disk: durable when this returns. Raises SpoolFull or SpoolFailed; then none of them is in the spool.
 
-        maybe_sent: some of them may be on Kafka; their segment says so before they are in it. The keys are counted by `count`, for
-        the owner knows them.
+        maybe_sent: some of them may be on Kafka; their segment says so before they are in it. position: where the log of steps ends, as far
+        as that is known: a new segment keeps it. The keys are counted by `count`, for the owner knows them.
         """
         data = b"".join(batch)
         if len(data) > self.free_bytes:
@@ -297,7 +337,9 @@ class Spool:
                 f"spool {self._directory}: {len(data)} bytes do not fit into {self.free_bytes} that are left"
             )
         try:
-            fd, segment = self._open_active(maybe_sent)
+            fd, segment = self._open_active(maybe_sent, position)
+            if not segment.size and segment.position is not None:
+                data = _position_frames(segment.position, self._sync) + data
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
@@ -320,18 +362,18 @@ class Spool:
             with suppress(OSError):
                 segment.path.unlink()
 
-    def _open_active(self, maybe_sent: bool) -> tuple[int, Segment]:
+    def _open_active(self, maybe_sent: bool, position: LogPosition | None) -> tuple[int, Segment]:
         if self._active is not None and self.segments[-1].size >= self._segment_bytes:
             self.seal()
         if self._active is None:
-            name = f"{self._next:012d}-{int(self._now())}-{self._sync.hex()}{'-sent' if maybe_sent else ''}.spool"
+            name = f"{self._next:012d}-{self._sync.hex()}{'-sent' if maybe_sent else ''}.spool"
             path = self._directory / name
             self._active = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-            self.segments.append(Segment(path))
+            self.segments.append(Segment(path, position=position, began=self._now()))
             self._next += 1
             fsync_path(self._directory)
         elif maybe_sent:
-            self.mark_sent(self.segments[-1])
+            self.mark_sent(self.segments[-1], position)
         return self._active, self.segments[-1]
 
     def count(self, keys: Iterable[bytes]) -> None:
@@ -352,10 +394,10 @@ class Spool:
             self.seal()
         segment = self.segments[0]
         # Fsynced, and perhaps not readable any more: then the disk has lost what was replied to.
-        scanned = read_segment(segment.path)
+        found = read_segment(segment.path)
         missing = max(0, segment.size - segment.path.stat().st_size)
-        segment.unreadable = max(segment.unreadable, missing + scanned.unreadable_bytes)
-        return segment, scanned.messages
+        segment.unreadable = max(segment.unreadable, missing + found.unreadable_bytes)
+        return segment, found.messages
 
     def remove(self, segment: Segment) -> None:
         """All of it that can be read is acknowledged: it goes, or to the damaged ones when something can't be read."""

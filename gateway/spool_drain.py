@@ -95,7 +95,7 @@ class _Work(NamedTuple):
         producer = self.cluster.producer()
         try:
             for path in paths:
-                messages, unreadable = read_segment(path)
+                messages, unreadable_bytes, _ = read_segment(path)
                 for topic in {m.topic for m in messages} - asked:
                     self.check_not_behind(self.settings, self.cluster, topic)
                     asked.add(topic)
@@ -108,7 +108,7 @@ class _Work(NamedTuple):
                     else:
                         producer.put(*fitting)
                 producer.flush()
-                if unreadable:
+                if unreadable_bytes:
                     put_with_damaged(directory, path)
                 else:
                     path.unlink()

@@ -17,7 +17,7 @@ from tests_ports import free_port
 from tests_up import call
 
 from gateway.blobs import Blobs
-from gateway.bus import KafkaBus, Message
+from gateway.bus import KafkaBus, LogPosition, Message, Passed
 from gateway.journal import Journal
 from gateway.metrics import Metrics
 from gateway.spool import Spool
@@ -255,6 +255,43 @@ def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: 
     asyncio.run(body())
 
 
+# ---------------------------------------------------------------- how old a spool is
+
+
+def test_the_log_says_what_has_come_to_it_since_a_position(settings: Settings, cluster: Cluster) -> None:
+    topic = f"{settings.kafka.topic_prefix}.aged"
+    cluster.create_topic(topic, 2, {"message.timestamp.type": "LogAppendTime"})
+    producer = cluster.producer()
+
+    def put(partition: int, count: int) -> None:
+        for n in range(count):
+            producer.put(topic, None, b"%d" % n, partition=partition)
+        producer.flush()
+
+    async def body() -> tuple[LogPosition, Passed, Passed, Passed]:
+        put(0, 4)
+        bus = KafkaBus(cluster, topic, produce_timeout_s=3.0)
+        bus.start()
+        await wait(lambda: bus.position)
+        position = bus.position
+        assert position is not None
+        nothing = await bus.passed_since(position)
+        await asyncio.to_thread(put, 0, 2)
+        await asyncio.to_thread(put, 1, 3)
+        await asyncio.to_thread(put, 0, 1)
+        some = await bus.passed_since(position._replace(ends=(5, 0)))
+        made_anew = await bus.passed_since(position._replace(topic_id="another"))
+        await asyncio.to_thread(bus.close)
+        return position, nothing, some, made_anew
+
+    position, nothing, some, made_anew = asyncio.run(body())
+    producer.close()
+    assert (position, nothing) == (LogPosition(cluster.topic_id(topic), (4, 0)), Passed(0, 0.0))
+    times = [[r.timestamp_ms for r in cluster.read_all(topic, p)] for p in (0, 1)]
+    assert some == Passed(5, max(times[0][-1] - times[0][5], times[1][-1] - times[1][0]) / 1000)
+    assert made_anew == Passed(10, max(t[-1] - t[0] for t in times) / 1000)
+
+
 # ---------------------------------------------------------------- clawstream spool drain
 
 
@@ -278,7 +315,7 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     directory = small.spool_dir / "gateway-0"
     for name, first, last in (("held", 0, 2), (".", 2, 3), ("held", 10, 12), (".", 12, 14)):
         (directory / name).mkdir(parents=True, exist_ok=True)
-        path = directory / name / f"{first + 1:012d}-1000000-{SYNC.hex()}-sent.spool"
+        path = directory / name / f"{first + 1:012d}-{SYNC.hex()}-sent.spool"
         path.write_bytes(b"".join(frame(encoded(small, s), SYNC) for s in steps[first:last]))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the disk has damaged the last record

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from tests_spool import append, drain, files, journal, note, open_spool, records_in, sample, size_of, wait_for
 
-from gateway.bus import MemoryBus, Message
+from gateway.bus import LogPosition, MemoryBus, Message, Passed
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool
+from gateway.spool import Spool, read_segment
 from gateway.spool_frames import SYNC_BYTES, scan
 
 
@@ -97,7 +97,7 @@ def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
     async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+        bus.reachable, bus.position = False, None  # Kafka was never seen: a segment has nothing but its records
         with it.reserve(50), pytest.raises(NoRoom), it.reserve(51):
             pass
         with it.reserve(100):
@@ -180,7 +180,7 @@ def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> 
 
 
 class At:
-    """A clock that is set."""
+    """A monotonic clock that is set."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -196,7 +196,8 @@ def lives(directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal
         metrics = Metrics()
         for body in bodies:
             metrics = Metrics()
-            it = Journal(bus, Spool(directory, 10_000, now=clock), metrics, max_behind=100, max_age_s=3600)
+            spool = Spool(directory, 10_000, now=clock)
+            it = Journal(bus, spool, metrics, max_behind=100, max_age_s=3600)
             await it.start()
             await body(it)
             await it.close()
@@ -210,17 +211,16 @@ def held(directory: Path) -> list[Message]:
 
 
 @pytest.mark.parametrize(
-    ("age_s", "others", "was_sent", "sent_by_itself"),
+    ("log_s", "others", "was_sent", "sent_by_itself"),
     [
-        (50.0, 10**6, True, True),  # as young as this it is not asked
-        (600.0, 100, True, True),
+        (3600.0, 100, True, True),
         (600.0, 101, True, False),  # the lake may have forgotten the copy that may be there
         (600.0, 10**6, False, True),  # there is no copy
         (3601.0, 0, False, False),  # its trajectories are closed or forgotten
     ],
 )
-def test_a_segment_that_is_too_old_is_held_back(
-    tmp_path: Path, age_s: float, others: int, was_sent: bool, sent_by_itself: bool
+def test_a_segment_that_is_too_old_by_the_log_is_held_back(
+    tmp_path: Path, log_s: float, others: int, was_sent: bool, sent_by_itself: bool
 ) -> None:
     clock, bus = At(), MemoryBus()
 
@@ -231,20 +231,85 @@ def test_a_segment_that_is_too_old_is_held_back(
 
     async def after(it: Journal) -> None:
         bus.reachable = bus.acknowledges = True
-        bus.others = others
-        clock.now += age_s
+        bus.passed = Passed(others, log_s)
         await wait_for(lambda: not it.spooled_keys)  # the file goes first, in a thread
         assert await it.record([note(2)]) == "acknowledged", "what is held back holds nothing up"
 
     metrics = lives(tmp_path, clock, bus, before, after)
     assert bus.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
     assert held(tmp_path) == ([] if sent_by_itself else [note(1)])
-    assert sample(metrics, "spool_held_bytes") == (0 if sent_by_itself else size_of(note(1)))
+    assert (sample(metrics, "spool_held_bytes") == 0) == sent_by_itself
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_however_long_kafka_was_away_and_whatever_a_clock_did_meanwhile_all_of_the_spool_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    clock, bus = At(), MemoryBus()
+
+    async def before(it: Journal) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+        if not restarted:
+            await after(it)
+
+    async def after(it: Journal) -> None:
+        monkeypatch.setattr("time.time", lambda: 4e9)  # the machine's clock is put right, by decades
+        clock.now += 10**6  # and Kafka was away for days
+        bus.passed = Passed(3, 0.1)  # its log has just begun to go on
+        bus.reachable = True
+        await wait_for(lambda: not it.spooled_keys)
+
+    lives(tmp_path, clock, bus, before, *([after] if restarted else []))
+    assert bus.messages == [note(1)] and held(tmp_path) == []
+
+
+def test_a_jump_of_the_brokers_clock_does_not_make_a_segment_older_than_the_time_that_has_passed(
+    tmp_path: Path,
+) -> None:
+    clock, bus = At(), MemoryBus()
+
+    async def body(it: Journal) -> None:
+        bus.reachable = False
+        await it.record([note(1)])
+        clock.now += 60
+        bus.passed = Passed(3, 86400.0)
+        bus.reachable = True
+        await wait_for(lambda: not it.spooled_keys)
+
+    lives(tmp_path, clock, bus, body)
+    assert bus.messages == [note(1)] and held(tmp_path) == []
+
+
+def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent(tmp_path: Path) -> None:
+    clock, bus = At(), MemoryBus()
+
+    async def before(it: Journal) -> None:
+        bus.position, bus.reachable = None, False  # Kafka was never seen
+        await it.record([note(1)])
+
+    async def within(it: Journal) -> None:
+        bus.gate.clear()
+        bus.position, bus.reachable = LogPosition("memory", (0,)), True
+        await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
+        bus.reachable = False  # and dies: what it has sent is not known
+        bus.gate.set()
+
+    lives(tmp_path, clock, bus, before, within)
+    (path,) = tmp_path.glob("*-sent.spool")
+    assert read_segment(path).position == LogPosition("memory", (0,)), "known from when it was sent first"
+
+    async def after(it: Journal) -> None:
+        bus.reachable = True
+        await wait_for(lambda: not it.spooled_keys)
+
+    path.write_bytes(path.read_bytes()[: size_of(note(1))])  # the disk has lost the position
+    lives(tmp_path, clock, bus, after)
+    assert bus.messages == [] and held(tmp_path) == [note(1)]
 
 
 def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_path: Path) -> None:
-    clock, size = At(), size_of(note(1))
-    spool = Spool(tmp_path, 2 * size, now=clock)
+    spool = Spool(tmp_path, 2 * size_of(note(1)))
     spool.open()
     append(spool, note(1))
     path = spool.hold(spool.segments[0])
@@ -259,7 +324,7 @@ def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_p
 
 def test_numbers_are_never_used_again_while_a_segment_has_them(tmp_path: Path) -> None:
     for n in range(3):
-        spool = Spool(tmp_path, 10_000, now=At())
+        spool = Spool(tmp_path, 10_000)
         spool.open()
         append(spool, note(n))
         spool.hold(spool.segments[0])
@@ -300,20 +365,20 @@ def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, mo
             seen.append((durable, os.fstat(fd).st_size))
 
     monkeypatch.setattr(os, "fsync", watched)
-    spool, size = Spool(tmp_path, 10_000, now=At()), size_of(note(1))
+    spool, size = Spool(tmp_path, 10_000), size_of(note(1))
     spool.open()
     spool.append([spool.frame(note(1))])
     spool.append([spool.frame(note(2))], maybe_sent=True)
     spool.seal()
     spool.append([spool.frame(note(3))], maybe_sent=True)
     sync = spool.frame(note(1))[:SYNC_BYTES].hex()
-    first, second = f"000000000001-1000000-{sync}", f"000000000002-1000000-{sync}-sent.spool"
+    first, second = f"000000000001-{sync}", f"000000000002-{sync}-sent.spool"
     assert seen == [({f"{first}.spool"}, size), ({f"{first}-sent.spool"}, 2 * size),
                     ({f"{first}-sent.spool", second}, size)]  # fmt: skip
     spool.seal()
     spool.append([spool.frame(note(4))])
     spool.mark_sent(spool.segments[2])
-    assert f"000000000003-1000000-{sync}-sent.spool" in durable
+    assert f"000000000003-{sync}-sent.spool" in durable
     spool.close()
 
 

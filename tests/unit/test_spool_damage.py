@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests_spool import append, drain, files, journal, note, open_spool, sample, size_of, wait_for
 
-from gateway.bus import MemoryBus, Message
+from gateway.bus import LogPosition, MemoryBus, Message
 from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import DAMAGED, Spool, damaged_in, sync_of
+from gateway.spool import DAMAGED, Spool, damaged_in, read_segment, sync_of
 from gateway.spool_frames import SYNC_BYTES, frame, scan
 
 SYNC = b"\xf0marker\xf1"
@@ -137,6 +137,21 @@ def test_a_frame_inside_a_damaged_record_is_no_record(tmp_path: Path) -> None:
     again = open_spool(tmp_path)
     assert drain(again) == [note(1)]
     again.close()
+
+
+def test_a_flipped_byte_of_the_position_costs_nothing(tmp_path: Path) -> None:
+    position = LogPosition("AAAAAAAAAAAAAAAAAAAAAA", (17, 4))
+    spool = open_spool(tmp_path, segment_bytes=1 << 20)
+    spool.append([spool.frame(m) for m in RECORDS], position=position)
+    spool.close()
+    (file,) = tmp_path.glob("*.spool")
+    whole = file.read_bytes()
+    for at in range(len(whole) - len(WHOLE)):
+        data = bytearray(whole)
+        data[at] ^= 0xFF
+        file.write_bytes(data)
+        found = read_segment(file)
+        assert (found.messages, found.position) == (RECORDS, position), f"byte {at}"
 
 
 def test_two_processes_have_two_markers(tmp_path: Path) -> None:
