@@ -46,7 +46,7 @@ from stream_jobs.checkpoint import CheckpointFile, Mark
 from stream_jobs.equal_rewards import EqualRewards
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
-from stream_jobs.journal_start import check_whole
+from stream_jobs.journal_start import check_not_anew, check_whole
 from stream_jobs.ledger import Ledger, Past, past_of
 from stream_jobs.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
 from stream_jobs.policy_log import RunLog
@@ -106,6 +106,9 @@ class Desk:
         past = past_of(records(), self._source.topic_id, low, ledger)
         if last is not None:
             self._mark = Mark.of(self._journal_id, last.offset, last.value)
+        elif self._mark is None and self._channel == "train":  # `val` has no staleness gate
+            weights = self._topics.weights
+            check_not_anew(self._cluster, self._decoder, weights, self._run, self._journal_topic, self._journal_id)
         topic, partition = self._at
         if past.renewed:
             self._log.warning("candidates_made_anew", topic=topic, topic_id=self._source.topic_id, next=past.next_seq)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests_admit import cand, policy
 
 from runtime.kafka import Cluster
+from runtime.lifecycle import EXIT_SOURCE, exit_code
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
-from schemas.events import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick
+from schemas.events import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs.admission import POLL_RECORDS, PUT_MOST, Desk, publish_policy
 from stream_jobs.checkpoint import WORTH_IT, Mark, written
+from stream_jobs.errors import UnreadableJournal
 from stream_jobs.ledger import Ledger
 from stream_jobs.policy_log import STRAYS_MOST, PolicyLog
 
@@ -95,6 +98,28 @@ def read_on(desk: Desk) -> None:
     while desk.position < desk.end:
         assert time.monotonic() < deadline
         desk.step(0.1)
+
+
+def test_a_journal_made_anew_behind_trained_weights_is_refused(mine: Settings, cluster: Cluster, log: Log) -> None:
+    """Its batches count from 0 again, and no staleness would be above the limit."""
+    journal = log.topics.ready_batches("r", "train")
+    trained = WeightVersion(
+        version_id="r/9.0", run_id="r", sync_index=9, attempt=0, format="full", files=(), channel="train", metrics={},
+        created_at=0, batches_topic_id=cluster.topic_id(journal), first_batch_seq=8, last_batch_seq=8,
+    )  # fmt: skip
+    initial = replace(trained, version_id="r/0.0", batches_topic_id="gone", first_batch_seq=None, last_batch_seq=None)
+    other = replace(trained, version_id="other/9.0", run_id="other", batches_topic_id="gone")
+    for version in (initial, other, trained):
+        log.producer.put(log.topics.weights, version.version_id.encode(), CODEC.encode(version))
+    log.producer.flush()
+    for desk in opened(mine, cluster):
+        desk.close()
+    lost = replace(trained, version_id="r/10.0", batches_topic_id="gone")
+    log.producer.put(log.topics.weights, b"r/10.0", CODEC.encode(lost))
+    log.producer.flush()
+    with pytest.raises(UnreadableJournal, match=r"made anew .* r/10\.0 was trained from batches up to 8") as raised:
+        opened(mine, cluster)
+    assert exit_code(raised.value) == EXIT_SOURCE
 
 
 def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: Cluster, log: Log) -> None:
