@@ -178,8 +178,8 @@ class Policy:
             skipped=None if finite else f"loss {total}, gradient norm {norm}",
             truncated_tokens=truncated,
             now_at_zero=now_at_zero,
-            logp_diff=differences.largest,
-            logp_diff_same_version=differences.largest_same_version,
+            logp_diff=differences.largest if finite else None,
+            logp_diff_same_version=differences.largest_same_version if finite else None,
         )
 
     def _clear_gradients(self, *, zeros: bool) -> None:
