@@ -4,7 +4,8 @@ Rules (design sections 1, 2 and 3.13):
 
 - A trajectory is the steps of one (run, trajectory key) from its first record to its closing; in a bucket those that `bucket` puts
   together. It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, tick included, has a timestamp
-  (running maximum) past its time-out; that record is folded after the closing. In a bucket or an agent's session nobody says that it
+  (running maximum) past its time-out; that record is folded after the closing. A time in which the partition took no record, ticks
+  included, counts for no time-out (`log_time`): Kafka was away, and what was recorded meanwhile comes behind it. In a bucket or an agent's session nobody says that it
   is over, so there inactivity is its normal end, `completed`, and the next step begins the next trajectory. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
 - Rewards, curation and assessments fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
   after the reward, by log timestamps on both sides: whichever was read first.
@@ -73,6 +74,8 @@ class Fold:
 
     def tick(self, source: Source, timestamp: int) -> None:
         """Time goes on, with a record or without one."""
+        if source == STEPS:
+            self._note_silence(timestamp)
         self.state.time[source] = max(self.state.time[source], timestamp)
         if source == STEPS:
             self._pass_time()
@@ -100,12 +103,19 @@ class Fold:
 
     # -- time
 
+    def _note_silence(self, timestamp: int) -> None:
+        """Before time goes on to the next record of `claw.steps`: whether the partition took nothing for too long."""
+        before, limit = self.state.time[STEPS], self.limits.silent_after
+        if limit is not None and before >= 0 and timestamp - before > limit:
+            forget = self.state.silences.expired(before, self.limits.longest)
+            self._do([[op.SILENT, before + limit, timestamp, forget]])
+
     def _pass_time(self) -> None:
         """What is due on the clock of `claw.steps`, before the record that brought the time is folded."""
-        state, now = self.state, self.state.time[STEPS]
+        state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
         for source in (STEPS, REWARDS):
             side = state.waiting[source]
-            while side and now > (waiting := next(iter(side.values()))).at + self.limits.orphan_after:
+            while side and elapsed((waiting := next(iter(side.values()))).at, now) > self.limits.orphan_after:
                 self._do(self._judge.give_up(source, waiting.offset, "its target did not come in time"))
         timeout = self.limits.trajectory_timeout
         self._close_idle(state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive")
@@ -114,8 +124,8 @@ class Fold:
 
     def _close_idle(self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None) -> None:
         """Close those whose last record is longer ago than `limit`. by_last: in the order of their last records."""
-        now = self.state.time[STEPS]
-        while by_last and now > self.state.opened[key := next(iter(by_last))].last + limit:
+        now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
+        while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
             self._do([[op.CLOSED, *key, outcome, reason, now]])
 
     def _forget(self) -> None:
@@ -125,7 +135,7 @@ class Fold:
             key = next(iter(state.closed))
             if self._oldest_closed is None or self._oldest_closed[0] != key:
                 self._oldest_closed = (key, state.closed[key].closed_at)
-            expired = state.event_time > self._oldest_closed[1] + self.limits.closed_horizon
+            expired = state.silences.elapsed(self._oldest_closed[1], state.event_time) > self.limits.closed_horizon
             if not expired and state.closed.counted <= self.limits.closed_max:
                 return
             if key in self._changed or key in state.pending.closings or key in state.pending.revised:

@@ -15,6 +15,8 @@ from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.judge import Limits
 from stream_jobs.owner import Owner, Shared, Situation
 
+SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
+"""A partition of which so many ticks are missing was silent: Kafka was away, or no worker was there."""
 CLOCK_AHEAD_MS = 600_000
 """Far more than clocks that are kept differ by, and than a run could wait for."""
 
@@ -29,6 +31,7 @@ def limits_of(settings: Settings) -> Limits:
         closed_max=jobs.closed_max,
         bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
         agent_inactivity=round(jobs.agent_inactivity_s * 1000),
+        silent_after=round(max(SILENT_TICKS * jobs.tick_interval_s, SILENT_AT_LEAST_S) * 1000),
         train_truncated=jobs.train_truncated,
     )
 

@@ -44,6 +44,7 @@ from stream_jobs.index import (
     Waiting,
     call_of,
 )
+from stream_jobs.log_time import Silences
 from stream_jobs.retries import why_retried
 
 LATE_MAX = 1000
@@ -52,7 +53,7 @@ LATE_MAX = 1000
 
 @dataclass(slots=True)
 class Assembly:
-    """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`.
+    """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`. silences: of `claw.steps`.
 
     opened: by time of the last record; numbered: their keys by their numbers; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
     closing. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
@@ -62,6 +63,7 @@ class Assembly:
     applied: list[int] = field(default_factory=lambda: [-1, -1])
     time: list[int] = field(default_factory=lambda: [-1, -1])
     topic_ids: list[str] = field(default_factory=lambda: ["", ""])
+    silences: Silences = field(default_factory=Silences)
     opened: OrderedDict[Key, Open] = field(default_factory=OrderedDict)
     numbered: dict[int, Key] = field(default_factory=dict)
     closed: Archive = field(default_factory=Archive)
@@ -214,6 +216,9 @@ class Assembly:
     def _times(self, steps: int, rewards: int) -> None:
         self.time = [steps, rewards]
 
+    def _silent(self, start: int, end: int, forget: int) -> None:
+        self.silences.add(start, end, forget)
+
     def _new_position(self, source: Source, topic_id: str, applied: int) -> None:
         """Another topic of that name: nothing before counts for it. Without its steps no closed trajectory can be told from a new one."""
         self.topic_ids[source] = topic_id
@@ -252,7 +257,7 @@ class Assembly:
     def dump(self) -> bytes:
         """The state as JSON, without what is pending: a snapshot is taken when nothing is."""
         return orjson.dumps({
-            "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids,
+            "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids, "silences": self.silences.dump(),
             "opened": [[*k, v.dump()] for k, v in self.opened.items()],
             "closed": self.closed.dump(),
             "waiting": [[w.source, w.offset, w.at, *w.key, w.tail, w.entry] for side in self.waiting for w in side.values()],
@@ -262,7 +267,9 @@ class Assembly:
     def load(cls, packed: bytes) -> Assembly:
         """The state of `dump`."""
         plain = orjson.loads(packed)
-        state = cls(plain["applied"], plain["time"], plain["topic_ids"])
+        state = cls(
+            plain["applied"], plain["time"], plain["topic_ids"], Silences.load(plain.get("silences", [[], [], []]))
+        )
         for run, key, trajectory in plain["opened"]:
             state.opened[run, key] = opened = Open.load(trajectory)
             state.numbered[opened.number] = (run, key)
@@ -274,7 +281,7 @@ class Assembly:
 
 
 OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
-RETRIED, ASSESSED = "y", "e"
+RETRIED, ASSESSED, SILENT = "y", "e", "h"
 WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "w", "x", "m", "d", "D", "t", "n"
 
 _APPLY: Mapping[str, Any] = {
@@ -282,5 +289,5 @@ _APPLY: Mapping[str, Any] = {
     LOST: Assembly._lost, FACTS: Assembly._facts, REVISED: Assembly._revised, FORGOTTEN: Assembly._forgotten,
     REWARD: Assembly._reward, CURATED: Assembly._curated, WAITS: Assembly._waits, WAITS_NO_MORE: Assembly._waits_no_more,
     MARKED: Assembly._marked, BURIED: Assembly._buried, DONE: Assembly._done, TIMES: Assembly._times,
-    NEW: Assembly._new_position, RETRIED: Assembly._retried, ASSESSED: Assembly._assessed,
+    NEW: Assembly._new_position, SILENT: Assembly._silent, RETRIED: Assembly._retried, ASSESSED: Assembly._assessed,
 }  # fmt: skip

@@ -51,7 +51,7 @@ TOPIC_WORD = ("claw.steps", "claw.rewards")
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition (a long trajectory counts as several).
-    steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it. train_truncated: as `jobs.train_truncated`.
+    silent_after: how much of a time in which a partition takes no record counts (`log_time`); None: all of it. steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it. train_truncated: as `jobs.train_truncated`.
     """
 
     trajectory_timeout: int
@@ -60,10 +60,22 @@ class Limits:
     closed_max: int
     bucket_inactivity: int = 300_000
     agent_inactivity: int = 1_800_000
+    silent_after: int | None = None
     waiting_max: int = 100_000
     steps_max: int = STEPS_MAX
     payload_max: int = PAYLOAD_MAX
     train_truncated: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Time after which nothing waits any more."""
+        return max(
+            self.trajectory_timeout,
+            self.closed_horizon,
+            self.orphan_after,
+            self.bucket_inactivity,
+            self.agent_inactivity,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,7 @@ class Judge:
             position = trajectory.steps.tails.get(tail)
             return trajectory.steps[position].at if position is not None else None
         closed = self.state.closed[found]
-        if at > closed.closed_at + self.limits.closed_horizon:
+        if self.state.silences.elapsed(closed.closed_at, at) > self.limits.closed_horizon:
             return None
         return closed.opened_at if tail is None else closed.came(tail)
 
@@ -334,10 +346,11 @@ class Judge:
         """Apply to a known target, wait for one that may come, or bury. key, tail: as in `target`."""
         at = self.state.time[REWARDS]
         since = self.appeared(key, tail, at)
-        if since is not None and since <= at + self.limits.orphan_after:
+        elapsed, patience = self.state.silences.elapsed, self.limits.orphan_after
+        if since is not None and elapsed(at, since) <= patience:
             entry: Entry = [kind, *(self.target(key, tail) or key), *what]
             return self.applied(offset, entry)
-        if since is None and self.state.time[STEPS] <= at + self.limits.orphan_after:
+        if since is None and elapsed(at, self.state.time[STEPS]) <= patience:
             return [*self._make_room(REWARDS), [op.WAITS, REWARDS, offset, at, *key, tail, [kind, *key, *what]]]
         detail = f"no {'step' if tail else 'trajectory'} {_name(key, tail)} in time"
         return [[op.BURIED, REWARDS, offset, "unknown_target", detail]]

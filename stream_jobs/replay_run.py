@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,11 @@ def _assemble(
         return [] if order.keep_rules else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
-    pen = _Pen(cluster, target)
+    pen, limits = _Pen(cluster, target), limits_of(target)
+    if order.pins is not None:  # the lake has no ticks, so it does not tell a silence from an idle log
+        limits = replace(limits, silent_after=None)
     replay = Replay(
-        run, target.kafka.partitions, limits_of(target), pen.codec, rules, cluster.topic_id(topics.trajectories),
+        run, target.kafka.partitions, limits, pen.codec, rules, cluster.topic_id(topics.trajectories),
         target.jobs.cache_mb << 20, source.payload,
     )  # fmt: skip
     pen.write([Out("candidates", replay.candidates_at, run.encode(), policy_of(target, 1, now_micros()), None, 0)])

@@ -25,10 +25,10 @@ from stream_jobs.index import Entry, StepEntry
 
 PIECE_BYTES = 900_000
 LEVEL = 1
-FORMAT = 2
+FORMAT = 3
 """Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
-READ = (1, FORMAT)
-"""What this release reads. 1: the hashes of steps were in their entries."""
+READ = (1, 2, FORMAT)
+"""What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences."""
 HASHES = tuple(StepEntry._fields.index(name) for name in ("end_hash", "asked", "idem", "leads", "repeats"))
 """Places in the entry of a step."""
 

@@ -77,6 +77,52 @@ def test_tick_past_the_limit_closes_first_and_the_step_after_it_is_late() -> Non
     assert len(w.trajectories["k"].steps) == 1
 
 
+SILENT = replace(LIMITS, silent_after=100)
+
+
+def test_what_a_gateway_spooled_while_kafka_was_away_is_not_late() -> None:
+    """The tick that tells how long that was comes first; then the spool, in its own order."""
+    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (STEPS, 50, Tick(partition=0)))
+    w.feed((STEPS, 10**7, Tick(partition=0)))
+    w.crash()
+    w.feed((STEPS, 10**7 + 5, step("k", 1)), (STEPS, 10**7 + 6, session("k", "completed")))
+    t = w.trajectories["k"]
+    assert (t.outcome, len(t.steps), w.marks) == ("completed", 2, [])
+
+
+def test_after_a_silence_time_goes_on_where_it_stood() -> None:
+    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (REWARDS, 0, reward("x")))
+    w.feed(*((STEPS, t, Tick(partition=0)) for t in range(100, 401, 100)))
+    w.feed((STEPS, 90_000, Tick(partition=0)))  # 100 ms of it count
+    assert not w.trajectories and not w.burials
+    w.feed((STEPS, 90_001, Tick(partition=0)))
+    assert [b.reason for b in w.burials] == ["unknown_target"]
+    w.feed(*((STEPS, t, Tick(partition=0)) for t in range(90_100, 90_501, 100)))
+    assert not w.trajectories
+    w.feed((STEPS, 90_501, Tick(partition=0)))
+    assert (w.trajectories["k"].outcome, w.trajectories["k"].closed_at) == ("timed_out", 90_501)
+
+
+def test_a_brokers_clock_that_jumps_ahead_closes_nothing() -> None:
+    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (STEPS, 10**9, step("k", 1)))
+    w.feed((STEPS, 10**9 + 1, session("k", "completed")))
+    assert len(w.trajectories["k"].steps) == 2
+
+
+def test_silences_are_forgotten_once_nothing_can_wait_since_before_them() -> None:
+    limits = replace(SILENT, closed_horizon=2000, bucket_inactivity=2000, agent_inactivity=2000)
+    w = Worker(limits=limits)
+    times = [t for n in range(50) for t in (n * 10_000, n * 10_000 + 50)]
+    w.feed(*((STEPS, t, Tick(partition=0)) for t in times))
+    assert 10 < len(w.state.silences.starts) < 30
+    w.feed((STEPS, 500_000, step("k", 0)))
+    w.crash()
+    assert w.state.silences.elapsed(490_050, 500_000) == 100
+    ticks = [(STEPS, t, Tick(partition=0)) for t in range(500_100, 501_101, 100)]
+    w.feed(*ticks)
+    assert (w.trajectories["k"].outcome, w.trajectories["k"].closed_at) == ("timed_out", 501_100)
+
+
 def test_time_on_rewards_closes_nothing() -> None:
     w = Worker().feed((STEPS, 0, step("k", 0)), (REWARDS, 99_999, Tick(partition=0)))
     assert not w.trajectories and w.state.event_time == 0
