@@ -17,6 +17,11 @@ def _logprobs(say: Say, first: int, last: int) -> Json:
     return {"content": content}
 
 
+def _usage(script: Script) -> Json:
+    prompt, sampled = len(script.prompt_ids), sum(len(say.ids) for say in script.says)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+
+
 class ChatVoice:
     """OpenAI chat completions as vLLM 0.32 writes them: null where tokens were not asked for, and no chunk without news."""
 
@@ -55,7 +60,7 @@ def plain(request: Json, script: Script) -> Json:
             for i, say in enumerate(script.says)
         ],
         "service_tier": None, "system_fingerprint": None,
-        "usage": {"prompt_tokens": len(script.prompt_ids), "total_tokens": 9, "completion_tokens": 6},
+        "usage": _usage(script),
         "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None, "prompt_text": None,
     }  # fmt: skip
 
@@ -96,4 +101,4 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
             unshown[i] = at + 1
             yield head | {"choices": [choice | {"token_ids": [say.ids[at]] if ids else None}]}, shows
     if (request.get("stream_options") or {}).get("include_usage"):
-        yield head | {"choices": [], "usage": {"prompt_tokens": len(script.prompt_ids), "total_tokens": 9}}, []
+        yield head | {"choices": [], "usage": _usage(script)}, []

@@ -11,9 +11,11 @@ from typing import Any
 import orjson
 import pytest
 from openai import APIStatusError, AsyncOpenAI
+from openai.types import CompletionUsage
 
 from gateway.openai_chat import OpenAIChat
 from gateway.scripted import Say, Script
+from gateway.scripted_chat import chunks, plain
 from gateway.streaming import EventStream
 from gateway.tokens import NO_PROMPT, NOT_TOLD, Captured
 from gateway.trial import Trial
@@ -241,3 +243,12 @@ def test_models_come_from_an_engine(play: Play) -> None:
             assert [m.id async for m in client.models.list()] == ["policy"]
 
     play(scenario, Script([HI]))
+
+
+def test_the_scripted_engine_tells_the_usage_that_the_protocol_has() -> None:
+    """Strict clients refuse a usage without one of its three numbers."""
+    ask, script = ASK | {"stream_options": {"include_usage": True}}, Script([HI, HI])
+    *_, (last, _) = chunks(ask, script)
+    told = CompletionUsage.model_validate(last["usage"])
+    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (3, 2 * len(HI.ids), 3 + 2 * len(HI.ids))
+    assert plain(ask, script)["usage"] == last["usage"]
