@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from gateway.error_reply import kind_of
-from gateway.errors import GatewayError, UpstreamFailed
-from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
-from gateway.reply_body import array, mapping, number, text, text_or_none
+from gateway.errors import GatewayError
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.reply_body import array, dumps, error_of, loads, mapping, number, text, text_or_none
 from gateway.request_body import check_messages, error_text, model_of, object_of, stream_of
 
 STOP_REASONS = {
@@ -94,12 +94,14 @@ class AnthropicMessages:
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
         try:
-            said = mapping(orjson.loads(body))
+            said = mapping(loads(body))
+            if "content" not in said and (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
             message = {"role": text(said.get("role", "assistant")), "content": array(said["content"])}
-            choice = Choice(0, orjson.dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
+            choice = Choice(0, dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
             return Answer((choice,), text_or_none(said.get("model")), body)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UpstreamFailed(f"the engine's reply is no message: {error!r}") from error
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no message: {error!r}")
 
     def fold(self, request: Request, kind: Kind) -> AnthropicMessagesFold:
         return AnthropicMessagesFold()
@@ -130,12 +132,13 @@ class _Block:
             block["signature"] = self.signature
         if self.citations:
             block["citations"] = self.citations
-        arguments = block.get(ARGUMENTS)
-        if isinstance(arguments, str):
+        if (arguments := block.get(ARGUMENTS)) == "":
+            del block[ARGUMENTS]  # the input stands as it began
+        elif isinstance(arguments, str):
             try:
-                block["input"] = orjson.loads(arguments or b"{}")
+                block["input"] = loads(arguments.encode("utf-8", "surrogatepass"))
                 del block[ARGUMENTS]
-            except orjson.JSONDecodeError:
+            except ValueError:
                 pass  # the call was cut off: what came of it stays
         return block
 
@@ -155,8 +158,8 @@ class AnthropicMessagesFold:
         self._finish: str | None = None
 
     def read(self, event: bytes, data: bytes) -> Part:
-        said = mapping(orjson.loads(data))
-        match said["type"]:
+        said = mapping(loads(data))
+        match text(said["type"]):
             case "content_block_delta":
                 return Part(_delta(number(said["index"]), mapping(said["delta"])), event)
             case "content_block_start":
@@ -198,7 +201,7 @@ class AnthropicMessagesFold:
         if not self._blocks and self._finish is None:
             return Answer((), self._model, b"")
         message = {"role": self._role, "content": [block.whole() for _, block in sorted(self._blocks.items())]}
-        return Answer((Choice(0, orjson.dumps(message), self._finish),), self._model, b"")
+        return Answer((Choice(0, dumps(message), self._finish),), self._model, b"")
 
     def unfinished(self) -> int:
         return int(self._finish is None)

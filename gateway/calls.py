@@ -35,11 +35,12 @@ from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
 from gateway.request_defaults import with_defaults
-from gateway.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps
+from gateway.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps, with_unread
 from gateway.streaming import EventStream
 from gateway.tags import tags_of
 from gateway.token_limits import PromptLimit
 from gateway.tokens import NOT_TOLD, Captured
+from gateway.unread import Unread
 from gateway.upstream import Response, Upstream
 from gateway.workers import Worker
 from schemas import capture
@@ -49,6 +50,7 @@ from schemas.settings import Settings
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Scope = MutableMapping[str, Any]
+Headers = list[tuple[bytes, bytes]]
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-session-id", "x-vllm-priority", "x-data-parallel-rank",
@@ -126,6 +128,19 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _is_stream(response: Response) -> bool:
+    kind = response.header("content-type") or ""
+    return kind[:17].lower() == "text/event-stream" and response.readable
+
+
+def _sent_as(response: Response) -> Headers:
+    """What the engine says of its body, once it was read."""
+    headers = [(b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))]
+    if response.encoding is not None and not _is_stream(response):
+        headers.append((b"content-encoding", response.encoding.encode("latin-1")))
+    return headers
 
 
 class CallEndpoint:
@@ -247,11 +262,12 @@ class Exchange:
                         await self._pass_error(response)
                         return "upstream_error"
                     self._captured = Captured(NO_TOKENS[worker.kind])
-                    if self._call.request.stream:
+                    if self._call.request.stream and _is_stream(response):
                         await self._pass_stream(response)
                     else:
                         own = response.header(capture.OWN_BODY) if worker.kind == "captured" else None
                         body = self._captured.trail(await response.read(), own)
+                        sent_as = _sent_as(response)
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
                 raise
@@ -261,7 +277,7 @@ class Exchange:
             return "aborted"
         if self._stream is not None:
             return await self._finish_stream(self._stream)
-        return await self._finish_plain(worker, body)
+        return await self._finish_plain(worker, body, sent_as)
 
     def _ask(self) -> Any:
         call = self._call
@@ -277,19 +293,20 @@ class Exchange:
 
     # -- replies
 
-    def _headers(self, content_type: bytes, length: int | None, steps: Sequence[str]) -> list[tuple[bytes, bytes]]:
+    def _headers(self, sent_as: Headers, length: int | None, steps: Sequence[str]) -> Headers:
         headers = [
-            (b"content-type", content_type),
+            *sent_as,
             (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
-            (b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()),
         ]
+        if steps:
+            headers.append((b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()))
         if len(steps) > MAX_NAMED:
             headers.append((b"x-clawstream-step-count", b"%d" % len(steps)))
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         return headers
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _start(self, status: int, headers: Headers) -> None:
         await self._tell({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _tell(self, message: MutableMapping[str, Any]) -> None:
@@ -302,33 +319,38 @@ class Exchange:
             stalls.end(self._client)
 
     async def _pass_error(self, response: Response) -> None:
-        body = self._dialect.errors.engine(response.status, await response.read())
+        body = await response.read()
         headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
+        if response.encoding is None:
+            body = self._dialect.errors.engine(response.status, body)
+        else:
+            headers.append((b"content-encoding", response.encoding.encode("latin-1")))
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
         await self._tell({"type": "http.response.body", "body": body})
 
-    async def _finish_plain(self, worker: Worker, body: bytes) -> str:
-        answer = self._dialect.answer(self._call.request, worker.kind, body)
-        steps = self._steps(answer, "ok")
-        await self._record(steps)
+    async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
+        answer, unread = self._dialect.answer(self._call.request, worker.kind, body), Unread(len(body))
+        if answer.unread is not None:
+            unread.add(body, answer.unread)
+        steps = [] if answer.failure is not None else self._steps(answer, "ok", unread)
+        if steps:
+            await self._record(steps)
         try:
             async with self._client:
-                await self._start(200, self._headers(b"application/json", len(answer.body), [s.step_id for s in steps]))
+                await self._start(200, self._headers(sent_as, len(answer.body), [s.step_id for s in steps]))
                 await self._tell({"type": "http.response.body", "body": answer.body})
         except ClientGone:
             return "aborted"
-        return self._answered(steps)
+        return "upstream_error" if answer.failure is not None else self._answered(steps)
 
     async def _pass_stream(self, response: Response) -> None:
         """Everything up to the first finish goes through; the rest is held in the stream."""
-        kind = (response.header("content-type") or "").encode()
-        if not kind.startswith(b"text/event-stream"):
-            raise UpstreamFailed(f"the engine at {response.worker.base_url} answered a stream with {kind.decode()!r}")
         fold = self._dialect.fold(self._call.request, response.worker.kind)
         self._stream = stream = EventStream(fold, self._captured, response.worker.kind == "captured")
-        await self._start(200, [*self._headers(kind, None, self._call.step_ids), (b"cache-control", b"no-cache")])
+        sent_as = [*_sent_as(response), (b"cache-control", b"no-cache")]
+        await self._start(200, self._headers(sent_as, None, self._call.step_ids))
         try:
             async for piece in response.pieces():
                 if out := stream.feed(piece):
@@ -342,7 +364,7 @@ class Exchange:
 
     async def _finish_stream(self, stream: EventStream) -> str:
         answer = stream.whole()
-        steps = self._steps(answer, "ok" if stream.failure is None else "error")
+        steps = self._steps(answer, "ok" if stream.failure is None else "error", stream.unread)
         if stream.failure is not None and answer is not None:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
         try:
@@ -358,11 +380,13 @@ class Exchange:
             return "aborted"
         return failed or self._answered(steps)
 
-    def _steps(self, answer: Answer | None, status: StepStatus) -> list[Step]:
+    def _steps(self, answer: Answer | None, status: StepStatus, unread: Unread) -> list[Step]:
         now = self._parts.clock.micros()
-        if answer is None:
-            return unreadable_steps(self._call, self._captured, self._engine, status, now)
-        return steps_of(self._call, answer, self._captured, self._engine, status, now)
+        if answer is None or (unread and not answer.choices):
+            steps = unreadable_steps(self._call, self._captured, self._engine, status, now)
+        else:
+            steps = steps_of(self._call, answer, self._captured, self._engine, status, now)
+        return with_unread(steps, unread)
 
     def _answered(self, steps: Sequence[Step]) -> str:
         self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
@@ -371,7 +395,8 @@ class Exchange:
     # -- records
 
     async def _record_aborted(self) -> None:
-        steps = self._steps(self._stream.sent(), "aborted") if self._stream is not None else []
+        stream = self._stream
+        steps = self._steps(stream.sent(), "aborted", stream.unread) if stream is not None else []
         if not steps:
             steps = unseen_steps(self._call, self._engine, self._parts.clock.micros())
         try:

@@ -9,7 +9,7 @@ import orjson
 from gateway.error_reply import OPENAI
 from gateway.errors import GatewayError
 from gateway.protocol import Kind, Part, Request
-from gateway.reply_body import mapping
+from gateway.reply_body import loads, mapping
 from gateway.request_body import error_text
 
 DONE = b"[DONE]"
@@ -33,8 +33,12 @@ class ChoicesFold(Generic[B]):
     def read(self, event: bytes, data: bytes) -> Part:
         if data == DONE:
             return Part(None, event, last=True)
-        chunk = mapping(orjson.loads(data))
-        if chunk.get("error") is not None:
+        try:
+            chunk = orjson.loads(data)  # as `loads` does, a function call cheaper for each event
+        except orjson.JSONDecodeError:
+            chunk = loads(data)
+        chunk = mapping(chunk)
+        if chunk.get("error"):
             return Part(None, event, failure=error_text(chunk["error"]))
         return self._read_chunk(event, chunk)
 

@@ -83,6 +83,11 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
 
+    @property
+    def max_reply(self) -> int:
+        """Bytes of a reply that is read whole."""
+        return self._pool.max_reply
+
     # -- by the caller
 
     def send(self, head: bytes, body: bytes | None, timeout_s: float) -> None:

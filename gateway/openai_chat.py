@@ -13,11 +13,21 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.choices_fold import ChoicesFold
+from gateway.deltas import begun, grow, grown
 from gateway.error_reply import OPENAI
-from gateway.errors import UpstreamFailed
-from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
-from gateway.reply_body import array, array_or_none, mapping, number, text_or_none
-from gateway.request_body import check_messages, model_of, n_of, object_of, stream_of, with_fields
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.reply_body import (
+    array,
+    array_or_none,
+    dumps,
+    error_of,
+    loads,
+    mapping,
+    number,
+    place_of,
+    text_or_none,
+)
+from gateway.request_body import check_messages, error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
 
 
@@ -38,13 +48,15 @@ class OpenAIChat:
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
         try:
-            said = mapping(orjson.loads(body))
+            said = mapping(loads(body))
+            if (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
             model = text_or_none(said.get("model"))
             prompt_ids = said.get("prompt_token_ids")
             choices = tuple(
                 Choice(
-                    index=number(c["index"]),
-                    message_json=orjson.dumps(mapping(c["message"])),
+                    index=place_of(c, said["choices"]),
+                    message_json=dumps(mapping(c["message"])),
                     finish_reason=text_or_none(c.get("finish_reason")),
                     tokens=packed_tokens(prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs")))
                     if kind == "vllm"
@@ -54,8 +66,8 @@ class OpenAIChat:
             )
             if kind == "vllm" and _strip(said, request.said):
                 body = orjson.dumps(said)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UpstreamFailed(f"the engine's reply is no chat completion: {error!r}") from error
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no chat completion: {error!r}")
         return Answer(choices, model, body)
 
     def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:
@@ -95,20 +107,26 @@ def logprobs_of(said: object) -> list[Any] | None:
 
 
 class _Piece(NamedTuple):
-    """What a chunk says of one choice. texts: pieces of strings by field; fields: values that replace; calls: by index, parts of tool calls."""
+    """What a chunk says of one choice.
+
+    texts: pieces of strings by field. fields: other values. calls: parts of tool calls, with their index.
+    """
 
     which: int
     texts: list[tuple[str, str]]
     fields: list[tuple[str, Any]]
-    calls: list[tuple[int, dict[str, Any]]]
+    calls: list[tuple[int | None, dict[str, Any]]]
     finish_reason: str | None
     ids: list[Any] | None
     logprobs: list[Any] | None
 
 
-def _piece(choice: Any, kind: Kind) -> _Piece:
+def _piece(choice: Any, choices: list[Any], kind: Kind) -> _Piece:
     texts, fields, calls = [], [], []
-    for name, value in mapping(choice["delta"]).items():
+    index, delta = place_of(choice, choices), choice.get("delta")
+    if delta is None:  # Azure's filters and some last chunks have none
+        delta = {}
+    for name, value in mapping(delta).items():
         if name == "content" and isinstance(value, str):
             texts.append((name, value))
         elif name == "tool_calls":
@@ -119,40 +137,84 @@ def _piece(choice: Any, kind: Kind) -> _Piece:
             fields.append((name, value))
     finish = text_or_none(choice.get("finish_reason"))
     if kind != "vllm":
-        return _Piece(number(choice["index"]), texts, fields, calls, finish, None, None)
+        return _Piece(index, texts, fields, calls, finish, None, None)
     ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
-    return _Piece(number(choice["index"]), texts, fields, calls, finish, ids, logprobs)
+    return _Piece(index, texts, fields, calls, finish, ids, logprobs)
 
 
-def _call(part: Any) -> tuple[int, dict[str, Any]]:
-    part = mapping(part)
-    function = part.get("function")
-    if function is not None:
-        text_or_none(mapping(function).get("arguments"))
-    return number(part.get("index") or 0), part
+def _call(part: Any) -> tuple[int | None, dict[str, Any]]:
+    index = mapping(part).get("index")
+    return None if index is None else number(index), part
+
+
+class _Calls:
+    """The tool calls of one choice, growing.
+
+    Without an index (Gemini) a part with a new id, or with a name where the last call has one, begins a call; any other
+    part belongs to the call of its id, else to the last one.
+    """
+
+    __slots__ = ("_last", "_next", "_places", "calls")
+
+    def __init__(self) -> None:
+        self.calls: dict[int, dict[str, Any]] = {}
+        self._places: dict[str, int] = {}
+        self._last = self._next = 0
+
+    def add(self, index: int | None, part: dict[str, Any]) -> None:
+        place = self._place(part) if index is None else index
+        self._last, self._next = place, max(self._next, place + 1)
+        call = self.calls.get(place)
+        if call is None:
+            call = self.calls[place] = {}
+        grow(call, part)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The calls in order, as a plain reply has them: without their index."""
+        found = sorted(self.calls.items())
+        return [{name: value for name, value in call.items() if name != "index"} for _, call in found]
+
+    def _place(self, part: dict[str, Any]) -> int:
+        made = part.get("id")
+        if isinstance(made, str) and made:
+            return self._places.setdefault(made, self._next)
+        last = self.calls.get(self._last)
+        return self._next if last is None or (_name(part) and _name(last)) else self._last
+
+
+def _name(call: dict[str, Any]) -> object:
+    """The name of the called function, if the part of the call has it."""
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class _Building:
-    """One choice of a stream, growing. Values of a delta: strings are appended to, tool calls merged by index, others replaced."""
+    """One choice of a stream, growing by the rules of `deltas`. A field of strings alone is kept as its pieces."""
 
     __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
         self.texts: dict[str, list[str]] = {}
-        self.calls: dict[int, dict[str, Any]] = {}
+        self.calls: _Calls | None = None
         self.ids: list[Any] | None = None
         self.logprobs: list[Any] | None = None
         self.finish_reason: str | None = None
 
     def add(self, piece: _Piece) -> None:
         for name, text in piece.texts:
-            self.texts.setdefault(name, []).append(text)
+            parts = self.texts.get(name)
+            if parts is not None:
+                parts.append(text)
+            elif self.fields.get(name) is None:
+                self.texts[name] = [text]
+            else:
+                self.fields[name] = grown(self.fields[name], text)
         for name, value in piece.fields:
-            if value is not None or name not in self.fields:
-                self.fields[name] = value
-        for at, part in piece.calls:
-            self._add_call(self.calls.setdefault(at, {}), part)
+            self._add_field(name, value)
+        for index, part in piece.calls:
+            self.calls = self.calls or _Calls()
+            self.calls.add(index, part)
         if piece.ids is not None:
             self.ids = self.ids or []
             self.ids += piece.ids
@@ -161,27 +223,24 @@ class _Building:
             self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason or self.finish_reason
 
-    def _add_call(self, call: dict[str, Any], part: dict[str, Any]) -> None:
-        for name, value in part.items():
-            if name == "function" and isinstance(value, dict):
-                function = call.get("function")
-                if not isinstance(function, dict):
-                    function = call["function"] = {}
-                for key, piece in value.items():
-                    if key == "arguments" and piece is not None:
-                        function[key] = (function.get(key) or "") + piece
-                    elif piece or key not in function:
-                        function[key] = piece
-            elif name != "index" and (value is not None or name not in call):
-                call[name] = value
+    def _add_field(self, name: str, value: Any) -> None:
+        if value is None:
+            self.fields.setdefault(name, None)
+        elif name == "role":
+            self.fields[name] = value or self.fields.get(name)
+        elif (parts := self.texts.pop(name, None)) is not None:
+            self.fields[name] = grown("".join(parts), value)
+        else:
+            before = self.fields.get(name)
+            self.fields[name] = begun(value) if before is None else grown(before, value)
 
     def choice(self, index: int, kind: Kind, prompt_ids: list[Any] | None) -> Choice:
         message = {"role": "assistant", "content": None} | self.fields
         message |= {name: "".join(parts) for name, parts in self.texts.items()}
-        if self.calls:
-            message["tool_calls"] = [self.calls[i] for i in sorted(self.calls)]
+        if self.calls is not None:
+            message["tool_calls"] = self.calls.whole()
         tokens = packed_tokens(prompt_ids, self.ids, self.logprobs) if kind == "vllm" else None
-        return Choice(index, orjson.dumps(message), self.finish_reason, tokens)
+        return Choice(index, dumps(message), self.finish_reason, tokens)
 
 
 class OpenAIChatFold(ChoicesFold[_Building]):
@@ -192,7 +251,8 @@ class OpenAIChatFold(ChoicesFold[_Building]):
         self._prompt_ids: list[Any] | None = None
 
     def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
-        pieces = [_piece(c, self._kind) for c in array(chunk.get("choices"))]
+        choices = array(chunk.get("choices"))
+        pieces = [_piece(choice, choices, self._kind) for choice in choices]
         payload = (text_or_none(chunk.get("model")), array_or_none(chunk.get("prompt_token_ids")), pieces)
         if self._kind == "vllm":  # the pieces have what is taken out
             event = self._shown(chunk, event)
@@ -202,7 +262,7 @@ class OpenAIChatFold(ChoicesFold[_Building]):
         choices = chunk.get("choices") or []
         if not (self._asked.get("return_token_ids") or self._asked.get("logprobs")) and len(choices) == 1:
             only = choices[0]
-            if not only["delta"] and not only.get("finish_reason") and "token_ids" in only:
+            if not only.get("delta") and not only.get("finish_reason") and "token_ids" in only:
                 return b""  # the engine sends such a chunk only because it was asked for tokens
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
 

@@ -14,10 +14,10 @@ import orjson
 
 from gateway.choices_fold import ChoicesFold
 from gateway.error_reply import OPENAI
-from gateway.errors import BadRequest, UpstreamFailed
-from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request, Tokens
-from gateway.reply_body import array, array_or_none, mapping, number, text, text_or_none
-from gateway.request_body import model_of, n_of, object_of, stream_of, with_fields
+from gateway.errors import BadRequest
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request, Tokens
+from gateway.reply_body import array, array_or_none, dumps, error_of, loads, mapping, place_of, text_or_none
+from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
 
 ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
@@ -47,18 +47,20 @@ class OpenAICompletions:
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
         try:
-            said = mapping(orjson.loads(body))
+            said = mapping(loads(body))
+            if (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
             choices = []
             for choice in array(said["choices"]):
                 building = _Building()
-                piece = _piece(choice, request.said, kind)
+                piece = _piece(choice, said["choices"], request.said, kind)
                 building.add(piece)
                 choices.append(building.choice(piece.which, request.said, kind))
             model = text_or_none(said.get("model"))
             if kind == "vllm" and _strip(said["choices"], request.said):
                 body = orjson.dumps(said)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UpstreamFailed(f"the engine's reply is no completion: {error!r}") from error
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no completion: {error!r}")
         return Answer(tuple(choices), model, body)
 
     def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:
@@ -127,8 +129,10 @@ class _Piece(NamedTuple):
     logprobs: list[Any] | None = None
 
 
-def _piece(choice: Any, asked: Mapping[str, Any], kind: Kind) -> _Piece:
-    index, said, finish = number(choice["index"]), text(choice["text"]), text_or_none(choice.get("finish_reason"))
+def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: Kind) -> _Piece:
+    # Some last chunks have no text.
+    index, said = place_of(choice, choices), text_or_none(choice.get("text")) or ""
+    finish = text_or_none(choice.get("finish_reason"))
     if kind != "vllm":
         return _Piece(index, said, finish)
     ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
@@ -163,7 +167,7 @@ class _Building:
             self.logprobs += piece.logprobs
 
     def choice(self, index: int, asked: Mapping[str, Any], kind: Kind) -> Choice:
-        message = orjson.dumps({"text": "".join(self.texts)})
+        message = dumps({"text": "".join(self.texts)})
         if _samples_nothing(asked):
             return Choice(index, message, self.finish_reason, Tokens(absent=NOTHING_SAMPLED))
         return Choice(index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None)
@@ -182,7 +186,7 @@ class OpenAICompletionsFold(ChoicesFold[_Building]):
 
     def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
         choices = array(chunk.get("choices"))
-        pieces = [_piece(c, self._asked, self._kind) for c in choices]
+        pieces = [_piece(choice, choices, self._asked, self._kind) for choice in choices]
         payload = (text_or_none(chunk.get("model")), pieces)
         if self._kind == "vllm" and _strip(choices, self._asked):  # the pieces have what is taken out
             event = b"data: " + orjson.dumps(chunk) + b"\n\n"

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 
 from gateway.error_reply import OPENAI, kind_of
-from gateway.errors import BadRequest, GatewayError, UpstreamFailed
-from gateway.protocol import Answer, Choice, Errors, Kind, Part, Request
-from gateway.reply_body import array, mapping, number, text, text_or_none
+from gateway.errors import BadRequest, GatewayError
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.reply_body import array, dumps, error_of, loads, mapping, number, text, text_or_none
 from gateway.request_body import error_text, model_of, object_of, stream_of
 
 DONE = b"[DONE]"
@@ -69,12 +69,14 @@ class OpenAIResponses:
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
         try:
-            said = mapping(orjson.loads(body))
+            said = mapping(loads(body))
+            if "output" not in said and (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
             output = [mapping(item) for item in said["output"]]
-            choice = Choice(0, orjson.dumps({"output": output}), finish_of(said, output))
+            choice = Choice(0, dumps({"output": output}), finish_of(said, output))
             return Answer((choice,), text_or_none(said.get("model")), body)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UpstreamFailed(f"the engine's reply is no response: {error!r}") from error
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no response: {error!r}")
 
     def fold(self, request: Request, kind: Kind) -> OpenAIResponsesFold:
         return OpenAIResponsesFold()
@@ -135,7 +137,7 @@ class OpenAIResponsesFold:
     def read(self, event: bytes, data: bytes) -> Part:
         if data == DONE:
             return Part(None, event, last=True)
-        said = mapping(orjson.loads(data))
+        said = mapping(loads(data))
         if isinstance(said.get("sequence_number"), int):
             self._next = said["sequence_number"] + 1
         kind = said.get("type")
@@ -175,10 +177,10 @@ class OpenAIResponsesFold:
     def answer(self) -> Answer:
         output = [item.whole() for _, item in sorted(self._items.items())]
         if self._response is None:
-            choices = (Choice(0, orjson.dumps({"output": output}), None),) if output else ()
+            choices = (Choice(0, dumps({"output": output}), None),) if output else ()
             return Answer(choices, self._model, b"")
         output = self._output or output  # some providers leave it empty in the last event
-        choice = Choice(0, orjson.dumps({"output": output}), finish_of(self._response, output))
+        choice = Choice(0, dumps({"output": output}), finish_of(self._response, output))
         return Answer((choice,), self._model, b"")
 
     def unfinished(self) -> int:
@@ -207,7 +209,7 @@ def _payload(kind: str, said: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if (holder := _PARTS.get(kind)) is not None:
         return "part", index, holder, number(said.get(f"{holder}_index", 0)), mapping(said["part"])
     match kind:
-        case "response.output_item.added":
+        case "response.output_item.added" if said.get("item") is not None:
             return "item", index, mapping(said["item"])
         case "response.output_item.done":
             return "done", index, mapping(said["item"])

@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from gateway.errors import GatewayError
 from schemas.events import VersionSpan
 
+NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+"""What reading a reply raises that is not what its protocol says."""
+
 Kind = Literal["captured", "vllm", "text"]
 """What an engine can tell of its tokens.
 
@@ -57,11 +60,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole reply. body: for the client, without what we added; empty for a stream."""
+    """A whole reply. body: for the client, without what we added; empty for a stream.
+
+    unread: why the reply could not be read; the body is the engine's. failure: the engine's own error, told with a status of 200.
+    """
 
     choices: tuple[Choice, ...]
     model: str | None
     body: bytes
+    unread: str | None = None
+    failure: str | None = None
 
 
 class Part(NamedTuple):
@@ -84,7 +92,7 @@ class Fold(Protocol):
     def read(self, event: bytes, data: bytes) -> Part:
         """Parse an event. event: its bytes with the blank line; data: its data. Pure.
 
-        Raises ValueError, KeyError, TypeError or AttributeError when it is not what the protocol says.
+        Raises one of NOT_THE_PROTOCOL when it is not what the protocol says.
         """
         ...
 
@@ -135,7 +143,7 @@ class Dialect(Protocol):
         ...
 
     def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
-        """Read a whole reply. Raises UpstreamFailed when it is none."""
+        """Read a whole reply. One that can't be read passes on as it is, and says so."""
         ...
 
     def fold(self, request: Request, kind: Kind) -> Fold:

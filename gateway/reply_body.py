@@ -5,7 +5,44 @@ What a reply says goes into records and sums, so a fold checks it where it is re
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import orjson
+
+MOST = 2**31
+"""What an index is below."""
+
+
+def loads(data: bytes) -> Any:
+    """The JSON value. Raises ValueError.
+
+    Half a surrogate pair and NaN, which orjson refuses, are read as the official clients read them.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as first:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise first from None
+
+
+def dumps(value: Any) -> bytes:
+    """A value that `loads` gave, as JSON that orjson can read. Raises ValueError.
+
+    Two halves of a surrogate pair that came in different pieces become their character; half a pair alone becomes U+FFFD.
+    """
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except RecursionError:
+            raise ValueError("nested too deeply") from error
+        made = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        orjson.loads(made)
+        return made
 
 
 def text(value: object) -> str:
@@ -22,9 +59,19 @@ def text_or_none(value: object) -> str | None:
 
 def number(value: object) -> int:
     """A whole number as indexes are: not negative, 31 bits."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
         raise TypeError(f"an index was expected, not {value!r:.40}")
     return value
+
+
+def place_of(choice: dict[str, Any], choices: list[Any]) -> int:
+    """The index of a choice; without one, its place in the list."""
+    index = choice.get("index")
+    if index is None:
+        return next(at for at, other in enumerate(choices) if other is choice)
+    if type(index) is int and 0 <= index < MOST:
+        return index
+    raise TypeError(f"an index was expected, not {index!r:.40}")
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -46,3 +93,9 @@ def array(value: object) -> list[Any]:
 def array_or_none(value: object) -> list[Any] | None:
     """A JSON array or null."""
     return None if value is None else array(value)
+
+
+def error_of(said: dict[str, Any]) -> Any:
+    """The error that an engine tells with a status of 200, and nothing else of a reply; None when there is none."""
+    error = said.get("error")
+    return None if not error or said.get("choices") or said.get("output") else error

@@ -12,22 +12,22 @@ MAX_EVENT = 8 << 20
 
 
 class Splitter:
-    """Feed it pieces of any size; it returns the events that are whole. Raises ValueError when one never ends."""
+    """Feed it pieces of any size; it returns the events that are whole. rest: the event that has begun."""
+
+    __slots__ = ("rest",)
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that this piece completed, each with its blank line."""
-        buffer = self._rest + piece if self._rest else piece
+        buffer = self.rest + piece if self.rest else piece
         events, at = [], 0
         # An end may have begun in the last three bytes of what was there before.
-        for end in _END.finditer(buffer, max(0, len(self._rest) - 3)):
+        for end in _END.finditer(buffer, max(0, len(self.rest) - 3)):
             events.append(buffer[at : end.end()])
             at = end.end()
-        self._rest = buffer[at:]
-        if len(self._rest) > MAX_EVENT:
-            raise ValueError(f"an event of more than {MAX_EVENT} bytes")
+        self.rest = buffer[at:]
         return events
 
 

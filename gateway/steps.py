@@ -9,6 +9,7 @@ import orjson
 from gateway.protocol import Answer, Choice, Request
 from gateway.sessions import Origin
 from gateway.tokens import Captured
+from gateway.unread import Unread
 from schemas.events import Step, StepStatus, Tag
 from schemas.ids import step_id
 
@@ -63,6 +64,18 @@ def unreadable_steps(
     """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
     return [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices]
+
+
+def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
+    """The steps of a reply of which something could not be read: all say so, and the first one keeps it."""
+    if not unread:
+        return steps
+    made = []
+    for at, step in enumerate(steps):
+        absent = "; ".join(filter(None, (step.tokens_absent_reason, f"unread reply: {unread.reason}")))
+        kept = step.response_json if at else unread.beside(step.response_json)
+        made.append(replace(step, tokens_absent_reason=absent, response_json=kept))
+    return made
 
 
 def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:

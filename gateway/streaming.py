@@ -3,6 +3,8 @@
 1. Bytes become events; each is read by the protocol's fold. Comments of our middleware carry the tokens of the event that follows.
 2. Until a choice ends, an event goes out as soon as it came, and only then counts as sent: `sent` is what a client that leaves had got.
 3. From the first end on everything is held, until the shell has made the steps durable: `whole`, then `held`.
+4. An event that can't be read goes out like any other and is kept in `unread`. Behind an event too long to wait for nothing is
+   read any more: the rest of the stream is held, for an end may be in it.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import GatewayError, UpstreamFailed
-from gateway.protocol import Answer, Fold
-from gateway.sse import Splitter, data_of
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Fold, Part
+from gateway.sse import MAX_EVENT, Splitter, data_of
 from gateway.tokens import Captured
+from gateway.unread import Unread
 from schemas import capture
 
 MAX_STREAM = 256 << 20
 """Bytes of a stream: all of it is kept until its steps are recorded."""
-NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 class EventStream:
@@ -33,21 +35,33 @@ class EventStream:
         self._frames: list[bytes] = []  # of the event that comes next
         self._held: list[bytes] = []
         self._unsent: list[tuple[list[bytes], Any]] = []
-        self._holding = False
+        self._holding = self._opaque = False
         self.ended = False
         self.failure: str | None = None
+        self.unread = Unread()
 
     def feed(self, piece: bytes) -> bytes:
         """Take bytes from the engine, return bytes for the client."""
         self._room -= len(piece)
-        try:
-            if self._room < 0:
-                raise ValueError(f"more than {MAX_STREAM} bytes")
-            events = self._splitter.feed(piece)
-            return self._event(events[0]) if len(events) == 1 else b"".join([self._event(e) for e in events])
-        except NOT_THE_PROTOCOL as error:
-            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+        if self._room < 0:
+            self.fail(UpstreamFailed(f"the engine's stream is larger than {MAX_STREAM} bytes"))
             return b""
+        if self._opaque:
+            self.unread.add(piece, "behind an event that is too long")
+            self._held.append(piece)
+            return b""
+        events = self._splitter.feed(piece)
+        out = self._event(events[0]) if len(events) == 1 else b"".join([self._event(e) for e in events])
+        if len(self._splitter.rest) > MAX_EVENT:
+            self._give_up()
+        return out
+
+    def _give_up(self) -> None:
+        """Read no more events."""
+        self._opaque = self._holding = True
+        rest, self._splitter.rest = self._splitter.rest, b""
+        self.unread.add(rest, f"an event of more than {MAX_EVENT} bytes")
+        self._held.append(rest)
 
     def _event(self, event: bytes) -> bytes:
         if self._capturing and capture.is_comment(event):
@@ -56,7 +70,11 @@ class EventStream:
         data = data_of(event)
         if data is None or self.ended:
             return self._pass(event)
-        part = self._fold.read(event, data)
+        try:
+            part = self._fold.read(event, data)
+        except NOT_THE_PROTOCOL as error:
+            self.unread.add(event, repr(error))
+            part = Part(None, event)
         if part.failure is not None:
             self.failure = part.failure
         if part.ends or part.last or part.failure is not None:
@@ -65,15 +83,19 @@ class EventStream:
         frames, self._frames = self._frames, []  # a list of its own: what waits keeps it
         if self._holding:
             self._unsent.append((frames, part.payload))
-        else:
-            self._add(frames, part.payload)
-        return self._pass(part.shown)
+            self._held.append(part.shown)
+            return b""
+        self._add(frames, part.payload)
+        return part.shown
 
     def _add(self, frames: list[bytes], payload: Any) -> None:
         for frame in frames:
             self._captured.comment(frame)
         if payload is not None:
-            self._fold.add(payload)
+            try:
+                self._fold.add(payload)
+            except NOT_THE_PROTOCOL as error:
+                self.unread.add(b"", repr(error))
 
     def _pass(self, event: bytes) -> bytes:
         if not self._holding:
@@ -84,8 +106,10 @@ class EventStream:
     def close(self) -> None:
         """The engine has closed the stream. A failure when it should not have yet."""
         self._take_unsent()
+        if self._splitter.rest:
+            self._held.append(self._splitter.rest)
         unfinished = self._fold.unfinished()
-        if self.failure is None and not self.ended and unfinished:
+        if self.failure is None and not self.ended and unfinished and not self.unread:
             self.fail(
                 UpstreamFailed(f"the engine closed the stream before its end: {unfinished} choices had not ended")
             )
@@ -93,6 +117,8 @@ class EventStream:
     def fail(self, error: GatewayError) -> None:
         """The stream ends here: an error event is held, and sets `failure`."""
         self.failure, self.ended, self._holding = error.message, True, True
+        if self._held and not self._held[-1].endswith((b"\n\n", b"\r\n\r\n")):
+            self._held.append(b"\n\n")  # the engine left an event unfinished
         self._held.append(self._fold.error(error))
 
     def error(self, error: GatewayError) -> bytes:
@@ -104,15 +130,15 @@ class EventStream:
         return b"".join(self._held)
 
     def sent(self) -> Answer | None:
-        """What the client has got so far, nothing held. None: it cannot be put together."""
+        """What the client has got so far, nothing held. None: it cannot be put together, and `unread` says why."""
         try:
             return self._fold.answer()
         except NOT_THE_PROTOCOL as error:
-            self.fail(UpstreamFailed(f"the engine's stream cannot be put together: {error!r}"))
+            self.unread.add(b"", f"the stream cannot be put together: {error!r}")
             return None
 
     def whole(self) -> Answer | None:
-        """All that came, the held part too. None: it cannot be put together, and `failure` says why."""
+        """All that came, the held part too. None: it cannot be put together, and `unread` says why."""
         self._take_unsent()
         return self.sent()
 
@@ -121,8 +147,5 @@ class EventStream:
         if self._frames:
             unsent.append((self._frames, None))
             self._frames = []
-        try:
-            for frames, payload in unsent:
-                self._add(frames, payload)
-        except NOT_THE_PROTOCOL as error:
-            self.fail(UpstreamFailed(f"the engine's stream is not what its protocol says: {error!r}"))
+        for frames, payload in unsent:
+            self._add(frames, payload)

@@ -19,12 +19,14 @@ from types import TracebackType
 
 from gateway.clock import Clock
 from gateway.connections import Connection
+from gateway.content_encoding import READABLE, Inflater, TooMuch, unpacked
 from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.health import By
 from gateway.lane import Lane
 from gateway.lanes import Lanes
 from gateway.metrics import Metrics
 from gateway.request_body import renamed
+from gateway.streaming import MAX_STREAM
 from gateway.workers import Worker, WorkerTable
 from schemas.settings import GatewaySettings
 
@@ -36,12 +38,18 @@ Body = Callable[[Worker], bytes] | bytes | None
 
 
 class Response:
-    """An engine's reply, headers read. Bodies are read with `read` or `pieces`, which raise UpstreamFailed or UpstreamTimeout."""
+    """An engine's reply, headers read. Bodies are read with `read` or `pieces`, which raise UpstreamFailed or UpstreamTimeout.
 
-    __slots__ = ("_connection", "_lane", "worker")
+    encoding: how the body that these give is packed; None: it is not. Engines are asked for no compression, and some compress even
+    so; what can be unpacked is.
+    """
+
+    __slots__ = ("_connection", "_lane", "encoding", "worker")
 
     def __init__(self, worker: Worker, lane: Lane, connection: Connection) -> None:
         self.worker, self._lane, self._connection = worker, lane, connection
+        packed = connection.headers.get(b"content-encoding")
+        self.encoding = None if packed is None else _encoding(packed)
 
     @property
     def status(self) -> int:
@@ -55,9 +63,28 @@ class Response:
     async def read(self) -> bytes:
         """The whole body."""
         try:
-            return await self._connection.read()
+            body = await self._connection.read()
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
+        return body if self.encoding is None else self._unpacked(body)
+
+    @property
+    def readable(self) -> bool:
+        """Whether `pieces` can unpack the body."""
+        return self.encoding is None or self.encoding in READABLE
+
+    def _unpacked(self, body: bytes) -> bytes:
+        """The body without its encoding; as it is, and `encoding` stays, when it can't be unpacked."""
+        if self.encoding not in READABLE:
+            return body
+        try:
+            found = unpacked(body, self._connection.max_reply)
+        except TooMuch as error:
+            raise UpstreamFailed(f"the engine at {self.worker.base_url}: {error}") from error
+        except ValueError:
+            return body
+        self.encoding = None
+        return found
 
     async def settle(self) -> None:
         """All that matters was read: let the body end, so that the connection can serve the next call."""
@@ -70,16 +97,24 @@ class Response:
             return  # closed when the block is left
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body as it comes, of a reply that is `readable`."""
+        inflater = None if self.encoding is None else Inflater(MAX_STREAM)
         try:
             while piece := await self._connection.piece():
-                yield piece
+                yield piece if inflater is None else inflater.feed(piece)
+        except ValueError as error:
+            raise UpstreamFailed(f"the engine at {self.worker.base_url}: its stream is {error}") from error
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> UpstreamFailed | UpstreamTimeout:
         self._lane.failed("call")
         return broken(error, self.worker)
+
+
+def _encoding(said: bytes) -> str | None:
+    name = said.decode("latin-1").strip().lower()
+    return None if name in ("", "identity") else name
 
 
 def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout:

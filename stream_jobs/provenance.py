@@ -74,6 +74,8 @@ def _why_not(
         return f"status {step.status}"
     if step.prompt_token_ids is None or step.response_token_ids is None or step.response_logprobs is None:
         return step.tokens_absent_reason or "no token ids or log-probabilities"
+    if step.tokens_absent_reason is not None:
+        return step.tokens_absent_reason  # tokens of a reply that could not be read
     if count == 0:
         return "no sampled tokens"
     if tokens.count(step.response_logprobs) != count:

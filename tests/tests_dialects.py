@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import orjson
 from hypothesis import strategies as st
 
-from gateway.protocol import Answer, Dialect, Kind
+from gateway.protocol import NOT_THE_PROTOCOL, Answer, Dialect, Kind
 from gateway.scripted import Json, Say, Script, Voice
 from gateway.sse import Splitter, data_of
-from gateway.streaming import NOT_THE_PROTOCOL, EventStream
+from gateway.streaming import EventStream
 from gateway.tokens import Captured
 
 LOOK: Json = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k1"}'}}

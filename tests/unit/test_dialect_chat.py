@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_dialects import broken, takes_or_refuses
 
-from gateway.errors import BadRequest, UpstreamFailed
+from gateway.errors import BadRequest
 from gateway.openai_chat import OpenAIChat
 from gateway.protocol import Answer, Choice, Kind, Request
 from gateway.scripted import Say, Script
@@ -155,12 +155,15 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
         assert captured.finish(choice.index, a_request(**more)) == say.finish_reason
 
 
-@pytest.mark.parametrize("event", [b"{", b"[]", b"1", b'{"choices":[{"index":0}]}', b'{"choices":[7]}'])
-def test_what_is_no_chunk_ends_the_stream_in_an_error(event: bytes) -> None:
-    stream = a_stream()
-    assert stream.feed(b"data: " + event + b"\n\n") == b""
-    assert stream.failure is not None and stream.ended
-    assert b'"upstream_failed"' in stream.held()
+@pytest.mark.parametrize("event", [b"{", b"[]", b"1", b'{"choices":[{"index":"x","delta":{}}]}', b'{"choices":[7]}'])
+def test_what_is_no_chunk_passes_and_is_kept(event: bytes) -> None:
+    stream, good = a_stream(), b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+    wrong = b"data: " + event + b"\n\n"
+    assert stream.feed(good + wrong + good) == good + wrong + good
+    assert stream.failure is None and stream.unread
+    assert orjson.loads(stream.sent().choices[0].message_json)["content"] == "xx"
+    (kept,) = orjson.loads(stream.unread.beside(b"null"))["unread"]
+    assert kept["bytes"].encode() == wrong
 
 
 def test_a_stream_that_ends_too_early_is_a_failure() -> None:
@@ -187,9 +190,10 @@ def test_no_event_breaks_the_fold(events: list[Any], kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"choices":3}', b'{"choices":[{}]}', b'{"choices":[1]}'])
-def test_what_is_no_reply_is_an_error_of_the_engine(body: bytes) -> None:
-    with pytest.raises(UpstreamFailed):
-        CHAT.answer(a_request(), "captured", body)
+def test_what_is_no_reply_passes_unread(body: bytes) -> None:
+    answer = CHAT.answer(a_request(), "captured", body)
+    assert (answer.body, answer.choices) == (body, ())
+    assert (answer.unread or "").startswith("the reply is no chat completion")
 
 
 @pytest.mark.parametrize("say", [HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])])
@@ -275,3 +279,52 @@ def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
     assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [[0], [1], [10], [11], [], []]
     assert [unpack_ids(captured.tokens(i, request).prompt_ids or b"") for i in range(4)] == [[0], [0], [1], [1]]
     assert (captured.tokens(0, a_request()).absent or "").startswith("2 generations for 1 prompts")
+
+
+def grown_of(*deltas: Any) -> Any:
+    """The message of a stream of these deltas."""
+    said = b"".join(b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": d}]}) + b"\n\n" for d in deltas)
+    stream = a_stream()
+    assert stream.feed(said) == said and not stream.unread
+    return orjson.loads(stream.sent().choices[0].message_json)
+
+
+def a_part(name: str | None, arguments: str, **more: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"function": {"name": name, "arguments": arguments}, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("deltas", "calls"),
+    [
+        (
+            [a_part("f", "{", id="a"), a_part("g", "[", id="b"), a_part(None, "}", id="a"), a_part(None, "]", id="b")],
+            ["{}", "[]"],
+        ),
+        ([a_part("f", "{", id="a"), a_part(None, "}")], ["{}"]),
+        ([a_part("f", "1"), a_part("g", "2"), a_part("", "3", id="")], ["1", "23"]),
+        ([a_part("f", "1", index=4), a_part("g", "2", id="b"), a_part(None, "3", index=4)], ["13", "2"]),
+        ([a_part("f", "1", index=0, id="a"), a_part(None, "2", index=0, id="a")], ["12"]),
+    ],
+)
+def test_parts_of_calls_find_their_call(deltas: list[Any], calls: list[str]) -> None:
+    found = grown_of(*deltas)["tool_calls"]
+    assert [call["function"]["arguments"] for call in found] == calls
+    assert [call["function"]["name"] for call in found] == ["f", "g"][: len(calls)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        (["a", None, "b"], "ab"),
+        (["", [{"type": "text", "text": "a"}], "b"], [{"type": "text", "text": "ab"}]),
+        (["a", [{"type": "image"}], [{"type": "image"}]], [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]),
+        ([[{"index": 1, "a": "x"}, {"index": 1, "a": "y"}], [{"index": 0, "a": "z"}, {"index": 1, "b": 1}]],
+         [{"index": 1, "a": "xy", "b": 1}, {"index": 0, "a": "z"}]),
+        ([{"a": 1, "b": None}, {"a": 2, "b": {"c": "x"}}, {"b": {"c": "y"}}], {"a": 3, "b": {"c": "xy"}}),
+        ([["a"], ["b"]], ["a", "b"]),
+        ([True, False], False),
+        ([1, "a"], 1),
+    ],
+)  # fmt: skip
+def test_a_field_grows_by_the_rules_of_the_client(pieces: list[Any], whole: Any) -> None:
+    assert grown_of(*({"field": piece} for piece in pieces))["field"] == whole

@@ -39,6 +39,11 @@ def test_a_step_with_redacted_tokens(logprobs: list[float], spans: list[tuple[in
     assert provenance(step(logprobs, *spans)).reason == reason
 
 
+def test_tokens_of_a_reply_that_could_not_be_read_are_not_trained() -> None:
+    unread = replace(step([-1.0, -2.0]), tokens_absent_reason="unread reply: why")
+    assert provenance(unread).reason == "unread reply: why"
+
+
 def sampled(**how: Any) -> Step:
     """A step whose engine told how it sampled: at temperature 1, from everything, unless `how` says otherwise."""
     plain: dict[str, Any] = {

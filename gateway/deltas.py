@@ -1,0 +1,89 @@
+"""How the pieces of a stream grow into one message, by the rules of OpenAI's official clients. Pure.
+
+A client adds up the `delta` of each chunk. The rules are those of `accumulate_delta` in openai-python, so that the record is the
+message that the agent had: strings are appended to, numbers are added, objects are merged by key, and entries of a list are merged
+by their `index`. `type`, `index` and, as in openai-node, `id`, `name` and `role` are labels: a later one replaces an earlier one,
+for some providers repeat them in each chunk.
+
+openai-python raises an error, or drops a piece, where an entry of a list has no `index` and where text and a list meet in one field.
+Here nothing is lost: such entries are appended, and text becomes a block `{"type": "text"}` of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LABELS = frozenset({"type", "index", "id", "name", "role"})
+GROWING = frozenset({"text", "output_text", "thinking", "reasoning.text", "reasoning.summary"})
+"""Types of blocks without an index that go on in the next chunk."""
+MAX_OPEN = 64
+"""Entries at a list's end that may still grow. It bounds the search for an index."""
+
+
+def grow(whole: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    """Merge the delta of an object into the object."""
+    for name, piece in delta.items():
+        before = whole.get(name)
+        if before is None:
+            whole[name] = begun(piece)
+        elif name not in LABELS:
+            whole[name] = grown(before, piece)
+        elif piece or piece == 0:
+            whole[name] = piece
+
+
+def begun(piece: Any) -> Any:
+    """A field's value after its first piece. One list may hold several pieces of an entry."""
+    if isinstance(piece, list):
+        whole: list[Any] = []
+        _extend(whole, piece)
+        return whole
+    return piece
+
+
+def grown(before: Any, piece: Any) -> Any:
+    """A field's value after one more piece. May change `before`."""
+    match before, piece:
+        case (str(), str()):
+            return before + piece
+        case (dict(), dict()):
+            grow(before, piece)
+        case (list(), list()):
+            _extend(before, piece)
+        case (list(), str()):
+            if piece:
+                _extend(before, [{"type": "text", "text": piece}])
+        case (str(), list() | dict()) if not before:
+            return begun(piece)
+        case (str(), list()):
+            return grown([{"type": "text", "text": before}], piece)
+        case (bool(), bool()):
+            return piece
+        case (int() | float(), int() | float()):
+            return before + piece
+    return before
+
+
+def _extend(whole: list[Any], pieces: list[Any]) -> None:
+    goes_on = bool(whole)
+    for piece in pieces:
+        index = piece.get("index") if isinstance(piece, dict) else None
+        if isinstance(index, int):
+            entry = next(
+                (e for e in whole[: -MAX_OPEN - 1 : -1] if isinstance(e, dict) and e.get("index") == index), None
+            )
+        else:
+            entry = whole[-1] if goes_on and _continues(whole[-1], piece) else None
+        if entry is None:
+            whole.append(piece)
+        else:
+            grow(entry, piece)
+        goes_on = False
+
+
+def _continues(last: Any, piece: Any) -> bool:
+    """Whether the first entry of a list goes on with the entry before."""
+    if not isinstance(last, dict) or not isinstance(piece, dict):
+        return False
+    return last.get("type") in GROWING and last.get("type") == piece.get("type")
