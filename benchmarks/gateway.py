@@ -45,6 +45,7 @@ import psutil
 from benchmarks.http_load import Outcome, load
 from gateway.api_keys import create_key
 from runtime.broker import EmbeddedBroker
+from runtime.die_with_parent import bonded
 
 PEERS = Path(".venv-peers/bin")
 LITELLM_KEY = "sk-" + "0123456789abcdef" * 4
@@ -126,10 +127,14 @@ def measure(side: Side, body: bytes, calls: int, concurrency: int) -> float:
 
 @contextmanager
 def running(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[psutil.Process]:
-    """A process of ours, stopped at the end."""
+    """A process of ours, stopped at the end, and killed when this process ends in any other way."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **(environment or {})}, start_new_session=True
+            bonded(command),
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
         )
         try:
             yield psutil.Process(process.pid)

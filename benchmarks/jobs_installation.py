@@ -17,6 +17,7 @@ import psutil
 
 from benchmarks.gateway import running
 from benchmarks.jobs_load import GROUP_SIZE, RULE, RUN, Load
+from runtime.die_with_parent import bonded
 from runtime.kafka import Record
 from runtime.records import cluster_of, create_topics
 from schemas.codec import Codec
@@ -131,7 +132,7 @@ class Installation:
         """Put a file on its topics, from another process: what that costs is nobody's."""
         servers = self.settings.bootstrap_servers
         command = [sys.executable, "-m", "benchmarks.jobs_feeder", str(file), servers, self.settings.kafka.topic_prefix]
-        subprocess.run(command, check=True)
+        subprocess.run(bonded(command), check=True)
 
     def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:
         """(topic, partition) to its end."""

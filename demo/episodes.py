@@ -16,6 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from demo.task import Task, make_task, score
+from runtime.die_with_parent import bonded
 from schemas.settings import Settings
 
 RETRY_S = 0.5
@@ -66,7 +67,9 @@ class Player:
         environ = {k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "demo.agent", "--concurrency", str(self._settings.demo.concurrency)),
+                *bonded(
+                    [sys.executable, "-P", "-m", "demo.agent", "--concurrency", str(self._settings.demo.concurrency)]
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -24,6 +24,7 @@ from demo.feed import LoopState, follow
 from demo.live import Live
 from demo.pacing import may_launch
 from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
+from runtime.die_with_parent import bonded
 from runtime.lifecycle import run_async
 from runtime.records import create_topics
 from runtime.supervisor import Supervisor
@@ -62,7 +63,7 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
     call = f"make_model({where}, steps={steps})" if kind == "warm" else f"make_random_model({where})"
     code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
     with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(*bonded([sys.executable, "-c", code]), stdout=log, stderr=log)
         try:
             if await process.wait() != 0:
                 raise DemoFailed(f"making the {kind} model failed: see {log.name}")
@@ -74,21 +75,21 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
 async def run(settings: Settings, stop: asyncio.Event) -> None:
     """The whole demo; Ctrl-C ends it in order, without a report."""
     fresh_home(settings.data_dir)
-    installation = Installation(settings)
-    installation.prepare()
-    job = asyncio.create_task(_demo(settings, installation))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({job, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
+    async with Installation(settings) as installation:
+        job = asyncio.create_task(_demo(settings, installation))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({job, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not job.done():
+                job.cancel()
+            await asyncio.wait({job})
+        finally:
+            stopping.cancel()
             job.cancel()
-        await job
-    except asyncio.CancelledError:
-        sys.stderr.write("stopped before the end: no report\n")
-    finally:
-        stopping.cancel()
-        await installation.supervisor.stop_all()
-        installation.supervisor.release()
+        if job.cancelled():
+            sys.stderr.write("stopped before the end: no report\n")
+        else:
+            job.result()
 
 
 async def _demo(settings: Settings, installation: Installation) -> None:
@@ -98,6 +99,7 @@ async def _demo(settings: Settings, installation: Installation) -> None:
         boot = asyncio.create_task(make_model(settings, "boot", settings.data_dir / "boot"))
         warm = asyncio.create_task(make_model(settings, "warm", settings.data_dir / "model"))
         try:
+            installation.remember()
             installation.start("broker")
             await installation.wait_for_kafka()
             topics = settings.kafka.topics

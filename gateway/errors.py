@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from schemas.errors import SettingsError
+
 
 class GatewayError(Exception):
     """Root of all errors of the gateway. param: the field or header that is wrong, if it is one."""
@@ -124,12 +126,12 @@ class SpoolTaken(GatewayError):
     """Another process uses this spool directory. Give every gateway its own gateway.gateway_id."""
 
 
-class RedactionUnusable(GatewayError):
+class RedactionUnusable(GatewayError, SettingsError):
     """gateway.redaction names a rule or a tokenizer that is not there."""
 
 
-class PortTaken(GatewayError):
-    """The address cannot be listened on: set gateway.port or gateway.host."""
+class UpstreamUnusable(GatewayError, SettingsError):
+    """gateway.upstreams names an engine that can't be called: its key is missing or no header can hold it."""
 
 
 class ClientGone(GatewayError):

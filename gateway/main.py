@@ -13,11 +13,13 @@ import uvloop
 from gateway.app import create_app
 from gateway.bus import KafkaBus, Message
 from gateway.demand_feed import DemandFeed
-from gateway.errors import GatewayError, PortTaken
+from gateway.errors import GatewayError
 from gateway.http_server import server_config
 from gateway.worker_feed import WorkerFeed
 from gateway.workers import WorkerTable
 from runtime.lifecycle import run_async
+from runtime.ports import taken
+from runtime.readiness import ready
 from runtime.records import cluster_of
 from runtime.telemetry import logger
 from schemas.codec import Codec
@@ -48,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise PortTaken(f"cannot listen on {host}:{port}: {error}. Set gateway.port or gateway.host") from error
+        raise taken(host, port, "the gateway", "gateway.port or gateway.host", error) from error
     made.listen(4096)
     return made
 
@@ -81,8 +83,10 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         await asyncio.sleep(0.01)
     logger().info("gateway_listens", host=settings.gateway.host, port=settings.gateway.port)
     serving = asyncio.create_task(server.serve([listening]))
+    saying = asyncio.create_task(_say_ready(server, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    saying.cancel()
     feed.stop()
     demand.stop()
     server.should_exit = True
@@ -92,6 +96,12 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     if not stop.is_set():
         raise GatewayError("the web application did not start or ended by itself: the lines above say why")
     logger().info("gateway_stopped")
+
+
+async def _say_ready(server: uvicorn.Server, settings: Settings) -> None:
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    ready(f"http://{settings.gateway.host}:{settings.gateway.port}")
 
 
 def main(settings: Settings) -> None:

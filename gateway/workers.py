@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from gateway.connections import address_of
-from gateway.errors import GatewayError
+from gateway.errors import UpstreamUnusable
 from gateway.protocol import Kind
 from schemas.events import WorkerState, WorkerStatus
 from schemas.ids import parse_version
@@ -69,20 +69,20 @@ def _static(upstream: UpstreamSettings, environ: Mapping[str, str], taken: Colle
     if upstream.api_key_env is not None:
         key = environ.get(upstream.api_key_env)
         if not key:
-            raise GatewayError(
+            raise UpstreamUnusable(
                 f"gateway.upstreams: the key of {upstream.url} is to be in the environment as {upstream.api_key_env}, "
                 "which is not set"
             )
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         where = upstream.api_key_env or "its api_key"
-        raise GatewayError(
+        raise UpstreamUnusable(
             f"gateway.upstreams: the key of {upstream.url} ({where}) has characters that no header can hold"
         )
     base, root = _split(upstream.url)
     try:
         address_of(base)
     except ValueError as error:
-        raise GatewayError(f"gateway.upstreams: {error}") from error
+        raise UpstreamUnusable(f"gateway.upstreams: {error}") from error
     number = sum(name == upstream.url or name.startswith(f"{upstream.url}#") for name in taken)
     return Worker(
         name=f"{upstream.url}#{number + 1}" if number else upstream.url,
@@ -102,7 +102,7 @@ class WorkerTable:
     """The last word of every worker. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
     Kafka silences the heartbeats, not the engines.
 
-    upstreams: as in the settings. environ: where their keys may be, default this process's. Raises GatewayError when one is missing there.
+    upstreams: as in the settings. environ: where their keys may be, default this process's. Raises UpstreamUnusable when one is missing there.
     """
 
     def __init__(

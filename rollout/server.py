@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from asyncio.subprocess import Process
@@ -24,15 +23,10 @@ import aiohttp
 from rollout.drain import drained
 from rollout.engine import BACKEND, DIE_WITH_PARENT, WORKER_NICE
 from rollout.errors import EngineUnavailable, ServerFailed
+from runtime.die_with_parent import bonded
+from runtime.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
-# A tiny Python that becomes the server: it asks the kernel for SIGKILL at the death of the process that started it.
-_BOND = (
-    "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, 9)\n"
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1)\n"
-    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
-)
 _CPU_ENVIRONMENT = {
     # Two small sampling functions are compiled with gcc otherwise: 25 s at the first request, or an error where gcc is not.
     "TORCHDYNAMO_DISABLE": "1",
@@ -114,13 +108,12 @@ class VllmServer:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Spawn the server; returns at once. Raises ServerFailed when the port is taken."""
+        """Spawn the server; returns at once. Raises PortTaken."""
         await self._port_is_free(timeout_s=5.0)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOND, str(os.getpid())),
-                *server_arguments(self._settings, self._model_dir),
+                *bonded([sys.executable, *server_arguments(self._settings, self._model_dir)]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -174,14 +167,12 @@ class VllmServer:
     async def _port_is_free(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:  # a killed predecessor may take a moment to go
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((self._settings.host, self._settings.port))
-                    return
-                except OSError as error:
-                    if time.monotonic() > deadline:
-                        raise ServerFailed(f"port {self._settings.port} is taken: set rollout.port") from error
+            try:
+                check_free(self._settings.host, self._settings.port, "the engine", "rollout.port")
+                return
+            except PortTaken:
+                if time.monotonic() > deadline:
+                    raise
             await asyncio.sleep(0.1)
 
     def _tail(self) -> str:

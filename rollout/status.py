@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from runtime.kafka import Cluster, KafkaError
+from runtime.readiness import not_ready, ready
 from runtime.records import now_micros
 from runtime.telemetry import logger
 from schemas.codec import Codec
@@ -75,8 +76,11 @@ class Reporter:
                 await asyncio.wait_for(self._report.changed.wait(), self._heartbeat_s)
 
     async def say(self) -> None:
-        """Send the report as it is now."""
-        await self._send(self._codec.encode(replace(self._report.status, heartbeat_at=now_micros())))
+        """Send the report as it is now, and tell the supervisor."""
+        status = self._report.status
+        what = f"engine {status.base_url}, {status.weight_version or 'boot weights'}"
+        ready(what) if status.state == "ready" else not_ready(status.error or status.state)
+        await self._send(self._codec.encode(replace(status, heartbeat_at=now_micros())))
 
     async def leave(self) -> None:
         """A clean exit: the tombstone. Nothing may be sent behind it."""

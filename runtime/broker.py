@@ -41,13 +41,14 @@ from runtime.broker_process import (
     JvmDied,
     NotReady,
     ask_cluster,
-    check_port_free,
     read_pid,
     recorded_pid,
     stop_pids,
     wait_gone,
 )
 from runtime.jars import ensure_jars, find_java
+from runtime.ports import check_free
+from runtime.readiness import ready
 from runtime.telemetry import logger
 
 __all__ = ["BrokerError", "EmbeddedBroker", "NodeStatus", "run_foreground", "start", "status", "stop"]
@@ -89,7 +90,7 @@ class NodeStatus:
 
 
 class EmbeddedBroker:
-    """One real Kafka cluster of 1, 3 or 5 nodes on this machine. Every error is a BrokerError, JarsError or JavaError.
+    """One real Kafka cluster of 1, 3 or 5 nodes on this machine. Every error is a BrokerError, JarsError, JavaError or PortTaken.
 
     The JVMs die with this process unless started with `detach=True`. `advertised_host` is the name under which clients
     reach the broker; anything but loopback makes it listen on all interfaces (a container does that).
@@ -147,9 +148,9 @@ class EmbeddedBroker:
 
         With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
         A node of several that is killed meanwhile is started again. `say` is told each 10 s what is waited for.
-        Raises BrokerError if the directory's broker already runs (names its pid), a port is taken, a node ends (with
-        the end of its log) or is stopped, or `patience_s` pass: for another start to end, and for the nodes to serve;
-        fetching jars and formatting come on top. Nothing that was started here is left running then.
+        Raises PortTaken if another process has a port, BrokerError if the directory's broker already runs (names its pid),
+        a node ends (with the end of its log) or is stopped, or `patience_s` pass: for another start to end, and for the
+        nodes to serve; fetching jars and formatting come on top. Nothing that was started here is left running then.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
@@ -159,8 +160,10 @@ class EmbeddedBroker:
             down = self._nodes_down(some_may_run=detach)
             cache = self._prepared(patience_s, say)
             for plan in down:
-                check_port_free(config.LOOPBACK, plan.port, f"clients of node {plan.node}")
-                check_port_free(config.LOOPBACK, plan.controller_port, f"controller of node {plan.node}")
+                check_free(config.LOOPBACK, plan.port, f"broker node {plan.node}", "broker.port")
+                check_free(
+                    config.LOOPBACK, plan.controller_port, f"the controller of broker node {plan.node}", "broker.port"
+                )
             self._cluster_id = claim_directory(self.data_dir, self.plans)
             self._format(down, cache)
             try:
@@ -352,6 +355,7 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
         # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
         broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
+        ready(broker.bootstrap_servers)
         if broker.cache is not None:
             make_in_background(broker.cache)
         while True:

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from runtime import broker_config as config
 from runtime.broker_directory import format_new, last_lines, new_cluster_id, write_node
-from runtime.broker_process import BrokerError, Jvm, ask_cluster, check_port_free
+from runtime.broker_process import BrokerError, Jvm, ask_cluster
 from runtime.durable_file import fsync_path
 from runtime.jars import Java, jars_stamp
+from runtime.ports import check_free
 from runtime.telemetry import logger
 
 _HEAP_MB = 200
@@ -183,8 +184,8 @@ def _free_port() -> int:
     """One that is free together with the next, below those that the kernel hands out to clients."""
     for port in random.sample(_PORTS, _PORT_TRIES):
         try:
-            check_port_free(config.LOOPBACK, port, "training run")
-            check_port_free(config.LOOPBACK, port + 1, "training run")
+            check_free(config.LOOPBACK, port, "the training run", "broker.port")
+            check_free(config.LOOPBACK, port + 1, "the training run", "broker.port")
         except BrokerError:
             continue
         return port

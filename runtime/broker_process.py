@@ -7,7 +7,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,16 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.broker_config import NodePlan
+from runtime.die_with_parent import bonded
 from runtime.errors import PlumbingError
 
-# Runs as a tiny Python that becomes the JVM: asks the kernel for a signal at its parent's death, whatever the parent
-# dies of. (subprocess' preexec_fn would run Python between fork and exec, which may deadlock beside other threads.)
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, int(sys.argv[2]))\n"
-    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
-    "os.execvp(sys.argv[3], sys.argv[3:])\n"
-)
 KILL_TIMEOUT_S = 10.0
 _METADATA, _METADATA_VERSION = 3, 4
 
@@ -53,7 +45,7 @@ class Jvm:
     """
 
     def __init__(self, command: list[str], output: Path, *, at_parents_death: signal.Signals | None) -> None:
-        self._command = command if at_parents_death is None else _guarded(command, at_parents_death)
+        self._command = command if at_parents_death is None else bonded(command, at_parents_death)
         self._output = output
         self._spawned = threading.Event()
         self._exited = threading.Event()
@@ -108,11 +100,6 @@ class Jvm:
         self.signal(signal.SIGKILL)
         if not self._exited.wait(KILL_TIMEOUT_S):
             raise BrokerError(f"broker process {self.pid} does not die of SIGKILL (is its disk stuck?)")
-
-
-def _guarded(command: list[str], at_parents_death: signal.Signals) -> list[str]:
-    guard = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), str(int(at_parents_death))]
-    return [*guard, *command]
 
 
 def recorded_pid(plan: NodePlan) -> int | None:
@@ -174,19 +161,6 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return  # it exited by itself between the look and the signal
-
-
-def check_port_free(host: str, port: int, what: str) -> None:
-    """Raises BrokerError if something listens there: a JVM would say so only after seconds, in its log."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise BrokerError(
-                f"port {port} ({what}) is not free: {error.strerror}. Stop what listens there, "
-                "or choose another port with --port or the setting broker.port"
-            ) from error
 
 
 @dataclass(frozen=True)

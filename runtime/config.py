@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ def value_of(text: str, path: str) -> Any:
         raise SettingsError(f"setting {path}: {text!r} is not valid YAML: {e}") from e
 
 
-def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings. Raises SettingsError with one line for each wrong path."""
+STANDARD_INPUT = Path("-")
+
+
+def explicit(file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the sources say, as a tree that is not judged yet. file `-`: standard input. Raises SettingsError."""
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            loaded = yaml.safe_load(file.read_text())
+            loaded = yaml.safe_load(sys.stdin.read() if file == STANDARD_INPUT else file.read_text())
         except (OSError, yaml.YAMLError) as e:
             raise SettingsError(f"settings file {file}: {e}") from e
         if loaded is not None and not isinstance(loaded, dict):
@@ -65,10 +69,15 @@ def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[s
         if not sep or not path:
             raise SettingsError(f"word {word!r}: settings are written a.b=c")
         _set(tree, path, value_of(text, path))
-    return _with_folders(_judged(tree), file)
+    return tree
 
 
-def _with_folders(settings: Settings, file: Path | None) -> Settings:
+def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings. Raises SettingsError with one line for each wrong path."""
+    return with_folders(judged(explicit(file, words, environ)), file)
+
+
+def with_folders(settings: Settings, file: Path | None) -> Settings:
     """The settings with the folders of the user's functions, so that child processes and later commands look there too."""
     if settings.functions.dirs or not settings.names_functions:
         return settings
@@ -82,10 +91,11 @@ def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
     tree = settings.model_dump()
     for path, value in values.items():
         _set(tree, path, value)
-    return _judged(tree)
+    return judged(tree)
 
 
-def _judged(tree: Mapping[str, Any]) -> Settings:
+def judged(tree: Mapping[str, Any]) -> Settings:
+    """The settings of a tree. Raises SettingsError with one line for each wrong path."""
     try:
         return Settings.model_validate(tree)
     except ValidationError as e:

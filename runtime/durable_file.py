@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room: of the disk, of a quota, or of a limit on the size of files. It may succeed later."""
+    return error.errno in _FULL
 
 
 def fsync_path(path: Path) -> None:

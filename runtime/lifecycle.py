@@ -11,45 +11,29 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from runtime.kafka import Fenced, SourceTruncated
+from runtime.exit_codes import exit_code, is_foreseen
 from runtime.telemetry import configure, logger
-from schemas.errors import SettingsError
 from schemas.settings import Settings
 
-EXIT_SETTINGS = 2
-"""Wrong settings: a restart can't help."""
-EXIT_CRASH = 70
-"""Anything unforeseen: restart, the log is the truth."""
-EXIT_FENCED = 78
-"""A newer instance took over: never restart."""
-EXIT_SOURCE = 79
-"""A stored position does not fit its topic: an operator must look, never restart."""
 GC_THRESHOLD = (10_000, 10, 10)
 """Containers more before the youngest are looked through for cycles; then how seldom the older, as Python has it. At Python's own 700 a tenth of the stream
 jobs' CPU went there, over long-lived state in which there are none."""
-NO_RESTART = frozenset({0, EXIT_SETTINGS, EXIT_FENCED, EXIT_SOURCE})
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code that says what happened."""
-    match error:
-        case SettingsError():
-            return EXIT_SETTINGS
-        case Fenced():
-            return EXIT_FENCED
-        case SourceTruncated():
-            return EXIT_SOURCE
-        case _:
-            return EXIT_CRASH
 
 
 def die(error: BaseException) -> None:
-    """Log and end at once, without any clean-up that could write something more. A crash is what recovery is made for."""
+    """Log and end at once, without any clean-up that could write something more. A crash is what recovery is made for.
+
+    An error whose message says what to do is logged without its traceback.
+    """
+    while isinstance(error, BaseExceptionGroup):  # of a task group: what its first task has failed with
+        error = error.exceptions[0]
+    code = exit_code(error)
     try:
-        logger().error("process_died", exit_code=exit_code(error), error=str(error), exc_info=error)
+        trace = None if is_foreseen(error) else error
+        logger().error("process_died", exit_code=code, error=str(error) or type(error).__name__, exc_info=trace)
         sys.stderr.flush()
     finally:
-        os._exit(exit_code(error))
+        os._exit(code)
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:

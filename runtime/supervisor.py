@@ -1,94 +1,131 @@
 """Runs processes on one machine: starts them in order, restarts what dies, stops them in order once they are drained.
 
-The one owner of restarts. A process that ends by itself with an exit code of `lifecycle.NO_RESTART` stays down; any other
+The one owner of restarts. A process that ends by itself with an exit code of `exit_codes.NO_RESTART` stays down; any other
 end is followed by a new start, after `restart_delay_s`. One that crashes again and again is started ever more slowly, twice as long
 each time up to 30 s; one that was killed is not: it did nothing wrong, and others wait for it.
-Children get SIGTERM when the supervisor itself is killed.
+
+A supervisor is an `async with` block: every task of it belongs to the block. An exception in any of them ends all processes and
+leaves the block; leaving the block ends all processes. Processes die with the supervisor, whatever it dies of
+(`runtime.die_with_parent`). What they say of their readiness (`runtime.readiness`) is logged and kept in the table.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, Self
 
 from runtime.config import PREFIX
-from runtime.errors import PlumbingError
-from runtime.lifecycle import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE, NO_RESTART
+from runtime.die_with_parent import bonded
+from runtime.errors import InUse, PlumbingError
+from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, NAMES, NO_RESTART
+from runtime.process_log import ProcessLog
+from runtime.process_table import ProcessTable
+from runtime.readiness import VARIABLE, ReadinessListener
 from runtime.telemetry import logger
 
 MAX_DELAY_S = 30.0
 HEALTHY_AFTER_S = 30.0
 KILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
 """By an operator or the kernel: as Python tells it, and as a wrapper such as the broker's tells it of its child."""
-LOG_BYTES = 64 << 20
 LOCK = "up.lock"
-_PR_SET_PDEATHSIG = 1
-_ENDS = {0: "done", EXIT_SETTINGS: "wrong settings", EXIT_FENCED: "fenced", EXIT_SOURCE: "source truncated"}
 
 
-class AlreadyRunning(PlumbingError):
+class AlreadyRunning(InUse):
     """Another supervisor works on this data directory. Stop it, or choose another data_dir."""
+
+
+class Unwritable(PlumbingError):
+    """The data directory cannot be written to: mend its owner, mode or disk, or choose another data_dir."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process: its name and its command line."""
+    """A process: its name, its command line, and what it reads on standard input."""
 
     name: str
     argv: Sequence[str]
+    stdin: bytes = b""
 
 
 @dataclass(slots=True)
 class Child:
-    """What is known of one process."""
+    """What is known of one process.
+
+    ready: Whether it says so. error: The last error that it logged before it ended by itself. started: By the monotonic clock.
+    """
 
     spec: ProcessSpec
+    log: ProcessLog
     state: str = "stopped"
     process: asyncio.subprocess.Process | None = None
     task: asyncio.Task[None] | None = None
+    started: float = 0.0
+    ready: bool = False
+    status: str = ""
     restarts: int = 0
     exit_code: int | None = None
+    error: str | None = None
     stopping: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def row(self) -> Mapping[str, object]:
+        """What the table shows of it."""
+        running = self.process is not None and self.process.returncode is None
+        return {
+            "state": self.state,
+            "pid": self.process.pid if self.process is not None and running else None,
+            "ready": self.ready,
+            "status": self.status,
+            "restarts": self.restarts,
+            "exit_code": self.exit_code,
+            "error": self.error,
+        }
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is ready, or stays down."""
+        return self.ready or (self.task is not None and self.task.done())
 
-    def preexec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the request
-            os._exit(1)
-
-    return preexec
+    def kill(self) -> None:
+        """SIGKILL to its whole process group. Nothing to kill is fine."""
+        if self.process is not None and self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Supervisor:
     """Processes of one data directory. Logs go to <dir>/logs/NAME.log, the table of processes to <dir>/up.json.
 
-    <dir>/up.lock is locked while one works, and holds its pid.
+    <dir>/up.lock is locked while one works, and holds its pid. Full disks are waited out.
     """
 
     def __init__(self, directory: Path, restart_delay_s: float = 1.0, stop_timeout_s: float = 20.0) -> None:
         self._dir, self._delay, self._stop_timeout = directory, restart_delay_s, stop_timeout_s
         self._children: dict[str, Child] = {}
         self._lock: IO[str] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._file = ProcessTable(directory / "up.json", lambda: {"supervisor": os.getpid(), "processes": self.table})
+        self._news = asyncio.Event()
 
     def acquire(self) -> None:
-        """Be the only supervisor of the directory; raises AlreadyRunning."""
-        self._dir.mkdir(parents=True, exist_ok=True)
-        (self._dir / "logs").mkdir(exist_ok=True)
-        self._lock = (self._dir / LOCK).open("a")
+        """Be the only supervisor of the directory; raises AlreadyRunning or Unwritable."""
+        try:
+            self._dir.mkdir(parents=True, exist_ok=True)
+            (self._dir / "logs").mkdir(exist_ok=True)
+            self._lock = (self._dir / LOCK).open("a")
+        except OSError as e:
+            raise Unwritable(f"data_dir={self._dir} cannot be used: {e}") from e
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -96,27 +133,50 @@ class Supervisor:
             raise AlreadyRunning(
                 f"another `clawstream up` works on {self._dir}; stop it or set another data_dir"
             ) from e
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        try:
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
+        except OSError as e:
+            self.release()
+            raise Unwritable(f"data_dir={self._dir} cannot be written to: {e}") from e
+
+    async def __aenter__(self) -> Self:
+        """Be the only supervisor of the directory; raises AlreadyRunning or Unwritable."""
+        self.acquire()
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._writing = self._tasks.create_task(self._file.keep(), name="keep-table")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what still runs, all at once. Raises an ExceptionGroup when a task of the block has failed."""
+        assert self._tasks is not None and self._writing is not None
+        try:
+            try:
+                await self.stop_all()
+            finally:
+                self._writing.cancel()
+                with suppress(OSError):  # the lock tells that nobody supervises any more, whatever the table says
+                    self._file.write()
+                # The group has to see that it cancelled the block itself. Any other error leaves the block as it is.
+                cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+                await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+        finally:
+            self.release()
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process and keep it running."""
-        child = self._children[spec.name] = Child(spec)
-        child.task = asyncio.get_running_loop().create_task(self._keep(child), name=f"keep-{spec.name}")
+        assert self._tasks is not None, "outside of the block there is nobody to see it fail"
+        child = Child(spec, ProcessLog(self._dir / "logs" / f"{spec.name}.log"))
+        self._children[spec.name] = child
+        child.task = self._tasks.create_task(self._keep(child), name=f"keep-{spec.name}")
 
     @property
     def table(self) -> Mapping[str, Mapping[str, object]]:
-        """Name to state, pid, restarts and last exit code."""
-        return {
-            name: {
-                "state": c.state,
-                "pid": c.process.pid if c.process is not None and c.process.returncode is None else None,
-                "restarts": c.restarts,
-                "exit_code": c.exit_code,
-            }
-            for name, c in self._children.items()
-        }
+        """Name to state, pid, readiness, restarts, last exit code and error."""
+        return {name: c.row for name, c in self._children.items()}
 
     def state(self, name: str) -> str:
         """`running`, `restarting`, `stopped`, or why it stays down."""
@@ -126,8 +186,15 @@ class Supervisor:
         """Wait until the process stays down; returns why."""
         task = self._children[name].task
         if task is not None:
-            await asyncio.shield(task)
+            await asyncio.wait({task})
         return self._children[name].state
+
+    async def wait_settled(self, names: Iterable[str]) -> None:
+        """Wait until each of these processes is ready or stays down, or one of them has wrong settings."""
+        waited = [self._children[n] for n in names]
+        while not any(c.exit_code == EXIT_SETTINGS for c in waited) and not all(c.is_settled for c in waited):
+            self._news.clear()
+            await self._news.wait()
 
     async def stop(self, *names: str) -> None:
         """SIGTERM, wait, after stop_timeout_s SIGKILL to its whole process group."""
@@ -151,27 +218,38 @@ class Supervisor:
             process.terminate()
         if child.task is None:
             return
-        try:
-            await asyncio.wait_for(asyncio.shield(child.task), self._stop_timeout)
-        except TimeoutError:
+        done, _ = await asyncio.wait({child.task}, timeout=self._stop_timeout)
+        if not done:
             logger().warning("stop_timeout", name=child.spec.name, seconds=self._stop_timeout)
-            if child.process is not None and child.process.returncode is None:
-                os.killpg(child.process.pid, signal.SIGKILL)
-            await child.task
+            child.kill()
+            await asyncio.wait({child.task})
 
     async def _keep(self, child: Child) -> None:
+        try:
+            await self._keep_running(child)
+        finally:
+            self._news.set()
+
+    async def _keep_running(self, child: Child) -> None:
         delay = self._delay
         while not child.stopping:
-            started = time.monotonic()
+            child.started = time.monotonic()
             code = await self._run_once(child)
             if child.stopping or code in NO_RESTART:
-                child.state = _ENDS.get(code, str(code))
+                child.state = NAMES.get(code, str(code))
                 break
-            if code in KILLED or time.monotonic() - started > HEALTHY_AFTER_S:
+            if code in KILLED or time.monotonic() - child.started > HEALTHY_AFTER_S:
                 delay = self._delay
             child.state, child.restarts = "restarting", child.restarts + 1
-            logger().warning("restart", name=child.spec.name, exit_code=code, restarts=child.restarts, delay_s=delay)
-            self._write_table()
+            logger().warning(
+                "restart",
+                name=child.spec.name,
+                exit_code=code,
+                error=child.error,
+                restarts=child.restarts,
+                delay_s=delay,
+            )
+            self._file.changed()
             try:
                 await asyncio.wait_for(child.changed.wait(), delay)
             except TimeoutError:
@@ -180,44 +258,66 @@ class Supervisor:
             child.state = "stopped"
         else:
             level = logger().info if child.exit_code == 0 else logger().error
-            level("stays_down", name=child.spec.name, why=child.state, exit_code=child.exit_code)
-        self._write_table()
+            level("stays_down", name=child.spec.name, why=child.state, exit_code=child.exit_code, error=child.error)
+        self._file.changed()
 
     async def _run_once(self, child: Child) -> int:
-        path = self._dir / "logs" / f"{child.spec.name}.log"
-        if path.exists() and path.stat().st_size > LOG_BYTES:
-            path.replace(path.with_suffix(".log.1"))
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        listener = ReadinessListener(lambda ready, status: self._heard(child, ready, status))
         try:
-            with path.open("ab") as log:
+            child.exit_code = await self._run(child, listener.address)
+        finally:
+            listener.close()
+            child.ready, child.status = False, ""
+            if child.process is not None and child.process.returncode is None:  # this task was cancelled
+                child.kill()
+                await child.process.wait()
+        return child.exit_code
+
+    async def _run(self, child: Child, notify: str) -> int:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)} | {VARIABLE: notify}
+        try:
+            with child.log.open() as log, _readable(child.spec.stdin) as stdin:
                 child.process = await asyncio.create_subprocess_exec(
-                    *child.spec.argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environ,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    *bonded(child.spec.argv), stdin=stdin, stdout=log, stderr=log, env=environ, start_new_session=True
                 )
         except OSError as e:  # no memory or no disk just now: tried again like any other crash
-            logger().error("not_started", name=child.spec.name, error=str(e))
-            child.exit_code = EXIT_CRASH
+            child.error = f"not started: {e}"
             return EXIT_CRASH
         if child.stopping:
             child.process.terminate()  # whoever asked it to stop found nobody to tell
-        child.state = "running"
-        self._write_table()
-        child.exit_code = await child.process.wait()
-        return child.exit_code
+        child.state, child.error = "running", None
+        self._file.changed()
+        code = await child.process.wait()
+        child.error = None if code == 0 or code in KILLED or child.stopping else child.log.last_error()
+        return code
 
-    def _write_table(self) -> None:
-        temporary = self._dir / "up.json.tmp"
-        temporary.write_text(json.dumps({"supervisor": os.getpid(), "processes": self.table}, indent=1))
-        temporary.replace(self._dir / "up.json")
+    def _heard(self, child: Child, ready: bool, status: str) -> None:
+        if (ready, status) == (child.ready, child.status):
+            return
+        if ready and not child.ready:
+            seconds = round(time.monotonic() - child.started, 1)
+            logger().info("ready", name=child.spec.name, status=status, seconds=seconds)
+        elif child.ready and not ready:
+            logger().warning("not_ready", name=child.spec.name, status=status)
+        child.ready, child.status = ready, status
+        self._file.changed()
+        self._news.set()
 
 
-def ask_to_stop(directory: Path) -> int | None:
-    """SIGTERM to the supervisor that works on the directory; its pid, None when there is none. One that was killed holds no lock."""
+@contextmanager
+def _readable(data: bytes) -> Iterator[int]:
+    """A file in memory with these bytes, to be read from its start: nobody has to write while a process reads."""
+    descriptor = os.memfd_create("stdin")
+    try:
+        os.write(descriptor, data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def supervisor_of(directory: Path) -> int | None:
+    """The pid of the supervisor that works on the directory; None when there is none. One that was killed holds no lock."""
     try:
         with (directory / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -225,9 +325,16 @@ def ask_to_stop(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        pid = int((directory / LOCK).read_text())
+        text = (directory / LOCK).read_text()
+        return int(text) if text else None
+
+
+def ask_to_stop(directory: Path) -> int | None:
+    """SIGTERM to the supervisor that works on the directory; its pid, None when there is none."""
+    pid = supervisor_of(directory)
+    if pid is not None:
         os.kill(pid, signal.SIGTERM)
-        return pid
+    return pid
 
 
 def python(*words: str) -> list[str]:

@@ -7,16 +7,21 @@ lag, then admission, trainer and rollout, then the lake, and the broker last.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 from runtime.broker import BrokerError, status
+from runtime.exit_codes import EXIT_SETTINGS
 from runtime.kafka import KafkaError
 from runtime.lag import data_lag
 from runtime.lifecycle import run_async
+from runtime.preflight import check
+from runtime.readiness import ready
 from runtime.records import cluster_of
-from runtime.supervisor import KILLED, ProcessSpec, Supervisor, python
+from runtime.remembered import FILE, changes, forget, remember, withheld_from
+from runtime.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable, python
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -48,31 +53,57 @@ def wanted(settings: Settings) -> list[str]:
 
 
 class Installation:
-    """The processes of one data directory, as a whole."""
+    """The processes of one data directory, as a whole: an `async with` block, like its supervisor.
+
+    The directory remembers the settings; the processes are given them on standard input, for on a command line everybody could
+    read secrets.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.supervisor = Supervisor(
-            settings.data_dir.absolute(), settings.up.restart_delay_s, settings.up.stop_timeout_s
-        )
-        self._config = settings.data_dir.absolute() / "up.settings.json"
+        self.settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
+        self.supervisor = Supervisor(self.settings.data_dir, settings.up.restart_delay_s, settings.up.stop_timeout_s)
         self.cluster = cluster_of(settings)
+        self._before: bytes | None = None
 
-    def prepare(self) -> None:
-        """Take the directory and leave the settings there for the children: on a command line everybody could read secrets."""
-        self.supervisor.acquire()
-        self._write_settings()
+    async def __aenter__(self) -> Self:
+        """Take the directory. Raises AlreadyRunning or Unwritable."""
+        await self.supervisor.__aenter__()
+        return self
 
-    def _write_settings(self) -> None:
-        absolute = self.settings.model_copy(update={"data_dir": self.settings.data_dir.absolute()})
-        descriptor = os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as f:
-            f.write(absolute.model_dump_json(exclude_defaults=True))
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what still runs, and let another supervisor have the directory."""
+        await self.supervisor.__aexit__(kind, error, trace)
+
+    def remember(self) -> None:
+        """Have the data directory remember the settings. Raises SettingsError when a secret of before is missing, Unwritable."""
+        if missing := withheld_from(self.settings):
+            raise SettingsError(
+                "\n".join(
+                    f"setting {path}: it was given before, and secrets are not remembered; give it again"
+                    for path in missing
+                )
+                + f"\nTo go on without: delete {self.settings.data_dir / FILE}, and give all settings"
+            )
+        for path, before, now in changes(self.settings):
+            logger().warning(
+                "setting_changed", setting=path, before=before, now=now, hint="what was written before stays there"
+            )
+        try:
+            self._before = remember(self.settings)
+        except OSError as e:
+            raise Unwritable(f"data_dir={self.settings.data_dir} cannot be written to: {e}") from e
+
+    def forget(self) -> None:
+        """Have the data directory remember what it did before `remember`: these settings are wrong."""
+        forget(self.settings.data_dir, self._before)
 
     def start(self, *names: str) -> None:
         """Start processes by name."""
+        settings = self.settings.model_dump_json().encode()
         for name in names:
-            self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", str(self._config))))
+            self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings))
 
     async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
         """Wait until the cluster answers, and say so while a broker of our own takes its time.
@@ -114,11 +145,19 @@ class Installation:
             await asyncio.sleep(0.1)
 
     async def drain(self, groups: Sequence[str], what: str) -> bool:
-        """Wait until every group has read all data there is, seen twice in a row; False after drain_timeout_s."""
+        """Wait until every group has read all data there is, seen twice in a row; False after drain_timeout_s.
+
+        groups: Full names of consumer groups. what: For the log.
+        """
         deadline = time.monotonic() + self.settings.up.drain_timeout_s
         clean = 0
         lags: dict[str, int] = {}
         while clean < 2:
+            if self._broker_is_down:
+                logger().error(
+                    "drain_skipped", what=what, reason="the broker does not run; all is read after the next start"
+                )
+                return False
             try:
                 lags = {g: await asyncio.to_thread(data_lag, self.cluster, self.settings, g) for g in groups}
                 clean = clean + 1 if not any(lags.values()) else 0
@@ -130,6 +169,12 @@ class Installation:
                 return False
             await asyncio.sleep(0.3)
         return True
+
+    @property
+    def _broker_is_down(self) -> bool:
+        """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag then."""
+        broker = self.supervisor.table.get("broker")
+        return broker is not None and broker["state"] != "running" and broker["exit_code"] not in KILLED
 
     def _running(self, name: str) -> bool:
         return self.supervisor.table.get(name, {}).get("state") in ("running", "restarting")
@@ -164,46 +209,62 @@ class Installation:
         self.supervisor.release()
 
 
-async def _kafka_or_stop(installation: Installation, stop: asyncio.Event) -> bool:
-    """True once the cluster answers, False when `stop` came first: a wait without an end must be one that can be stopped."""
-    ready, stopping = asyncio.create_task(installation.wait_for_kafka()), asyncio.create_task(stop.wait())
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work; True once it is done, False when `stop` came first: a wait without an end must be one that can be stopped."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             return False
-        await ready
+        await working
         return True
     finally:
-        ready.cancel()
+        working.cancel()
         stopping.cancel()
 
 
-async def main(settings: Settings, stop: asyncio.Event) -> None:
-    """Run everything until `stop`."""
-    names = wanted(settings)
-    installation = Installation(settings)
-    installation.prepare()
-    try:
-        if "broker" in names:
-            installation.start("broker")
-        if not await _kafka_or_stop(installation, stop):
-            return
-        installation.start(*(n for n in names if n != "broker"))
+async def _start(installation: Installation, names: Sequence[str]) -> None:
+    """Start the processes in order, and wait until all are ready. Raises SettingsError when one ends for its settings."""
+    settings, supervisor = installation.settings, installation.supervisor
+    if "broker" in names:
+        installation.start("broker")
+    await installation.wait_for_kafka()
+    if "broker" not in names:
+        logger().info("ready", name="kafka", status=settings.bootstrap_servers)
+    installation.start(*(n for n in names if n != "broker"))
+    if settings.trainer.model_path is None:
+        logger().info("no_model", hint="set trainer.model_path=DIR to train and serve")
+    await supervisor.wait_settled(names)
+    table = supervisor.table
+    wrong = [f"{n}: {table[n]['error']}" for n in names if table[n]["exit_code"] == EXIT_SETTINGS]
+    if wrong:
+        installation.forget()
+        raise SettingsError("\n".join(wrong))
+    down = {n: table[n]["state"] for n in names if not table[n]["ready"] and table[n]["exit_code"] != 0}
+    if down:
+        logger().error("not_all_up", down=down)
+    else:
         logger().info(
             "up",
-            processes=names,
+            processes=list(names),
             gateway=f"http://{settings.gateway.host}:{settings.gateway.port}",
             kafka=settings.bootstrap_servers,
             logs=str(settings.data_dir / "logs"),
         )
-        if settings.trainer.model_path is None:
-            logger().info("no_model", hint="set trainer.model_path=DIR to train and serve")
+        ready("up")
+
+
+async def main(settings: Settings, stop: asyncio.Event) -> None:
+    """Run everything until `stop`. Raises SettingsError, AlreadyRunning, PortTaken or KafkaError before anything is left running."""
+    names = wanted(settings)
+    async with Installation(settings) as installation:
+        await asyncio.to_thread(check, settings, names)
+        installation.remember()
+        if not await _unless(stop, _start(installation, names)):
+            return
         await stop.wait()
         logger().info("stopping", hint="waiting until nothing is left in the topics")
         await installation.stop_in_order()
-    finally:
-        await installation.supervisor.stop_all()
-        installation.supervisor.release()
 
 
 def run(settings: Settings) -> None:

@@ -22,6 +22,8 @@ from schemas.topics import Topics
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""A number is a name too: on a command line `worker_id=1` is one."""
 ENGINE_STOP_S = 10.0
 """So long an engine may take to end before it is killed; a second more is for the worker's own end."""
 
@@ -124,7 +126,7 @@ class RedactionSettings(_Section):
 class GatewaySettings(_Section):
     """Where agents point their base_url."""
 
-    gateway_id: str = Field("gateway-0", description="several gateways: one name each")
+    gateway_id: Name = Field("gateway-0", description="several gateways: one name each")
     host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
     port: Port = Field(8100, description="the port is taken")
     public_url: str | None = Field(None, description="behind a load balancer: the URL that agents are given")
@@ -208,7 +210,7 @@ class FunctionSettings(_Section):
 class JobsSettings(_Section):
     """The stream jobs `assemble` and `reward`."""
 
-    worker_id: str = Field("0", description="several workers: one fixed name each")
+    worker_id: Name = Field("0", description="several workers: one fixed name each")
     batch_records: Count = Field(500, description="latency against throughput")
     snapshot_min_bytes: Count = Field(4 << 20, description="shorter recovery against more state log")
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
@@ -363,7 +365,7 @@ class TrainerSettings(_Section):
 class RolloutSettings(_Section):
     """A rollout worker and its vLLM server."""
 
-    worker_id: str = Field("worker-0", description="several workers: one name each")
+    worker_id: Name = Field("worker-0", description="several workers: one name each")
     attach_url: str | None = Field(None, description="a vLLM server that runs already, instead of starting one")
     model_path: Path | None = Field(None, description="directory the engine boots with; default trainer.model_path")
     host: str = Field("127.0.0.1", description="gateways on other machines")
@@ -419,7 +421,7 @@ class DemoSettings(_Section):
 class Settings(_Section):
     """Everything. The name of a field, with dots, is the name on the command line."""
 
-    run_id: str = Field("default", pattern=f"^{RUN_ID.pattern}$", description="experiments side by side")
+    run_id: Name = Field("default", pattern=f"^{RUN_ID.pattern}$", description="experiments side by side")
     data_dir: Path = Field(Path("data"), description="where everything is kept")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="more or fewer lines")
     kafka: KafkaSettings = KafkaSettings()

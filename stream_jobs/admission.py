@@ -24,6 +24,7 @@ from contextlib import suppress
 from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
 from runtime.last_ticks import first_tick_needed
 from runtime.lifecycle import run_sync
+from runtime.readiness import ready
 from runtime.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
 from runtime.telemetry import logger
 from schemas.errors import SettingsError, Undecodable, UnknownSchema
@@ -371,6 +372,7 @@ def serve(settings: Settings, stop: threading.Event) -> None:
     publish_policy(settings, cluster, decoder, desks[0])
     for desk in desks:
         desk.open()
+    ready(f"run {settings.run_id}: {', '.join(channels)}")
     busy = False
     while not stop.is_set():
         timeout_s = 0.0 if busy else IDLE_S / len(desks)

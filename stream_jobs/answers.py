@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rewards.rule import rule_of
 from runtime.blob_store import BlobMissing, BlobStore
 from runtime.function_pool import FunctionPool
 from schemas.events import Assessment, Reward, Trajectory
@@ -11,19 +10,6 @@ from schemas.settings import Settings
 from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
 from stream_jobs.blobs import resolved
 from stream_jobs.reward import no_reward, rewards_of, rules_of
-
-
-def check(settings: Settings) -> None:
-    """Resolve every reward function and quality rule that the settings name. A user's file is loaded in a child process.
-
-    Raises:
-        SettingsError: a name is wrong, or its file cannot be loaded. The message names the setting.
-    """
-    with FunctionPool(settings.functions) as pool:
-        rules_of(settings.jobs.reward_functions, pool.find)
-        quality_rules_of(settings.jobs.quality_functions, pool.find)
-        if settings.gateway.compute_reward is not None:
-            rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find)
 
 
 class Answers:

@@ -52,6 +52,7 @@ from faust.types import TP
 
 from runtime.kafka import Cluster, Record
 from runtime.lifecycle import die, run_async
+from runtime.readiness import ready
 from runtime.records import cluster_of, create_topics
 from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
@@ -241,6 +242,7 @@ class Shell:
             self._positions = positions
             if positions:
                 await self._app.consumer._commit({TP(t, p): offset for (t, p), offset in positions.items()})
+            ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
 

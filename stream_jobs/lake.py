@@ -28,6 +28,7 @@ from datetime import timedelta
 
 from runtime.kafka import Cluster, SourceTruncated, Unavailable
 from runtime.lifecycle import run_sync
+from runtime.readiness import ready
 from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.settings import Settings
@@ -65,6 +66,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
     caretaker = Caretaker(settings)
     while not stop.is_set():
         feed = Feed(cluster, settings, schemas, decoder, lake)
+        ready(settings.lake_uri)
         try:
             _follow(lake, feed, caretaker, settings.lake.flush_interval_s, stop)
         finally:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from runtime.die_with_parent import bonded
 from runtime.telemetry import configure, logger
 from schemas.settings import Settings
 from stream_jobs.lake_delta import (
@@ -127,7 +128,7 @@ class Caretaker:
         if self._process is None and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._settings.lake.care_interval_s
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "stream_jobs.lake_care"], stdin=subprocess.PIPE
+                bonded([sys.executable, "-P", "-m", "stream_jobs.lake_care"]), stdin=subprocess.PIPE
             )
             assert self._process.stdin is not None
             with self._process.stdin as stdin:  # not as arguments: those can be read by everyone

@@ -1,4 +1,4 @@
-"""Processes that a test starts: each logs into a file, and none outlives the block that they were started in."""
+"""Processes that a test starts: each logs into a file, and none outlives the block that they were started in, nor the tests' process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from runtime.die_with_parent import bonded
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +27,7 @@ class Processes:
     def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
         """Start one in the repository's root. how: as in Popen."""
         with (self.logs / f"{name}.log").open("ab") as log:
-            self.started.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, **how))
+            self.started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log, **how))
         return self.started[-1]
 
     def log(self, name: str) -> str:

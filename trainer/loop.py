@@ -27,12 +27,14 @@ from functools import partial
 import torch
 
 from runtime.lifecycle import run_sync
+from runtime.readiness import ready
 from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import logger
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.ledger import KafkaLedger, read_versions
 from trainer.run import open_run
+from trainer.settings_check import check_algorithm, check_learning_rate
 from trainer.source import Source, starting_position
 
 POLL_S = 0.2
@@ -45,6 +47,7 @@ def main(settings: Settings) -> None:
 
 def train(settings: Settings, stop: threading.Event) -> None:
     """Train until `stop` or max_versions. Raises Fenced, SourceTruncated, SettingsError or TrainerError."""
+    check_algorithm(settings)
     check_settings(settings.trainer)
     torch.set_num_threads(settings.trainer.threads)
     cluster, topics = cluster_of(settings), settings.kafka.topics
@@ -55,6 +58,7 @@ def train(settings: Settings, stop: threading.Event) -> None:
     batches = topics.ready_batches(settings.run_id, "train")
     run = open_run(settings, ledger, versions, taken, partial(starting_position, cluster, batches))
     source = Source(cluster, settings, decoder, run.position, ledger.bury)
+    ready(f"version {run.head.version_id}" if run.head else "")
     while not stop.is_set() and not run.finished:
         incoming = source.next(POLL_S)
         if incoming is not None:
@@ -72,7 +76,6 @@ def train(settings: Settings, stop: threading.Event) -> None:
 
 def check_settings(settings: TrainerSettings) -> None:
     """Refuse what can't be trained with, before anything is fenced."""
-    if settings.lr_final is not None and settings.max_versions is None:
-        raise SettingsError("setting trainer.lr_final: it is reached at trainer.max_versions, which is not set")
+    check_learning_rate(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("setting trainer.device=cuda: torch finds no CUDA device here; use auto or cpu")

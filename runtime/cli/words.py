@@ -29,15 +29,30 @@ def group(help_text: str) -> typer.Typer:
     return typer.Typer(help=help_text, no_args_is_help=True, rich_markup_mode=None)
 
 
-def settings_of(config: Path | None, words: list[str] | None) -> Settings:
-    """The settings; a wrong one ends the command with code 2."""
+def settings_of(config: Path | None, words: list[str] | None, fresh: bool = False) -> Settings:
+    """The settings, on top of those that the data directory remembers; a wrong one ends the command with code 2.
+
+    Secrets are not remembered: those of Kafka and the lake that are missing now are named on standard error.
+    fresh: Nothing that was before counts.
+    """
     from runtime.config import load as read
+    from runtime.remembered import recalled, withheld_from
     from schemas.errors import SettingsError
 
     try:
-        return read(config, words or ())
+        if fresh:
+            return read(config, words or ())
+        settings = recalled(config, words or ())
+        for path in withheld_from(settings):
+            if not path.startswith("gateway."):
+                _tell_withheld(path)
+        return settings
     except SettingsError as e:
         fail(str(e), 2)
+
+
+def _tell_withheld(path: str) -> None:
+    sys.stderr.write(f"clawstream: setting {path} is a secret, so it is not remembered: give it again\n")
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -62,11 +77,12 @@ def instant(text: str | None, name: str) -> int | None:
 def plain_errors() -> Iterator[None]:
     """Errors that a user can do something about, as one line without a traceback."""
     from runtime.errors import PlumbingError
+    from runtime.exit_codes import exit_code
 
     try:
         yield
     except PlumbingError as e:
-        fail(str(e))
+        fail(str(e), exit_code(e))
 
 
 def cluster_of(settings: Settings) -> Cluster:
@@ -88,8 +104,8 @@ def load(module: str) -> ModuleType:
         fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
 
 
-def run(target: str, config: Path | None, words: list[str] | None) -> None:
-    """Call `module:function` with the settings."""
-    settings = settings_of(config, words)
+def run(target: str, config: Path | None, words: list[str] | None, fresh: bool = False) -> None:
+    """Call `module:function`, the start of a process, with the settings. fresh: as in `settings_of`."""
+    settings = settings_of(config, words, fresh)
     module, _, function = target.partition(":")
     getattr(load(module), function)(settings)

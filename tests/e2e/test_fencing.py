@@ -10,7 +10,7 @@ import pytest
 from tests_feed import POLICY, Feed
 from tests_up import up
 
-from runtime.lifecycle import EXIT_FENCED
+from runtime.exit_codes import EXIT_FENCED
 from schemas.settings import Settings
 
 FENCED = ("admit", "trainer", "lake")

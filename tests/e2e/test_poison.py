@@ -22,7 +22,7 @@ from gateway.worker_feed import WorkerFeed
 from gateway.workers import WorkerTable
 from rollout.versions import Versions, WeightsFeed
 from runtime.config import words_of
-from runtime.lifecycle import EXIT_SOURCE
+from runtime.exit_codes import EXIT_SOURCE
 from runtime.records import now_micros
 from schemas.codec import MAGIC, Codec, shipped
 from schemas.events import (

@@ -14,7 +14,7 @@ import pytest
 from tests_chaos import Installation, fed, installation, running
 from tests_chaos_logs import Logs
 
-from runtime.lifecycle import EXIT_CRASH
+from runtime.exit_codes import EXIT_CRASH
 from schemas.settings import Settings
 
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")

@@ -13,7 +13,7 @@ from tests_ports import free_port
 from tests_up import Up, call, up
 
 from runtime.config import words_of
-from runtime.lifecycle import EXIT_SOURCE
+from runtime.exit_codes import EXIT_SOURCE
 from schemas.settings import Settings
 
 

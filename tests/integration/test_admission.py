@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
-from runtime.lifecycle import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import (

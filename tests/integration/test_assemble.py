@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tests_jobs import Eventually, Jobs, reward, running, session, step
 
+from runtime.exit_codes import EXIT_SOURCE
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.events import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
 from schemas.settings import Settings

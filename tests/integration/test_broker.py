@@ -21,6 +21,7 @@ from runtime import broker as broker_cli
 from runtime.broker import BrokerError, EmbeddedBroker, NodeStatus
 from runtime.broker_directory import one_starter
 from runtime.jars import find_java
+from runtime.ports import PortTaken
 from schemas.settings import BrokerSettings
 
 
@@ -157,7 +158,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         with socket.socket() as other:
             other.bind(("127.0.0.1", taken))
             other.listen()
-            with pytest.raises(BrokerError, match=rf"port {taken} .*broker\.port"):
+            with pytest.raises(PortTaken, match=rf":{taken}: .*broker\.port"):
                 EmbeddedBroker(tmp_path, port).start()
     assert broker_cli.status(tmp_path) == ()
 

@@ -18,6 +18,7 @@ from tests_up import ENVIRON, ROOT, call, command
 
 from runtime.cli.main import app
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_KAFKA
 from runtime.kafka import Cluster
 from runtime.records import create_topics
 from schemas.codec import Codec
@@ -142,7 +143,7 @@ def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
     ]
     for process in asked:
         _, said = process.communicate(timeout=240)
-        assert process.returncode == 1
+        assert process.returncode == EXIT_KAFKA
         assert (
             "no Kafka answers at 127.0.0.1:" in said and "clawstream broker start" in said and "Traceback" not in said
         )

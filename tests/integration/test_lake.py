@@ -17,8 +17,8 @@ from deltalake import CommitProperties, Transaction, write_deltalake
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 from tests_positions import tell
 
+from runtime.exit_codes import EXIT_FENCED, EXIT_SOURCE
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_FENCED, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas import events
 from schemas.codec import TOP_LEVEL, Codec

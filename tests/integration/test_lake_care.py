@@ -18,8 +18,8 @@ import pytest
 from deltalake import DeltaTable
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
+from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_FENCED
 from runtime.records import create_topics
 from schemas import events
 from schemas.codec import MAGIC, TOP_LEVEL, Codec, fingerprint_of, shipped

@@ -12,9 +12,9 @@ import pytest
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from runtime.doctor import examine
+from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster
 from runtime.lag import data_lag
-from runtime.lifecycle import EXIT_FENCED
 from runtime.records import create_topics
 from schemas import events
 from schemas.codec import Codec

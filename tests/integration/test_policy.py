@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from runtime.cli.main import app
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_SOURCE, exit_code
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
 from schemas.events import AdmissionPolicy, PolicyApplied, RunEnded, Tick

@@ -17,8 +17,8 @@ import pytest
 from tests_positions import tell
 
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
-from runtime.lifecycle import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.records import create_topics
 from schemas.codec import Codec
 from schemas.events import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep

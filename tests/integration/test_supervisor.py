@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from runtime.lifecycle import EXIT_FENCED, EXIT_SETTINGS
+from runtime.exit_codes import EXIT_FENCED, EXIT_SETTINGS
+from runtime.process_table import read_table
 from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -31,23 +32,6 @@ KILLED_ITSELF = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), 
 
 def exits(code: int) -> list[str]:
     return [sys.executable, "-c", f"raise SystemExit({code})"]
-
-
-HELD: list[Supervisor] = []
-
-
-@pytest.fixture(autouse=True)
-def _release() -> Iterator[None]:
-    yield
-    while HELD:
-        HELD.pop().release()
-
-
-def acquired(directory: Path, **options: float) -> Supervisor:
-    supervisor = Supervisor(directory, **options)
-    supervisor.acquire()
-    HELD.append(supervisor)
-    return supervisor
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -71,20 +55,21 @@ def restarts_of(supervisor: Supervisor, name: str) -> int:
 
 def test_killed_process_comes_back(tmp_path: Path) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, restart_delay_s=0.05)
-        supervisor.start(ProcessSpec("a", SLEEP))
-        await until(lambda: pid_of(supervisor, "a") is not None)
-        first = pid_of(supervisor, "a")
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: pid_of(supervisor, "a") not in (None, first))
-        assert supervisor.table["a"]["restarts"] == 1
-        written = json.loads((tmp_path / "up.json").read_text())
-        assert written["supervisor"] == os.getpid() and written["processes"]["a"]["restarts"] == 1
-        second = pid_of(supervisor, "a")
-        await supervisor.stop_all()
-        assert not psutil.pid_exists(second or 0)
-        assert supervisor.state("a") == "stopped"
+        async with Supervisor(tmp_path, restart_delay_s=0.05) as supervisor:
+            supervisor.start(ProcessSpec("a", SLEEP))
+            await until(lambda: pid_of(supervisor, "a") is not None)
+            first = pid_of(supervisor, "a")
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: pid_of(supervisor, "a") not in (None, first))
+            assert supervisor.table["a"]["restarts"] == 1
+            await until(lambda: read_table(tmp_path)["processes"]["a"]["pid"] == pid_of(supervisor, "a"))
+            written = read_table(tmp_path)
+            assert written["supervisor"] == os.getpid() and written["processes"]["a"]["restarts"] == 1
+            second = pid_of(supervisor, "a")
+            await supervisor.stop_all()
+            assert not psutil.pid_exists(second or 0)
+            assert supervisor.state("a") == "stopped"
 
     asyncio.run(body())
 
@@ -92,21 +77,21 @@ def test_killed_process_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("code", "why"), [(EXIT_FENCED, "fenced"), (EXIT_SETTINGS, "wrong settings"), (0, "done")])
 def test_process_that_must_not_restart_stays_down(tmp_path: Path, code: int, why: str) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, restart_delay_s=0.01)
-        supervisor.start(ProcessSpec("a", exits(code)))
-        assert await asyncio.wait_for(supervisor.wait_down("a"), 60) == why
-        assert supervisor.table["a"]["restarts"] == 0
+        async with Supervisor(tmp_path, restart_delay_s=0.01) as supervisor:
+            supervisor.start(ProcessSpec("a", exits(code)))
+            assert await asyncio.wait_for(supervisor.wait_down("a"), 60) == why
+            assert supervisor.table["a"]["restarts"] == 0
 
     asyncio.run(body())
 
 
 def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, restart_delay_s=0.02)
-        supervisor.start(ProcessSpec("a", exits(70)))
-        await until(lambda: restarts_of(supervisor, "a") >= 4)
-        await supervisor.stop_all()
-        assert supervisor.table["a"]["exit_code"] == 70
+        async with Supervisor(tmp_path, restart_delay_s=0.02) as supervisor:
+            supervisor.start(ProcessSpec("a", exits(70)))
+            await until(lambda: restarts_of(supervisor, "a") >= 4)
+            await supervisor.stop_all()
+            assert supervisor.table["a"]["exit_code"] == 70
 
     started = time.monotonic()
     asyncio.run(body())
@@ -116,25 +101,25 @@ def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ends", [KILLED_ITSELF, exits(128 + signal.SIGKILL)])
 def test_killed_process_is_not_restarted_more_slowly(tmp_path: Path, ends: list[str]) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, restart_delay_s=0.02)
-        supervisor.start(ProcessSpec("a", ends))
-        with capture_logs() as logged:
-            await until(lambda: restarts_of(supervisor, "a") >= 5)
-        await supervisor.stop_all()
-        assert [e["delay_s"] for e in logged if e["event"] == "restart"][:5] == [0.02] * 5
+        async with Supervisor(tmp_path, restart_delay_s=0.02) as supervisor:
+            supervisor.start(ProcessSpec("a", ends))
+            with capture_logs() as logged:
+                await until(lambda: restarts_of(supervisor, "a") >= 5)
+            await supervisor.stop_all()
+            assert [e["delay_s"] for e in logged if e["event"] == "restart"][:5] == [0.02] * 5
 
     asyncio.run(body())
 
 
 def test_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, stop_timeout_s=0.5)
-        supervisor.start(ProcessSpec("a", DEAF))
-        await until(
-            lambda: (tmp_path / "logs" / "a.log").exists() and "up" in (tmp_path / "logs" / "a.log").read_text()
-        )
-        await supervisor.stop("a")
-        assert supervisor.table["a"]["exit_code"] == -signal.SIGKILL
+        async with Supervisor(tmp_path, stop_timeout_s=0.5) as supervisor:
+            supervisor.start(ProcessSpec("a", DEAF))
+            await until(
+                lambda: (tmp_path / "logs" / "a.log").exists() and "up" in (tmp_path / "logs" / "a.log").read_text()
+            )
+            await supervisor.stop("a")
+            assert supervisor.table["a"]["exit_code"] == -signal.SIGKILL
 
     asyncio.run(body())
 
@@ -149,48 +134,49 @@ def test_second_supervisor_is_refused(tmp_path: Path) -> None:
     second.release()
 
 
-def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("child", [SLEEP, DEAF], ids=["sleeps", "deaf"])
+def test_children_end_with_a_killed_supervisor(tmp_path: Path, child: list[str]) -> None:
     code = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
         "from runtime.supervisor import ProcessSpec, Supervisor\n"
         "async def main():\n"
-        f"    s = Supervisor(Path({str(tmp_path)!r})); s.acquire()\n"
-        f"    s.start(ProcessSpec('a', {SLEEP!r}))\n"
-        "    while not s.table['a']['pid']: await asyncio.sleep(0.01)\n"
-        "    print(s.table['a']['pid'], flush=True)\n"
-        "    await asyncio.sleep(600)\n"
+        f"    async with Supervisor(Path({str(tmp_path)!r})) as s:\n"
+        f"        s.start(ProcessSpec('a', {child!r}))\n"
+        "        while not s.table['a']['pid']: await asyncio.sleep(0.01)\n"
+        "        print(s.table['a']['pid'], flush=True)\n"
+        "        await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
-        child = psutil.Process(int(supervisor.stdout.readline()))
+        process = psutil.Process(int(supervisor.stdout.readline()))
         supervisor.kill()
         supervisor.wait()
-        child.wait(60)
-        assert not child.is_running()
+        process.wait(60)
+        assert not process.is_running()
 
 
 def test_what_cannot_be_spawned_is_tried_again(tmp_path: Path) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, restart_delay_s=0.01)
-        supervisor.start(ProcessSpec("absent", [str(tmp_path / "no-such-program")]))
-        await until(lambda: restarts_of(supervisor, "absent") >= 2)
-        await supervisor.stop_all()
-        assert supervisor.state("absent") == "stopped"
+        async with Supervisor(tmp_path, restart_delay_s=0.01) as supervisor:
+            supervisor.start(ProcessSpec("absent", [str(tmp_path / "no-such-program")]))
+            await until(lambda: restarts_of(supervisor, "absent") >= 2)
+            await supervisor.stop_all()
+            assert supervisor.state("absent") == "stopped"
 
     asyncio.run(body())
 
 
 def test_stopped_while_it_is_being_started(tmp_path: Path) -> None:
     async def body() -> None:
-        supervisor = acquired(tmp_path, stop_timeout_s=60.0)
-        supervisor.start(ProcessSpec("sleeper", SLEEP))
-        await asyncio.sleep(0)
-        assert supervisor.table["sleeper"]["pid"] is None, "it is not known yet"
-        async with asyncio.timeout(60):
-            await supervisor.stop("sleeper")
-        assert supervisor.table["sleeper"]["exit_code"] == -signal.SIGTERM
+        async with Supervisor(tmp_path, stop_timeout_s=60.0) as supervisor:
+            supervisor.start(ProcessSpec("sleeper", SLEEP))
+            await asyncio.sleep(0)
+            assert supervisor.table["sleeper"]["pid"] is None, "it is not known yet"
+            async with asyncio.timeout(60):
+                await supervisor.stop("sleeper")
+            assert supervisor.table["sleeper"]["exit_code"] == -signal.SIGTERM
 
     asyncio.run(body())
 
@@ -208,3 +194,63 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
         assert ask_to_stop(tmp_path) == running.pid
         assert running.wait(60) == -signal.SIGTERM
     assert ask_to_stop(tmp_path) is None, "its pid may be anybody's by now"
+
+
+def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(tmp_path: Path) -> None:
+    pids: list[int | None] = []
+
+    async def body() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            supervisor.start(ProcessSpec("a", SLEEP))
+            await until(lambda: pid_of(supervisor, "a") is not None)
+            pids.append(pid_of(supervisor, "a"))
+            shutil.rmtree(tmp_path)  # its table can't be written any more, and that is no full disk
+            os.kill(pids[0] or 0, signal.SIGKILL)
+            await asyncio.sleep(600)
+
+    with pytest.raises(ExceptionGroup) as error:
+        asyncio.run(body())
+    assert [type(e) for e in error.value.exceptions] == [FileNotFoundError]
+    assert not psutil.pid_exists(pids[0] or 0)
+
+
+def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) -> None:
+    says = (
+        "import sys, time; from runtime.readiness import ready, not_ready; ready('first\\nline'); sys.stdin.readline(); "
+        "not_ready('lost'); time.sleep(600)"
+    )
+
+    async def body() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            with capture_logs() as logged:
+                supervisor.start(ProcessSpec("a", [sys.executable, "-c", says], b"go on"))
+                await supervisor.wait_settled(["a"])
+                await until(lambda: supervisor.table["a"]["status"] == "lost")
+            assert supervisor.table["a"]["ready"] is False
+            told = [(e["event"], e["name"], e["status"]) for e in logged]
+            assert told == [("ready", "a", "first line"), ("not_ready", "a", "lost")]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise ValueError('no such thing')", "ValueError: no such thing"),
+        ("import sys; sys.exit('clawstream: setting a.b: wrong')", "clawstream: setting a.b: wrong"),
+        (
+            "from runtime.lifecycle import die; from runtime.telemetry import configure; configure('a'); die(KeyError('k'))",
+            "'k'",
+        ),
+    ],
+)
+def test_the_last_error_line_of_a_process_is_shown(tmp_path: Path, code: str, error: str) -> None:
+    async def body() -> None:
+        async with Supervisor(tmp_path, restart_delay_s=600) as supervisor:
+            with capture_logs() as logged:
+                supervisor.start(ProcessSpec("a", [sys.executable, "-c", code]))
+                await until(lambda: restarts_of(supervisor, "a") == 1)
+            assert supervisor.table["a"]["error"] == error
+            assert [e["error"] for e in logged if e["event"] == "restart"] == [error]
+
+    asyncio.run(body())

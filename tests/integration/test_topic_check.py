@@ -14,8 +14,8 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from tests_jobs import Eventually, running, step
 
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_SETTINGS
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_SETTINGS
 from runtime.records import create_topics
 from runtime.topic_copy import copy_topics
 from schemas.errors import SettingsError

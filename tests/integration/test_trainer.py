@@ -20,8 +20,8 @@ import pytest
 
 from demo.model import make_random_model
 from runtime.config import words_of
+from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster, Producer, SourceTruncated
-from runtime.lifecycle import EXIT_FENCED
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
 from schemas.errors import SettingsError

@@ -14,6 +14,8 @@ from structlog.testing import capture_logs
 from tests_ports import free_port
 
 from runtime.broker import BrokerError
+from runtime.ports import PortTaken
+from runtime.process_table import read_table
 from runtime.supervisor import ProcessSpec, ask_to_stop
 from runtime.up import Installation, main
 from schemas.settings import Settings
@@ -21,9 +23,13 @@ from schemas.settings import Settings
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-def settings(directory: Path, port: int) -> Settings:
+def settings(directory: Path, port: int, **broker: str) -> Settings:
     return Settings.model_validate(
-        {"data_dir": str(directory), "broker": {"port": port}, "up": {"processes": ["broker"], "restart_delay_s": 0.05}}
+        {
+            "data_dir": str(directory),
+            "broker": {"port": port, **broker},
+            "up": {"processes": ["broker"], "restart_delay_s": 0.05},
+        }
     )
 
 
@@ -38,10 +44,8 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
     """As one does that reads its logs. Once it is gone for good, the error says so."""
 
     async def body() -> None:
-        installation = Installation(settings(tmp_path, free_port()))
-        installation.prepare()
-        supervisor = installation.supervisor
-        try:
+        async with Installation(settings(tmp_path, free_port())) as installation:
+            supervisor = installation.supervisor
             supervisor.start(ProcessSpec("broker", SLEEP))
             await until(lambda: supervisor.state("broker") == "running")
             with capture_logs() as lines:
@@ -52,25 +56,34 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
             await supervisor.stop("broker")
             with pytest.raises(BrokerError, match=r"stopped.*broker\.log"):
                 await asyncio.wait_for(waiting, 60)
-        finally:
-            await supervisor.stop_all()
-            supervisor.release()
 
     asyncio.run(body())
 
 
 def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None:
-    async def body(port: int) -> None:
+    java = tmp_path / "java"  # one that starts and never serves
+    java.write_text(
+        '#!/bin/sh\n[ "$1" = -version ] && echo \'openjdk version "21.0.1"\' >&2 && exit 0\nexec sleep 600\n'
+    )
+    java.chmod(0o755)
+
+    async def body() -> None:
         stop = asyncio.Event()
-        up = asyncio.create_task(main(settings(tmp_path, port), stop))
-        table = tmp_path / "up.json"
-        await until(lambda: up.done() or (table.exists() and '"restarting"' in table.read_text()))
+        up = asyncio.create_task(main(settings(tmp_path, free_port(), java=str(java)), stop))
+        await until(lambda: up.done() or read_table(tmp_path).get("processes", {}).get("broker", {}).get("pid"))
         assert not up.done()
         stop.set()
         await asyncio.wait_for(up, 60)
 
-    with socket.socket() as taken:  # so the broker starts again and again
+    asyncio.run(body())
+    assert ask_to_stop(tmp_path) is None
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        asyncio.run(body(taken.getsockname()[1]))
-    assert ask_to_stop(tmp_path) is None
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"broker cannot listen on 127\.0\.0\.1:{port}: .* set broker\.port"):
+            asyncio.run(main(settings(tmp_path, port), asyncio.Event()))
+    assert read_table(tmp_path)["processes"] == {}

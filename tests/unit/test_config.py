@@ -48,6 +48,14 @@ def test_wrong_setting_is_named(word: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_name_may_be_a_number() -> None:
+    settings = load(None, ["run_id=7", "jobs.worker_id=1", "rollout.worker_id=2", "gateway.gateway_id=3"], {})
+    names = (settings.run_id, settings.jobs.worker_id, settings.rollout.worker_id, settings.gateway.gateway_id)
+    assert names == ("7", "1", "2", "3")
+    with pytest.raises(SettingsError, match="setting run_id: String should match pattern"):
+        load(None, ["run_id=1.5"], {})
+
+
 @pytest.mark.parametrize(
     "words",
     [

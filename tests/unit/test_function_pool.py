@@ -15,12 +15,11 @@ import orjson
 import pytest
 
 from runtime.function_pool import FunctionPool, PoolStopped
-from schemas.errors import SettingsError
+from runtime.preflight import problems_of
 from schemas.events import Trajectory, TrajectoryStep
 from schemas.named_function import Named, NoAnswer
 from schemas.settings import FunctionSettings, Settings
 from schemas.user_function import FunctionNotFound
-from stream_jobs.answers import check
 from stream_jobs.assess import assessment_of
 from stream_jobs.reward import rewards_of
 
@@ -149,11 +148,11 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
 )
 def test_a_name_that_cannot_be_resolved_is_an_error_of_its_setting(named: dict[str, Any], setting: str) -> None:
     settings = Settings.model_validate({**named, "functions": {"dirs": [str(TESTS)]}})
-    with pytest.raises(SettingsError) as e:
-        check(settings)
-    assert str(e.value).startswith(f"setting {setting}: ")
+    (problem,) = problems_of(settings, ["gateway", "reward"])
+    assert problem.startswith(f"setting {setting}: ")
 
 
 def test_names_that_are_there_are_no_error() -> None:
     jobs = {"reward_functions": {"*": ["own_functions.py:fails@1", "exact_match@1"]}}
-    check(Settings.model_validate({"jobs": jobs, "functions": {"dirs": [str(TESTS)]}}))
+    settings = Settings.model_validate({"jobs": jobs, "functions": {"dirs": [str(TESTS)]}})
+    assert problems_of(settings, ["gateway", "reward"]) == []

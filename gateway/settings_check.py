@@ -1,0 +1,39 @@
+"""What is wrong with the gateway's settings, known without starting it."""
+
+from __future__ import annotations
+
+from gateway.redaction.shell import redaction_of
+from gateway.sessions import secret_of
+from gateway.workers import WorkerTable
+from rewards.rule import rule_of
+from runtime.function_pool import FunctionPool
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+
+def _compute_reward(settings: Settings) -> None:
+    if settings.gateway.compute_reward is not None:
+        with FunctionPool(settings.functions) as pool:
+            rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find)
+
+
+def _upstreams(settings: Settings) -> None:
+    WorkerTable(settings.gateway.upstreams)
+
+
+def _redaction(settings: Settings) -> None:
+    redaction_of(settings, b"", lambda: None)
+
+
+def _tokenizer(settings: Settings) -> None:
+    path = settings.gateway.tokenizer_path
+    if path is not None and not path.exists():
+        raise SettingsError(f"setting gateway.tokenizer_path: {path} is not there")
+
+
+def _session_secret(settings: Settings) -> None:
+    if settings.gateway.session_secret is not None:
+        secret_of(settings)
+
+
+CHECKS = (_session_secret, _compute_reward, _upstreams, _redaction, _tokenizer)

@@ -1,0 +1,21 @@
+"""What is wrong with a rollout worker's settings, known without starting its engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from rollout.worker import public_url, server_of
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+
+def _engine(settings: Settings) -> None:
+    public_url(settings, server_of(settings).base_url)
+
+
+def _installed(settings: Settings) -> None:
+    if settings.rollout.attach_url is None and find_spec("vllm") is None:
+        raise SettingsError("rollout: vLLM is not installed, see docs/install.md; or set rollout.attach_url")
+
+
+CHECKS = (_engine, _installed)

@@ -1,0 +1,99 @@
+"""The exit codes of every process and command, in one place. docs/operating.md shows the same table; a test compares the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.errors import InUse, PlumbingError
+from runtime.kafka.errors import Fenced, SourceTruncated, Unavailable
+from schemas.errors import SettingsError
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2
+EXIT_KAFKA = 69
+EXIT_CRASH = 70
+EXIT_IN_USE = 75
+EXIT_FENCED = 78
+EXIT_SOURCE = 79
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an exit code says.
+
+    restarted: Whether the supervisor starts a process again that ends with it.
+    """
+
+    code: int
+    name: str
+    meaning: str
+    action: str
+    restarted: bool
+
+
+MEANINGS = (
+    Meaning(0, "done", "the work is done, or the process was asked to stop", "nothing", False),
+    Meaning(EXIT_FAILED, "failed", "a command could not do what it was asked for", "the message says what to do", True),
+    Meaning(
+        EXIT_SETTINGS,
+        "wrong settings",
+        "wrong settings or arguments, or [topics](#topics) that were made otherwise",
+        "the message names the setting, or topic, setting and command",
+        False,
+    ),
+    Meaning(
+        EXIT_KAFKA,
+        "Kafka does not answer",
+        "Kafka does not answer or does not acknowledge in time",
+        "start Kafka, or mend `kafka.bootstrap_servers`",
+        True,
+    ),
+    Meaning(EXIT_CRASH, "crashed", "anything unforeseen, with a traceback", "report it; nothing is lost by it", True),
+    Meaning(
+        EXIT_IN_USE,
+        "in use",
+        "another process has the port, the data directory or the broker",
+        "the message names it and the setting: stop that process, or choose another",
+        True,
+    ),
+    Meaning(
+        EXIT_FENCED,
+        "fenced",
+        "a newer instance of the same run took over, or lake writers of another number",
+        "stop one of the two",
+        False,
+    ),
+    Meaning(
+        EXIT_SOURCE,
+        "source truncated",
+        "a stored position does not fit its topic, or data it needs is gone",
+        "`clawstream doctor`, and see below",
+        False,
+    ),
+)
+NO_RESTART = frozenset(m.code for m in MEANINGS if not m.restarted)
+NAMES = {m.code: m.name for m in MEANINGS}
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code that says what happened."""
+    match error:
+        case SettingsError():
+            return EXIT_SETTINGS
+        case Fenced():
+            return EXIT_FENCED
+        case SourceTruncated():
+            return EXIT_SOURCE
+        case Unavailable():
+            return EXIT_KAFKA
+        case InUse():
+            return EXIT_IN_USE
+        case PlumbingError():
+            return EXIT_FAILED
+        case _:
+            return EXIT_CRASH
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """Whether the message alone says what to do, so that a traceback would only hide it."""
+    return isinstance(error, SettingsError | PlumbingError)

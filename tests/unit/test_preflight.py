@@ -1,0 +1,82 @@
+"""What `clawstream up` finds wrong with settings before it starts anything."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from runtime.config import load
+from runtime.ports import PortTaken, check_free
+from runtime.preflight import ports, problems_of
+from runtime.up import COMMANDS
+
+EVERY = list(COMMANDS)
+DATA_PART = [n for n in EVERY if n not in ("trainer", "rollout")]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("jobs.reward_functions={'*': ['nothing@1']}", "jobs.reward_functions.*"),
+        ("jobs.reward_functions={'*': ['no.such.module:function@1']}", "jobs.reward_functions.*"),
+        ("jobs.quality_functions={'*': ['nothing@1']}", "jobs.quality_functions.*"),
+        ("gateway.compute_reward=nothing@1", "gateway.compute_reward"),
+        ("gateway.upstreams=[{url: 'http://h:1', api_key_env: NO_SUCH_VARIABLE}]", "NO_SUCH_VARIABLE"),
+        ("gateway.session_secret=short", "gateway.session_secret"),
+        ("gateway.tokenizer_path=/no/such/file", "gateway.tokenizer_path"),
+        ("gateway.redaction={enabled: true, rules: [nothing]}", "gateway.redaction.rules"),
+    ],
+)
+def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None:
+    (problem,) = problems_of(load(None, [word], {}), DATA_PART)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["admit.policy.algorithm=magic"], "setting admit.policy.algorithm='magic': this trainer has grpo"),
+        (
+            ["trainer.model_path=/no/such/model"],
+            "setting trainer.model_path: /no/such/model is no Hugging Face model directory",
+        ),
+        (
+            ["trainer.lr_final=1e-7"],
+            "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set",
+        ),
+        (["rollout.host=0.0.0.0"], "rollout.public_url: rollout.host=0.0.0.0 is no address that can be called"),
+    ],
+)
+def test_a_wrong_setting_of_training_is_named(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = load(None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *words], {})
+    assert problems_of(settings, EVERY) == [said]
+
+
+def test_all_problems_are_named_at_once_and_only_those_of_processes_that_start() -> None:
+    settings = load(None, ["gateway.compute_reward=nothing@1", "jobs.quality_functions={'*': ['nothing@1']}"], {})
+    assert len(problems_of(settings, DATA_PART)) == 2
+    assert problems_of(settings, ["broker", "lake"]) == []
+    assert problems_of(load(None, [], {}), DATA_PART) == []
+
+
+def test_every_port_is_looked_at() -> None:
+    settings = load(None, ["broker.nodes=3"], {})
+    assert [(name, port) for name, _, port, _ in ports(settings, EVERY)] == [
+        *(("broker", port) for port in (19092, 19093, 19102, 19103, 19112, 19113)), ("gateway", 8100), ("rollout", 8200),
+    ]  # fmt: skip
+
+
+def test_a_taken_port_names_the_process_and_the_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            PortTaken,
+            match=rf"^gateway cannot listen on 127\.0\.0\.1:{port}: Address already in use\. .* set gateway\.port$",
+        ):
+            check_free("127.0.0.1", port, "gateway", "gateway.port")
+    check_free("127.0.0.1", 0, "gateway", "gateway.port")

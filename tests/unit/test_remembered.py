@@ -1,0 +1,126 @@
+"""A data directory remembers the settings of its `up`, below whatever is said to a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from runtime.config import load
+from runtime.remembered import FILE, changes, forget, recalled, remember, withheld_from
+from schemas.errors import SettingsError
+
+SECRETS = [
+    "gateway.session_secret=hunter2-hunter2-hunter2",
+    "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key: hunter2}]",
+    "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN, ssl.key.location: /k}",
+    "lake.storage_options={AWS_SECRET_ACCESS_KEY: hunter2, AWS_REGION: eu}",
+]
+
+
+def kept(directory: Path, *words: str) -> None:
+    """What `up` with these words leaves there."""
+    remember(load(None, [f"data_dir={directory}", *words], {}))
+
+
+def test_the_directory_is_enough(tmp_path: Path) -> None:
+    kept(
+        tmp_path, "run_id=mine", "kafka.partitions=3", "jobs.reward_functions={a: [exact_match@1]}", "broker.port=23000"
+    )
+    settings = recalled(None, [f"data_dir={tmp_path}"], {})
+    assert (settings.run_id, settings.kafka.partitions, settings.broker.port) == ("mine", 3, 23000)
+    assert settings.data_dir == tmp_path and dict(settings.jobs.reward_functions) == {"a": ("exact_match@1",)}
+    assert recalled(None, [], {"CLAWSTREAM__DATA_DIR": str(tmp_path)}) == settings
+    assert recalled(None, [f"data_dir={tmp_path / 'other'}"], {}).run_id == "default"
+
+
+def test_what_is_said_wins_and_mappings_are_replaced(tmp_path: Path) -> None:
+    kept(
+        tmp_path,
+        "run_id=mine",
+        "jobs.reward_functions={a: [exact_match@1]}",
+        "trainer.model_path=/m",
+        "trainer.lr=1e-5",
+    )
+    file = tmp_path / "more.yaml"
+    file.write_text("run_id: file\ntrainer: {seed: 7}\n")
+    words = [f"data_dir={tmp_path}", "jobs.reward_functions={b: [exact_match@1]}", "trainer.model_path=null"]
+    settings = recalled(file, words, {"CLAWSTREAM__ADMIT__POLICY__GROUP_SIZE": "4"})
+    assert (settings.run_id, settings.trainer.seed, settings.trainer.lr) == ("file", 7, 1e-5)
+    assert (settings.trainer.model_path, settings.admit.policy.group_size) == (None, 4)
+    assert set(settings.jobs.reward_functions) == {"b"}
+
+
+def test_paths_mean_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    remember(load(None, ["data_dir=.", "trainer.model_path=models/a"], {}))
+    monkeypatch.chdir(os.sep)
+    assert recalled(None, [f"data_dir={tmp_path}"], {}).trainer.model_path == tmp_path / "models" / "a"
+
+
+def test_functions_are_looked_for_where_they_were_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, home = tmp_path / "first", tmp_path / "second", tmp_path / "data"
+    for folder in (first, second, home):
+        folder.mkdir()
+    monkeypatch.chdir(first)
+    remember(load(None, [f"data_dir={home}", "jobs.reward_functions={'*': ['mine.py:f@1']}"], {}))
+    monkeypatch.chdir(second)
+    assert recalled(None, [f"data_dir={home}"], {}).functions.dirs == (first,)
+    named = recalled(None, [f"data_dir={home}", "jobs.reward_functions={'*': ['other.py:f@1']}"], {})
+    assert named.functions.dirs == (second, first)
+
+
+def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> None:
+    kept(tmp_path, *SECRETS)
+    written = (tmp_path / FILE).read_text()
+    assert "hunter2" not in written and stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    settings = recalled(None, [f"data_dir={tmp_path}"], {})
+    assert dict(settings.kafka.client_options) == {"sasl.mechanism": "PLAIN", "ssl.key.location": "/k"}
+    assert [u.url for u in settings.gateway.upstreams] == ["http://a:1", "http://b:1"]
+    assert withheld_from(settings) == [
+        "gateway.session_secret",
+        "gateway.upstreams.1.api_key",
+        "kafka.client_options.sasl.password",
+        "lake.storage_options.AWS_SECRET_ACCESS_KEY",
+    ]
+    assert withheld_from(recalled(None, [f"data_dir={tmp_path}", *SECRETS], {})) == []
+
+
+@pytest.mark.parametrize(
+    ("was", "now"), [("kafka.partitions=3", "kafka.partitions=4"), ("broker.nodes=1", "broker.nodes=3")]
+)
+def test_what_the_data_was_made_with_cannot_change(tmp_path: Path, was: str, now: str) -> None:
+    kept(tmp_path, was, "run_id=mine")
+    name, _, value = was.partition("=")
+    with pytest.raises(
+        SettingsError, match=rf"setting {name}=.: the data in .* was made with {value}, and that cannot change"
+    ):
+        recalled(None, [f"data_dir={tmp_path}", now], {})
+    other = [f"data_dir={tmp_path}", now, "kafka.topic_prefix=other", "kafka.bootstrap_servers='a:1'"]
+    assert recalled(None, other, {}).run_id == "mine"  # other topics
+
+
+def test_what_leaves_data_behind_is_told(tmp_path: Path) -> None:
+    kept(tmp_path, "run_id=one", "lake.uri=s3://a")
+    now = recalled(None, [f"data_dir={tmp_path}", "run_id=two", "trainer.lr=1e-3"], {})
+    assert list(changes(now)) == [("run_id", "one", "two")]
+
+
+def test_settings_that_were_wrong_are_forgotten(tmp_path: Path) -> None:
+    first = load(None, [f"data_dir={tmp_path}", "run_id=one"], {})
+    assert remember(first) is None
+    before = remember(load(None, [f"data_dir={tmp_path}", "run_id=two"], {}))
+    forget(tmp_path, before)
+    assert recalled(None, [f"data_dir={tmp_path}"], {}).run_id == "one"
+    forget(tmp_path, None)
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", json.dumps({"settings": 3})])
+def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(SettingsError, match=r"settings\.json cannot be read: .* Delete it"):
+        recalled(None, [f"data_dir={tmp_path}"], {})
