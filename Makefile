@@ -8,6 +8,7 @@ export DO_NOT_TRACK = 1
 # A caller's wheel folder would change what the hashed lock resolves to.
 unexport PIP_FIND_LINKS UV_FIND_LINKS
 SEED ?= 0
+DATA_DIR ?= data
 DTYPE ?= float32
 
 .PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-jobs bench-check clean
@@ -24,10 +25,10 @@ demo: install ## the whole loop on this machine: a tiny model learns a tool task
 	.venv/bin/clawstream demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
 
 up: install ## all processes on this machine, until Ctrl-C
-	.venv/bin/clawstream up
+	.venv/bin/clawstream up data_dir=$(DATA_DIR)
 
 down: ## stop what `make up` started in another terminal
-	@$(PY) -c "from pathlib import Path; from runtime.supervisor import ask_to_stop; print(ask_to_stop(Path('data')) or 'nothing runs on ./data')"
+	.venv/bin/clawstream down data_dir=$(DATA_DIR)
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m runtime.cli broker prepare

@@ -1,4 +1,4 @@
-"""What can end a trainer. The class decides the exit code (`runtime.lifecycle`), the message says what to do."""
+"""What can end a trainer. The class decides the exit code (`runtime.exit_codes`), the message says what to do."""
 
 from __future__ import annotations
 

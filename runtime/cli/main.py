@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from runtime.cli import broker, curate, dlq, keys, lineage, policy, replay, spool, tables, topics
-from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
 
 POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
 """Modules that list what their processes have stored, for `doctor`."""
@@ -45,9 +45,55 @@ def up(words: Words = None, config: Config = None) -> None:
 
 
 @app.command()
+def status(words: Words = None, config: Config = None, form: Form = "table") -> None:
+    """What runs on a data directory, whether it is ready, and how far the run is; exit code 1 when not all is ready."""
+    settings = settings_of(config, words)
+    import json
+    from dataclasses import asdict
+
+    from runtime.kafka import KafkaError
+    from runtime.status import Status, format_status, processes_of, progress_of
+
+    supervisor, processes = processes_of(settings.data_dir)
+    try:
+        progress = progress_of(settings, cluster_of(settings))
+    except KafkaError:
+        progress = None
+    found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress)
+    if form == "json":
+        typer.echo(json.dumps({**asdict(found), "data_dir": str(found.data_dir), "is_up": found.is_up}, indent=1))
+    else:
+        typer.echo(format_status(found))
+    if not found.is_up:
+        raise SystemExit(1)
+
+
+@app.command()
+def down(
+    words: Words = None,
+    config: Config = None,
+    wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
+) -> None:
+    """Stop what `clawstream up` started on a data directory, in order, and wait until it has ended."""
+    directory = settings_of(config, words).data_dir
+    from runtime.status import wait_until_down
+    from runtime.supervisor import ask_to_stop
+
+    pid = ask_to_stop(directory)
+    if pid is None:
+        typer.echo(f"nothing runs on {directory}")
+    elif wait_until_down(directory, wait):
+        typer.echo(f"stopped {pid}")
+    else:
+        fail(
+            f"`clawstream up`, pid {pid}, has not ended within {wait:g} s; its log and {directory / 'logs'} say what it waits for"
+        )
+
+
+@app.command()
 def demo(words: Words = None, config: Config = None) -> None:
     """Make a tiny model, let an agent use it, train it until it has learned the task, and report."""
-    run("demo.main:main", config, words)
+    run("demo.main:main", config, words, fresh=True)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

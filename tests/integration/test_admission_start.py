@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests_admit import cand, policy
 
+from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
-from runtime.lifecycle import EXIT_SOURCE, exit_code
 from runtime.records import Decoder, create_topics
 from schemas.codec import Codec
 from schemas.events import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion

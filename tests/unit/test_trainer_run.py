@@ -18,8 +18,8 @@ from structlog.testing import capture_logs
 
 from demo.model import make_random_model
 from rollout.engine import Served, read_layout, stage
+from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from runtime.kafka import Fenced, SourceTruncated, Unavailable
-from runtime.lifecycle import EXIT_CRASH, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from schemas.errors import SettingsError
 from schemas.events import (
     BatchGroup,
