@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from schemas.events import Sampling
+
 Json = dict[str, Any]
 
 
@@ -43,7 +45,7 @@ class Script:
     versions: per choice; None: the engine does not know. status: an error instead of a reply. die_after: the connection breaks
     after so many chunks. fail_after: an error event after so many chunks. gate: acquired before each chunk behind the first.
     no_tokens: an engine that tells neither ids nor log-probabilities. number: the reply's ids are made of it; agents take replies with
-    one id for one reply.
+    one id for one reply. sampling: what the middleware tells of it. cached: prompt tokens that the engine had in its cache.
     """
 
     says: Sequence[Say]
@@ -56,6 +58,8 @@ class Script:
     gate: asyncio.Semaphore | None = None
     no_tokens: bool = False
     number: int = 1
+    sampling: Sampling | None = None
+    cached: int | None = None
 
 
 class Event(NamedTuple):

@@ -171,7 +171,8 @@ def frames_of(script: Script, event: Event, prompts: int, with_prompts: bool) ->
             _choice(script, i, first, last, each) for i, first, last in event.shows if g * each <= i < (g + 1) * each
         )
         if shown or with_prompts:
-            frames.append(capture.Frame(g, pack_ids(script.prompt_ids) if with_prompts else None, shown))
+            told = (pack_ids(script.prompt_ids), script.sampling, script.cached) if with_prompts else (None, None, None)
+            frames.append(capture.Frame(g, told[0], shown, None, *told[1:]))
     return frames
 
 

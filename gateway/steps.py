@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import orjson
 
 from gateway.protocol import Answer, Choice, Request
+from gateway.sampling import asked_for
 from gateway.sessions import Origin
 from gateway.tokens import Captured
 from gateway.unread import Unread
@@ -55,7 +56,8 @@ def steps_of(
         choices = tuple(
             replace(choice, index=at) for at, choice in enumerate(choices)
         )  # some providers number all of them 0
-    return [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in choices]
+    steps = [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in choices]
+    return _with_usage(steps, captured)
 
 
 def unreadable_steps(
@@ -63,7 +65,7 @@ def unreadable_steps(
 ) -> list[Step]:
     """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
-    return [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices]
+    return _with_usage([_step(call, choice, captured, engine, status, "", finished_at) for choice in choices], captured)
 
 
 def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
@@ -82,6 +84,14 @@ def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
     """The steps of a call whose client left before it had got anything: aborted, without tokens."""
     nothing = Captured("the client left before the engine had answered")
     return unreadable_steps(call, nothing, engine, "aborted", finished_at)
+
+
+def _with_usage(steps: list[Step], captured: Captured) -> list[Step]:
+    """The usage of a call stands on its first step, so that a sum over steps counts it once."""
+    usage = captured.usage()
+    if usage is not None and steps:
+        steps[0] = replace(steps[0], usage=usage)
+    return steps
 
 
 def _step(
@@ -127,6 +137,7 @@ def _step(
         gateway_id=call.gateway_id,
         received_at=call.received_at,
         finished_at=finished_at,
+        sampling=captured.sampling(choice.index, call.request) or asked_for(call.request.said),
     )
 
 

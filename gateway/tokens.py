@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from gateway.protocol import Request, Tokens
 from schemas import capture
-from schemas.events import VersionSpan
+from schemas.events import Sampling, Usage, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs
 
 NOT_TOLD = "the engine told nothing of the tokens"
@@ -58,12 +58,14 @@ class _Told:
 class Captured:
     """What the middleware told of a call so far. absent: why it tells nothing, where that is known from the start."""
 
-    __slots__ = ("_absent", "_choices", "_prompts", "_why", "wrong")
+    __slots__ = ("_absent", "_cached", "_choices", "_prompts", "_sampling", "_why", "wrong")
 
     def __init__(self, absent: str = NOT_TOLD) -> None:
         self._absent = absent
         self._prompts: dict[int, bytes] = {}
         self._why: dict[int, str] = {}
+        self._sampling: dict[int, Sampling] = {}
+        self._cached: dict[int, int] = {}
         self._choices: dict[tuple[int, int], _Told] = {}
         self.wrong: str | None = None
         """What was wrong with a frame: then no tokens of the call are believed."""
@@ -89,11 +91,15 @@ class Captured:
 
     def add(self, frames: Iterable[capture.Frame]) -> None:
         """Take frames."""
-        for generation, prompt_ids, choices, absent in frames:
+        for generation, prompt_ids, choices, absent, sampling, cached in frames:
             if prompt_ids is not None:
                 self._prompts[generation] = prompt_ids
             if absent is not None:
                 self._why[generation] = absent
+            if sampling is not None:
+                self._sampling[generation] = sampling
+            if cached is not None:
+                self._cached[generation] = cached
             for which, ids, logprobs, finish, spans in choices:
                 told = self._choices.get((generation, which))
                 if told is None:
@@ -111,6 +117,22 @@ class Captured:
         """The engine's own finish reason of a choice; None: not told."""
         told = self._choices.get(divmod(index, request.n // request.prompts))
         return told.finish if told is not None else None
+
+    def sampling(self, index: int, request: Request) -> Sampling | None:
+        """How the engine sampled a choice; None: not told."""
+        if self.wrong is not None:
+            return None
+        return self._sampling.get(index // (request.n // request.prompts))
+
+    def usage(self) -> Usage | None:
+        """What the tokens come to that were told; None: none were."""
+        if self.wrong is not None or not self._prompts:
+            return None
+        return Usage(
+            prompt_tokens=sum(map(len, self._prompts.values())) // 4,
+            cached_tokens=sum(self._cached.values()) if self._cached.keys() == self._prompts.keys() else None,
+            completion_tokens=sum(len(ids) for told in self._choices.values() for ids in told.ids) // 4,
+        )
 
     def tokens(self, index: int, request: Request) -> Tokens:
         """The tokens of a choice. Every prompt of the request is a generation of the engine, with its share of the choices."""

@@ -1,4 +1,5 @@
-"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call beside its reply (`schemas.capture`).
+"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call, and how they were sampled, beside its reply
+(`schemas.capture`).
 
     --middleware rollout.capture.Capture
 
@@ -19,7 +20,9 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+from rollout.sampling import ServerWide, applied, server_wide
 from schemas import capture as wire
+from schemas.events import Sampling
 from schemas.tokens import pack_ids, pack_logprobs
 
 Scope = MutableMapping[str, Any]
@@ -90,9 +93,10 @@ def sampled(ids: Sequence[int], logprobs: Any) -> list[float] | None:
 class Generation:
     """What one `generate` call has yielded since the last frame. absent: why its tokens must not be told."""
 
-    def __init__(self, index: int, delta: bool, absent: str | None = None) -> None:
-        self._index, self._delta, self._absent = index, delta, absent
+    def __init__(self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None) -> None:
+        self._index, self._delta, self._sampling, self._absent = index, delta, sampling, absent
         self._prompt: Sequence[int] | None = None
+        self._cached: int | None = None
         self._choices: dict[int, Growing] = {}
         self._news: set[int] = set()
         self._begun = False
@@ -101,6 +105,7 @@ class Generation:
         """Take a RequestOutput of vLLM."""
         if not self._begun:
             self._prompt = output.prompt_token_ids
+            self._cached = output.num_cached_tokens if (output.num_cached_tokens or 0) >= 0 else None
         for choice in output.outputs:
             growing = self._choices.get(choice.index)
             if growing is None:
@@ -120,9 +125,10 @@ class Generation:
             return None
         prompt = None if self._prompt is None else pack_ids(self._prompt)
         choices = tuple(self._choices[which].take(which) for which in sorted(self._news))
-        self._begun, self._prompt = True, None
+        frame = wire.Frame(self._index, prompt, choices, None, self._sampling, self._cached)
+        self._begun, self._prompt, self._sampling, self._cached = True, None, None, None
         self._news.clear()
-        return wire.Frame(self._index, prompt, choices)
+        return frame
 
 
 class Call:
@@ -131,7 +137,7 @@ class Call:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
 
-    def begin(self, prompt: Any, sampling_params: Any, request_id: str) -> Generation | None:
+    def begin(self, prompt: Any, sampling_params: Any, request_id: str, server: ServerWide) -> Generation | None:
         """A new generation; None for another step of a beam search."""
         absent = None
         if sampling_params.max_tokens == 1 and not sampling_params.detokenize and _BEAM.search(request_id):
@@ -142,7 +148,7 @@ class Call:
         elif isinstance(prompt, dict) and prompt.get("type") == "embeds":
             absent = EMBEDDINGS  # vLLM would name zeros as the prompt's ids
         delta = sampling_params.output_kind.name == "DELTA"
-        generation = Generation(len(self.generations), delta, absent)
+        generation = Generation(len(self.generations), delta, applied(sampling_params, server), absent)
         self.generations.append(generation)
         return generation
 
@@ -162,6 +168,7 @@ class EngineTap:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._label: str | None = None
+        self._server = server_wide(client)
         self._generate = client.generate
         self._update_weight_version = client.update_weight_version
         client.generate = self.generate
@@ -169,7 +176,7 @@ class EngineTap:
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
         call = _call.get()
-        generation = None if call is None else call.begin(prompt, sampling_params, request_id)
+        generation = None if call is None else call.begin(prompt, sampling_params, request_id, self._server)
         if generation is None:
             return self._generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         outputs = self._generate(prompt, with_logprobs(sampling_params), request_id, **more)

@@ -47,6 +47,8 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)),
         # The log-probability of the token under the distribution it was sampled from, temperature and truncation included.
         *("--logprobs-mode", "processed_logprobs"),
+        # A model's own generation_config.json often says top_p 0.95 and top_k 20: what is cut off so can't be trained.
+        *("--generation-config", "vllm"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *("--middleware", "rollout.capture.Capture"),
         *("--middleware", "rollout.weight_loader.WeightLoader"),

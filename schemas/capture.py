@@ -8,6 +8,9 @@ A frame says what one generation (one prompt given to the engine) has sampled si
     a line of JSON, ended by a newline
         {"g": 0,        index of the generation within the call, in the order of the prompts
          "p": 19,       number of prompt ids that follow; once per generation, else absent
+         "s": {"temperature": 0.7, "top_p": 1.0, ..., "logprobs_mode": "processed_logprobs"},
+                        sampling parameters that the engine applied, by the names of `Sampling`; once per generation, else absent
+         "h": 16,       how many of the prompt's tokens the engine had in its cache; once per generation, absent: not known
          "a": "...",    why this generation has no tokens; else absent
          "c": [{"i": 0,           index of the choice within its generation
                 "n": 12,          number of new output ids that follow
@@ -31,10 +34,12 @@ A reader that finds "a", or no frame with "f" for a choice, has no complete toke
 from __future__ import annotations
 
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
+
+from schemas.events import Sampling
 
 ASK = "x-clawstream-capture"
 OWN_BODY = "x-clawstream-body"
@@ -56,12 +61,14 @@ class Choice(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is new of one generation. prompt_ids: packed, once. absent: why it has no tokens."""
+    """What is new of one generation. prompt_ids: packed, once; so are sampling and cached. absent: why it has no tokens."""
 
     generation: int
     prompt_ids: bytes | None
     choices: tuple[Choice, ...] = ()
     absent: str | None = None
+    sampling: Sampling | None = None
+    cached: int | None = None
 
 
 def encode(frame: Frame) -> bytes:
@@ -73,6 +80,10 @@ def encode(frame: Frame) -> bytes:
         arrays.append(frame.prompt_ids)
     if frame.absent is not None:
         head["a"] = frame.absent
+    if frame.sampling is not None:
+        head["s"] = _plain_sampling(frame.sampling)
+    if frame.cached is not None:
+        head["h"] = frame.cached
     told = []
     for which, ids, logprobs, finish, spans in frame.choices:
         choice: dict[str, Any] = {"i": which, "n": len(ids) // 4}
@@ -114,7 +125,11 @@ def decode(data: bytes) -> list[Frame]:
                     logprobs, at = data[at : at + size], at + size
                 spans = told.get("v")
                 choices.append(Choice(which, ids, logprobs, told.get("f"), spans if spans is None else _spans(spans)))
-            frames.append(Frame(head["g"], prompt, tuple(choices), head.get("a")))
+            sampling, cached = head.get("s"), head.get("h")
+            if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
+                raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
+            how = sampling if sampling is None else _sampling(sampling)
+            frames.append(Frame(head["g"], prompt, tuple(choices), head.get("a"), how, cached))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"capture frame: malformed head: {error!r}") from error
     if at != end:
@@ -124,6 +139,33 @@ def decode(data: bytes) -> list[Frame]:
 
 def _spans(told: Sequence[Any]) -> tuple[Span, ...]:
     return tuple((version, start, end) for version, start, end in told)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_CONSTRAINTS, MAX_WORD = 32, 100
+
+
+def _plain_sampling(how: Sampling) -> dict[str, Any]:
+    plain = {name: value for name in (*_NUMBERS, "top_k", "logprobs_mode") if (value := getattr(how, name)) is not None}
+    return {**plain, "constraints": how.constraints} if how.constraints else plain
+
+
+def _sampling(told: Mapping[str, Any]) -> Sampling:
+    """Fields that are not known here are left out: a newer middleware may tell more. Raises ValueError for a value of a wrong type."""
+    numbers = {name: told[name] for name in _NUMBERS if told.get(name) is not None}
+    top_k, mode, constraints = told.get("top_k"), told.get("logprobs_mode"), told.get("constraints", [])
+    words = [w for w in (mode, *constraints) if w is not None]
+    if (
+        any(type(value) not in (int, float) for value in numbers.values())
+        or not (top_k is None or (type(top_k) is int and 0 <= top_k < 1 << 31))
+        or any(type(word) is not str or len(word) > MAX_WORD for word in words)
+        or len(constraints) > MAX_CONSTRAINTS
+    ):
+        raise ValueError(f"capture frame: sampling parameters {told!r:.200}")
+    return Sampling(
+        source="engine", **{name: float(value) for name, value in numbers.items()},
+        top_k=top_k, logprobs_mode=mode, constraints=tuple(constraints),
+    )  # fmt: skip
 
 
 def comment(frames: bytes) -> bytes:

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.capture import BEAM_SEARCH, EMBEDDINGS, Call, Capture, EngineTap, _call
+from rollout.sampling import applied, server_wide
 from schemas import capture
 from schemas.capture import Choice, Frame
+from schemas.events import Sampling
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 # ---------------------------------------------------------------- wire
@@ -38,12 +40,24 @@ def choices(draw: st.DrawFn) -> Choice:
     )
 
 
+SAMPLING = st.builds(
+    Sampling,
+    source=st.just("engine"),
+    temperature=st.none() | st.floats(0, 2),
+    top_p=st.none() | st.floats(0, 1),
+    top_k=st.none() | st.integers(0, 2**31 - 1),
+    repetition_penalty=st.none() | st.floats(0, 2),
+    constraints=st.lists(TEXT, max_size=3).map(tuple),
+    logprobs_mode=st.none() | TEXT,
+)
 FRAME = st.builds(
     Frame,
     st.integers(0, 9),
     st.none() | st.lists(INT32, max_size=30).map(pack_ids),
     st.lists(choices(), max_size=3).map(tuple),
     st.none() | TEXT,
+    st.none() | SAMPLING,
+    st.none() | st.integers(0, 2**31 - 1),
 )
 FRAMES = st.lists(FRAME, max_size=4)
 EVENTS = st.sampled_from([b"data: {}\n\n", b"event: ping\ndata: {}\n\n", b": keep alive\n\n", b"data: [DONE]\n\n"])
@@ -82,6 +96,23 @@ def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
         capture.decode(bad)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        b'"s":0', b'"s":{"temperature":"1"}', b'"s":{"top_p":true}', b'"s":{"top_k":1.5}', b'"s":{"top_k":4294967296}',
+        b'"s":{"logprobs_mode":1}', b'"s":{"constraints":[1]}', b'"s":{"constraints":3}', b'"h":-1', b'"h":"1"', b'"h":true',
+    ],
+)  # fmt: skip
+def test_sampling_parameters_of_a_wrong_type_are_an_error(more: bytes) -> None:
+    with pytest.raises(ValueError, match="capture frame"):
+        capture.decode(b'{"g":0,"c":[],%s}\n' % more)
+
+
+def test_sampling_parameters_of_a_newer_middleware_are_left_out() -> None:
+    (frame,) = capture.decode(b'{"g":0,"c":[],"s":{"temperature":1,"xtc":0.5}}\n')
+    assert frame.sampling == Sampling(source="engine", temperature=1.0)
+
+
 @pytest.mark.parametrize("own", ["", "x", "-1", "4"])
 def test_a_length_that_cannot_be_is_an_error(own: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -103,6 +134,16 @@ class Kind(Enum):
 
 
 @dataclass
+class Structured:
+    json: str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+@dataclass
 class Params:
     n: int = 1
     output_kind: Kind = Kind.DELTA
@@ -110,6 +151,20 @@ class Params:
     logprob_token_ids: list[int] | None = None
     max_tokens: int = 3
     detokenize: bool = True
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    structured_outputs: Structured | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    thinking_token_budget: int | None = None
+    watermarking: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -142,9 +197,21 @@ class Output:
 class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Output]
+    num_cached_tokens: int | None = 2
 
 
 PROMPT = [7, 8, 9]
+
+
+@dataclass
+class ModelConfig:
+    logprobs_mode: str = "processed_logprobs"
+    logits_processors: list[str] | None = None
+
+
+@dataclass
+class VllmConfig:
+    watermark_config: object | None = None
 
 
 @dataclass
@@ -154,6 +221,8 @@ class Client:
     asked: int = 0
     closed: bool = False
     seen: list[Params] = field(default_factory=list)
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    vllm_config: VllmConfig = field(default_factory=VllmConfig)
 
     async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> AsyncIterator[RequestOutput]:
         self.seen.append(sampling_params)
@@ -254,20 +323,31 @@ def whole(which: int, spans: bool = True) -> Choice:
     return Choice(which, pack_ids(ids), pack_logprobs([-float(i) for i in ids]), "stop", told if spans else None)
 
 
+HOW = Sampling(
+    source="engine", temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+    repetition_penalty=1.0, logprobs_mode="processed_logprobs",
+)  # fmt: skip
+
+
+def first_frame(generation: int, *choices: Choice) -> Frame:
+    """What the first frame of a generation tells besides."""
+    return Frame(generation, pack_ids(PROMPT), choices, None, HOW, 2)
+
+
 def test_a_plain_reply_is_followed_by_one_frame_a_generation() -> None:
     final = Params(n=2, output_kind=Kind.FINAL_ONLY)
     headers, body = call(App(final, final))
     assert headers[capture.ASK] == "1"
     own, frames = capture.split(body, headers[capture.OWN_BODY])
     assert own == b"{  }"
-    assert frames == [Frame(g, pack_ids(PROMPT), (whole(0), whole(1))) for g in range(2)]
+    assert frames == [first_frame(g, whole(0), whole(1)) for g in range(2)]
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_plain_reply_does_not_depend_on_how_the_outputs_came(kind: Kind) -> None:
     headers, body = call(App(Params(n=2, output_kind=kind)))
     _, frames = capture.split(body, headers[capture.OWN_BODY])
-    assert frames == [Frame(0, pack_ids(PROMPT), (whole(0), whole(1)))]
+    assert frames == [first_frame(0, whole(0), whole(1))]
 
 
 @pytest.mark.parametrize("kind", [Kind.DELTA, Kind.CUMULATIVE])
@@ -278,7 +358,8 @@ def test_in_a_stream_tokens_come_right_before_the_event_that_shows_them(kind: Ki
     assert b"".join(own) == call(App(Params(n=2, output_kind=kind), stream=True), asking=False)[1]
     assert own[-1] == b"data: [DONE]\n\n"
     frames = [capture.read_comment(comment)[0] for comment in comments]
-    assert [frame.prompt_ids for frame in frames] == [pack_ids(PROMPT)] + [None] * 5
+    told_once = [(frame.prompt_ids, frame.sampling, frame.cached) for frame in frames]
+    assert told_once == [(pack_ids(PROMPT), HOW, 2)] + [(None, None, None)] * 5
     shown = [own_event.decode().strip().split(",")[-1].removeprefix("data: ") for own_event in own[:-1]]
     assert [str(unpack_ids(frame.choices[0].ids)[-1]) for frame in frames] == shown
     for which in range(2):
@@ -343,7 +424,7 @@ def test_the_engine_is_asked_for_logprobs_unless_the_client_did(params: Params, 
 
 def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     call_ = Call()
-    generation = call_.begin(None, Params(), "r")
+    generation = call_.begin(None, Params(), "r", server_wide(Client()))
     assert generation is not None
     generation.note(RequestOutput(PROMPT, [Output(0, [1], [{1: Logprob(-0.25)}])]))
     generation.note(RequestOutput(PROMPT, [Output(0, [2], None)]))
@@ -358,6 +439,35 @@ def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     generation.note(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
     assert capture.decode(call_.take()) == [Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))]
     assert call_.take() == b""
+
+
+@pytest.mark.parametrize(
+    ("params", "constraints"),
+    [
+        (Params(structured_outputs=Structured(json="{}")), ["json"]),
+        (Params(structured_outputs=Structured(json_object=True), logit_bias={1: 2.0}), ["json_object", "logit_bias"]),
+        (
+            Params(allowed_token_ids=[1], bad_words=["x"], min_tokens=3),
+            ["allowed_token_ids", "bad_words", "min_tokens"],
+        ),
+        (Params(thinking_token_budget=0), ["thinking_token_budget"]),
+        (Params(logit_bias={}, watermarking=True), []),
+    ],
+)
+def test_what_limits_the_sampling_is_told(params: Params, constraints: list[str]) -> None:
+    headers, body = call(App(params))
+    (frame,) = capture.split(body, headers[capture.OWN_BODY])[1]
+    assert frame.sampling is not None and frame.sampling.constraints == tuple(constraints)
+
+
+def test_what_the_server_does_to_every_request_is_told() -> None:
+    client = Client(
+        model_config=ModelConfig("raw_logprobs", ["a.b:C"]),
+        vllm_config=VllmConfig(object()),
+    )
+    found = applied(Params(), server_wide(client))
+    assert (found.constraints, found.logprobs_mode) == (("logits_processors", "watermark"), "raw_logprobs")
+    assert applied(Params(watermarking=False), server_wide(client)).constraints == ("logits_processors",)
 
 
 @pytest.mark.parametrize("stream", [False, True])

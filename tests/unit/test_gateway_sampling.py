@@ -1,0 +1,78 @@
+"""What a step says of how it was sampled: what the engine applied, or else what the request asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.sampling import asked_for
+from gateway.scripted import Say, Script
+from gateway.trial import Trial
+from gateway.trial import play as play_in
+from schemas.codec import Codec
+from schemas.events import Sampling, Step, Usage
+
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}
+APPLIED = Sampling(
+    source="engine", temperature=0.7, top_p=0.95, top_k=20, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+    repetition_penalty=1.05, constraints=("json",), logprobs_mode="processed_logprobs",
+)  # fmt: skip
+
+
+def steps_of(directory: Path, kind: Any, script: Script, **ask: Any) -> list[Step]:
+    """Of one call, through the official client."""
+    found: list[Step] = []
+
+    async def scenario(w: Trial) -> None:
+        async with AsyncOpenAI(base_url=f"{w.url}/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
+            reply: Any = await client.chat.completions.create(**ASK, **ask)
+            if ask.get("stream"):
+                [chunk async for chunk in reply]
+        found.extend(w.steps())
+
+    partial(play_in, directory, Codec(), kind=kind)(scenario, script)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_says_what_the_engine_applied_with_its_defaults(tmp_path: Path, stream: bool) -> None:
+    script = Script([HI, HI], sampling=APPLIED, cached=2)
+    first, second = steps_of(tmp_path, "captured", script, n=2, stream=stream)
+    assert first.sampling == second.sampling == APPLIED
+    assert first.usage == Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=6)
+    assert second.usage is None, "the usage of a call counts once"
+
+
+@pytest.mark.parametrize("kind", ["captured", "vllm", "text"])
+def test_an_engine_that_does_not_say_it_leaves_what_was_asked_for(tmp_path: Path, kind: str) -> None:
+    (step,) = steps_of(tmp_path, kind, Script([HI]), extra_body={"top_k": 5})
+    assert step.sampling == Sampling(source="request", temperature=0.7, top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 1, "top_p": 0.9, "top_k": -1}, {"temperature": 1.0, "top_p": 0.9, "top_k": 0}),
+        ({"temperature": True, "top_p": "1", "top_k": 1.5, "min_p": None}, {}),
+        ({"top_k": 2**40, "min_p": float("nan"), "presence_penalty": 10**400}, {}),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, {}),
+        ({"response_format": {"type": "json_object"}}, {"constraints": ("json_object",)}),
+        ({"text": {"format": {"type": "json_schema"}}}, {"constraints": ("json_schema",)}),
+        ({"output_format": {"type": "json_schema"}}, {"constraints": ("json_schema",)}),
+        ({"structured_outputs": {"regex": "a+", "whitespace_pattern": " "}}, {"constraints": ("regex",)}),
+        ({"tool_choice": "required"}, {"constraints": ("tool_choice",)}),
+        ({"tool_choice": {"type": "auto"}}, {}),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"constraints": ("tool_choice",)}),
+        ({"tool_choice": {"type": "any"}}, {"constraints": ("tool_choice",)}),
+        ({"logit_bias": {"1": 5}, "bad_words": [], "min_tokens": 2}, {"constraints": ("logit_bias", "min_tokens")}),
+        ({"response_format": [], "text": "x", "structured_outputs": 1, "tool_choice": ["x"]}, {"constraints": ("tool_choice",)}),
+    ],
+)  # fmt: skip
+def test_what_a_request_asks_for(said: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert asked_for(said) == Sampling(source="request", **expected)
