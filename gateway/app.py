@@ -24,6 +24,7 @@ from gateway.disconnect import Receive, Stalls
 from gateway.door import Door
 from gateway.error_reply import OPENAI, reply_of
 from gateway.event_log import EventLog
+from gateway.failed_calls import FailedCalls
 from gateway.journal import Journal
 from gateway.memory import Memory
 from gateway.metrics import Metrics
@@ -86,18 +87,20 @@ def create_app(
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = EventLog(settings.kafka.topics, codec, journal, redaction)
     memory = Memory(settings.gateway.max_in_flight_bytes, settings.gateway.max_in_flight)
-    parts = Parts(
-        settings, door, journal, log, upstream, clock, metrics, memory, Stalls(settings.gateway.client_timeout_s)
+    failed = FailedCalls(
+        settings.kafka.topics.steps, settings.gateway.gateway_id, codec, bus, door, redaction, clock, metrics
     )
+    stalls = Stalls(settings.gateway.client_timeout_s)
+    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, stalls, failed)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await journal.start()
         await upstream.open()
-        stalls = asyncio.create_task(parts.stalls.watch())
+        watching = asyncio.create_task(stalls.watch())
         async with door.watching():
             yield
-        stalls.cancel()
+        watching.cancel()
         await upstream.close()
         await journal.close()
 

@@ -30,6 +30,7 @@ from gateway.errors import (
     UpstreamTimeout,
 )
 from gateway.event_log import EventLog
+from gateway.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
 from gateway.journal import Journal
 from gateway.memory import Memory
 from gateway.metrics import Metrics
@@ -85,6 +86,7 @@ class Parts:
     metrics: Metrics
     memory: Memory
     stalls: Stalls
+    failed: FailedCalls
 
 
 def header_map(scope: Scope) -> dict[str, str]:
@@ -170,12 +172,14 @@ class CallEndpoint:
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
     ) -> None:
         parts, held = self._parts, 0
+        headers = header_map(scope)
+        attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
         try:
-            headers = header_map(scope)
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
+            attempt.caller = caller
             body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             held = len(body)
-            call = self._accept(caller, headers, body, trajectory, prompt)
+            attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
             if call.request.n > 1:  # every choice's step has the body
                 held += self._hold_copies(call)
             client = Client(receive)
@@ -183,7 +187,7 @@ class CallEndpoint:
                 async with client:
                     await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
                 with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                    exchange = Exchange(parts, self._dialect, call, headers, client, send)
+                    exchange = Exchange(parts, self._dialect, call, attempt, client, send)
                     ending = await exchange.run()
             finally:
                 client.done()
@@ -192,6 +196,7 @@ class CallEndpoint:
         except GatewayError as error:
             ending = ending_of(error)
             await send_reply(send, reply_of(error, self._dialect.errors))
+            parts.failed.note(attempt, failure_of(error))
         finally:
             parts.memory.give_back(held)
         parts.metrics.ended[ending].inc()
@@ -238,12 +243,13 @@ class Exchange:
         parts: Parts,
         dialect: Dialect,
         call: Call,
-        headers: Mapping[str, str],
+        attempt: Attempt,
         client: Client,
         send: Send,
     ) -> None:
-        self._parts, self._dialect, self._call = parts, dialect, call
+        self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
         self._client, self._send = client, send
+        headers = attempt.headers
         self._credentials = credentials_of(headers)
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
         self._asked: Worker | None = None
@@ -289,6 +295,7 @@ class Exchange:
 
     def _asking(self, worker: Worker | None) -> None:
         self._asked = worker
+        self._attempt.engine = worker.name if worker else None
         self._engine = Engine(worker_id=worker.worker_id if worker else None)
 
     # -- replies
@@ -319,16 +326,17 @@ class Exchange:
             stalls.end(self._client)
 
     async def _pass_error(self, response: Response) -> None:
-        body = await response.read()
+        body = said = await response.read()
         headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
         if response.encoding is None:
-            body = self._dialect.errors.engine(response.status, body)
+            body = self._dialect.errors.engine(response.status, said)
         else:
             headers.append((b"content-encoding", response.encoding.encode("latin-1")))
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
         await self._tell({"type": "http.response.body", "body": body})
+        self._parts.failed.note(self._attempt, engine_failure(response.status, said))
 
     async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
         answer, unread = self._dialect.answer(self._call.request, worker.kind, body), Unread(len(body))
@@ -343,7 +351,10 @@ class Exchange:
                 await self._tell({"type": "http.response.body", "body": answer.body})
         except ClientGone:
             return "aborted"
-        return "upstream_error" if answer.failure is not None else self._answered(steps)
+        if answer.failure is None:
+            return self._answered(steps)
+        self._parts.failed.note(self._attempt, engine_failure(200, answer.body))
+        return "upstream_error"
 
     async def _pass_stream(self, response: Response) -> None:
         """Everything up to the first finish goes through; the rest is held in the stream."""
@@ -367,17 +378,23 @@ class Exchange:
         steps = self._steps(answer, "ok" if stream.failure is None else "error", stream.unread)
         if stream.failure is not None and answer is not None:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
+        failure: Failure | None = None
         try:
             if steps:
                 await self._record(steps)
+            elif stream.failure is not None:
+                failure = failure_of(UpstreamFailed(stream.failure))
             last, failed = stream.held(), "error" if stream.failure is not None else None
         except NotRecorded as error:
-            last, failed = stream.error(error), "not_recorded"
+            last, failed, failure = stream.error(error), "not_recorded", failure_of(error)
         try:
             async with self._client:
                 await self._tell({"type": "http.response.body", "body": last})
         except ClientGone:
             return "aborted"
+        finally:
+            if failure is not None:
+                self._parts.failed.note(self._attempt, failure)
         return failed or self._answered(steps)
 
     def _steps(self, answer: Answer | None, status: StepStatus, unread: Unread) -> list[Step]:

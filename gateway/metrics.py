@@ -26,6 +26,12 @@ class Metrics:
             ["status"],
             registry=registry,
         )
+        self.failed_calls = Counter(
+            name + "failed_calls",
+            "Calls answered with an error, behind a checked key: recorded (a FailedCall is on Kafka), lost (Kafka was away or slow)",
+            ["fate"],
+            registry=registry,
+        )
         self.steps_recorded = Counter(
             name + "steps_recorded", "Steps made durable, on Kafka or in the spool", ["status"], registry=registry
         )

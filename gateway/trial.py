@@ -24,7 +24,7 @@ from gateway.scripted_engine import ScriptedEngine
 from gateway.spool import read_segment
 from gateway.workers import WorkerTable
 from schemas.codec import Codec
-from schemas.events import Step
+from schemas.events import FailedCall, Step
 from schemas.settings import Settings
 
 
@@ -42,7 +42,14 @@ class Trial:
     demand: MemoryDemand = field(default_factory=MemoryDemand)
 
     def records(self) -> list[Any]:
-        """Everything on the log, in order."""
+        """Everything on the log but failed calls, in order."""
+        return [r for r in self._all() if not isinstance(r, FailedCall)]
+
+    def failed_calls(self) -> list[FailedCall]:
+        """The failed calls on the log, in order."""
+        return [r for r in self._all() if isinstance(r, FailedCall)]
+
+    def _all(self) -> list[Any]:
         return [self.codec.decode(m.value) for m in self.bus.messages]
 
     def steps(self) -> list[Step]:

@@ -260,7 +260,7 @@ class FailedCall:
     status: int
     error_type: str | None = None
     message: str
-    worker_id: str | None = None
+    engine: str | None = None
     idempotency_key: str | None = None
     retry_count: int | None = None
     user_agent: str | None = None

@@ -23,13 +23,14 @@ from demo.agent import TOOLS
 from rollout.server import VllmServer
 from rollout.weights import engine_label, load_version
 from schemas import capture
-from schemas.events import WeightFile
+from schemas.events import Sampling, WeightFile
 from schemas.settings import RolloutSettings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 T = TypeVar("T")
 tokenizer = model.build_tokenizer()
 IM_END = tokenizer.eos_token_id
+DEFAULT_TOP_K = 1000
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Sampled:
     logprobs: list[float]
     finish: str | None
     spans: list[capture.Span]
+    sampling: Sampling | None
 
     @property
     def text(self) -> str:
@@ -116,7 +118,9 @@ def engine_settings(**more: Any) -> RolloutSettings:
 @contextmanager
 def serving(work: Path) -> Iterator[Engine]:
     """A server on a model of random weights; it has ended behind the block."""
-    settings = engine_settings(max_num_seqs=64, startup_timeout_s=600)
+    # A default of the engine's own, that no request names. It is above the size of the vocabulary: nothing is cut off.
+    defaults = ("--override-generation-config", f'{{"top_k": {DEFAULT_TOP_K}}}')
+    settings = engine_settings(max_num_seqs=64, startup_timeout_s=600, extra_args=defaults)
     server = VllmServer(settings, random_version(work, 0), work / "vllm.log")
     with closing(asyncio.Runner()) as runner:
 
@@ -168,15 +172,17 @@ async def captured(engine: Engine, path: str, body: dict[str, Any], **headers: s
 
 def folded(own: bytes, frames: Sequence[capture.Frame]) -> Told:
     prompts: dict[int, list[int]] = {}
+    how: dict[int, Sampling] = {}
     choices: dict[tuple[int, int], Sampled] = {}
     absent = []
-    for generation, prompt_ids, news, reason in frames:
+    for generation, prompt_ids, news, reason, sampling, cached in frames:
         if prompt_ids is not None:
-            assert generation not in prompts
-            prompts[generation] = unpack_ids(prompt_ids)
+            assert generation not in prompts and sampling is not None
+            prompts[generation], how[generation] = unpack_ids(prompt_ids), sampling
+            assert cached is not None and 0 <= cached < len(prompts[generation])
         absent += [reason] if reason is not None else []
         for which, ids, logprobs, finish, spans in news:
-            had = choices.get((generation, which), Sampled(prompts[generation], [], [], None, []))
+            had = choices.get((generation, which), Sampled(prompts[generation], [], [], None, [], how[generation]))
             assert had.finish is None
             assert logprobs is not None
             choices[generation, which] = Sampled(
@@ -185,6 +191,7 @@ def folded(own: bytes, frames: Sequence[capture.Frame]) -> Told:
                 had.logprobs + unpack_logprobs(logprobs),
                 finish,
                 list(spans or ()),
+                had.sampling,
             )
     return Told(own, choices, absent)
 
@@ -333,9 +340,9 @@ PASSING = re.compile(rb'"created(_at)?":[0-9.]+|(chatcmpl-tool-|call_|msg_|resp_
 
 
 def shape(value: Any) -> Any:
-    """A JSON value without what it says: which fields there are, and of what type."""
+    """A JSON value without what it says: which fields there are, and of what type. A completion's `top_logprobs` have tokens for names."""
     if isinstance(value, dict):
-        return {key: shape(inner) for key, inner in value.items()}
+        return {key: shape(inner) if key != "top_logprobs" else type(inner).__name__ for key, inner in value.items()}
     if isinstance(value, list):
         return sorted({json.dumps(shape(inner)) for inner in value})
     return type(value).__name__

@@ -10,9 +10,9 @@ from gateway.redaction.body import redacted_body
 from gateway.redaction.scan import Scan
 from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
-from schemas.events import Curation, Reward, SessionEvent, Step, Tag
+from schemas.events import Curation, FailedCall, Reward, SessionEvent, Step, Tag
 
-Record = Step | SessionEvent | Reward | Curation
+Record = Step | SessionEvent | FailedCall | Reward | Curation
 R = TypeVar("R", bound=Record)
 
 NOTHING = b"null"
@@ -43,6 +43,9 @@ class RuleRedactor:
             return replace(record, metadata_json=self._body(record.metadata_json), reason=self._text(record.reason))
         if isinstance(record, Reward):
             return replace(record, detail_json=self._body(record.detail_json), reason=self._text(record.reason))
+        if isinstance(record, FailedCall):
+            error_type, agent = self._text(record.error_type), self._text(record.user_agent)
+            return replace(record, message=self._said(record.message), error_type=error_type, user_agent=agent)
         tags = None if record.tags is None else tuple(map(self._said, record.tags))
         return replace(record, note=self._text(record.note), tags=tags)
 
@@ -110,6 +113,8 @@ def _emptied(record: Record, reason: str) -> Record:
         return replace(record, metadata_json=None, reason=record.reason and reason)
     if isinstance(record, Reward):
         return replace(record, detail_json=None, reason=record.reason and reason)
+    if isinstance(record, FailedCall):
+        return replace(record, message=reason, error_type=None, user_agent=None, idempotency_key=None)
     return replace(record, note=record.note and reason, tags=None if record.tags is None else ())
 
 

@@ -68,10 +68,11 @@ class Redaction:
     async def redacted(self, record: R) -> R:
         """What is kept of a record. Never raises, except when it is cancelled."""
         if _size(record) > THREAD_BYTES or (isinstance(record, Step) and self._must_load(record)):
-            return await asyncio.to_thread(self._redacted, record)
-        return self._redacted(record)
+            return await asyncio.to_thread(self.redacted_at_once, record)
+        return self.redacted_at_once(record)
 
-    def _redacted(self, record: R) -> R:
+    def redacted_at_once(self, record: R) -> R:
+        """The same on the caller's thread: for small records without tokens."""
         try:
             return self._redactor.redact(record)
         except Exception as error:  # noqa: BLE001 - a rule may be anybody's; nothing it saw may be kept, not even its message

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests_engine import (
+    DEFAULT_TOP_K,
     IM_END,
     WIRES,
     Engine,
@@ -51,7 +53,13 @@ from rollout.weight_files import verify
 from rollout.weight_loader import PATH
 from rollout.weights import engine_label, load_version
 from schemas import capture
-from schemas.settings import RolloutSettings
+from schemas.events import Sampling
+from schemas.settings import RolloutSettings, TrainerSettings
+from schemas.tokens import pack_logprobs
+from stream_jobs.provenance import provenance
+from stream_jobs.trial import step
+from trainer.policy import Policy
+from trainer.rows import Row, TemperatureSpan
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -79,6 +87,57 @@ def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(engine: En
         assert len(tokens.logprobs) == len(tokens.ids)
         expected = logprobs_of(random_version(engine.work, 0), tokens.prompt_ids, tokens.ids)
         assert worst(tokens.logprobs, expected) < 1e-3
+
+
+def test_what_the_engine_applied_is_told_with_its_own_defaults(engine: Engine) -> None:
+    neutral = Sampling(
+        source="engine", temperature=1.0, top_p=1.0, top_k=DEFAULT_TOP_K, min_p=0.0, presence_penalty=0.0,
+        frequency_penalty=0.0, repetition_penalty=1.0, logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+
+    def told(name: str, **more: Any) -> Sampling | None:
+        body = {"model": "policy"} | WIRES[name].body("k1", False) | more
+        (choice,) = engine.run(captured(engine, WIRES[name].path, body)).choices.values()
+        return choice.sampling
+
+    assert [told(name) for name in WIRES] == [neutral] * len(WIRES)
+    assert told("responses", temperature=0.7, stream=True) == replace(neutral, temperature=0.7)
+    shaped = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    shaped |= {"repetition_penalty": 1.5}
+    limits = {"logit_bias": {"5": 1.0}, "min_tokens": 2}
+    assert told("chat", **shaped, **limits) == replace(neutral, **shaped, constraints=("logit_bias", "min_tokens"))
+    assert told("chat", temperature=0.0, **shaped) == replace(
+        neutral, temperature=0.0, **shaped | {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.3, 0.0])
+def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature: float) -> None:
+    """From the frames of a real engine by the fold's own decision to the trainer's own log-probabilities."""
+    policy = Policy(random_version(engine.work, 0), TrainerSettings.model_validate({"device": "cpu"}))
+    for seed in range(3):
+        body = request(temperature=temperature, top_k=0, seed=seed, ignore_eos=True)
+        tokens = engine.run(chat(engine, body)).tokens
+        sampled = step(
+            "k",
+            0,
+            tokens.prompt_ids,
+            tokens.ids,
+            response_logprobs=pack_logprobs(tokens.logprobs),
+            sampling=tokens.sampling,
+        )
+        found = provenance(sampled)
+        assert found.reason is None and found.logprobs_temperature is not None
+        start, end = len(tokens.prompt_ids), len(tokens.prompt_ids) + len(tokens.ids)
+        row = Row(
+            trajectory_id="k", token_ids=(*tokens.prompt_ids, *tokens.ids), mask=(False,) * start + (True,) * (end - start),
+            logprobs=(0.0,) * start + tuple(tokens.logprobs), versions=(), advantage=1.0,
+            temperatures=(TemperatureSpan(found.logprobs_temperature, start, end),),
+        )  # fmt: skip
+        with torch.no_grad():
+            scored, at_one = policy.logprobs([row]).tolist(), policy.logprobs([replace(row, temperatures=())]).tolist()
+        assert worst(tokens.logprobs, scored) < 1e-3
+        assert (worst(tokens.logprobs, at_one) < 1e-3) == (temperature in (0.0, 1.0))
 
 
 def test_every_choice_of_every_prompt_has_its_tokens(engine: Engine) -> None:

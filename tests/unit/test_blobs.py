@@ -287,7 +287,7 @@ def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_la
             assert r.status == 200
         async with ask(w, 5) as r:
             assert r.status == 200
-        assert w.bus.messages == [] and w.bus.reachable
+        assert w.records() == [] and w.bus.reachable
         large, small = w.spooled()
         assert len(large.request_json) > 5 * MIB and large.blobs == ()
         (tmp_path / "blobs").unlink()
@@ -304,7 +304,7 @@ def test_neither_store_nor_spool_is_503(tmp_path: Path) -> None:
     async def scenario(w: Trial) -> None:
         async with ask(w, 5 * MIB) as r:
             assert r.status == 503 and (await r.json())["error"]["code"] == "not_recorded"
-        assert w.bus.messages == [] and w.spooled() == []
+        assert w.records() == [] and w.spooled() == []
 
     play(tmp_path, CODEC, scenario, Script([HI]), spool_max_bytes=MIB)
 

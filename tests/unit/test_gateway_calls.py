@@ -210,7 +210,7 @@ def test_engine_errors_pass_as_they_are(play: Play) -> None:
         assert caught.value.response.json()["error"] == {
             "message": "scripted", "type": "BadRequestError", "param": None, "code": 422,
         }  # fmt: skip
-        assert w.bus.messages == []
+        assert w.records() == []
         assert await w.metric('clawstream_gateway_calls_total{status="upstream_error"}') == 1
 
     play(scenario, Script([HI], status=422))

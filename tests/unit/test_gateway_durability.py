@@ -81,7 +81,7 @@ def test_stream_holds_back_from_the_first_finish_reason_on(play: Play, n: int) -
                     while True:
                         seen += await r.content.readany()
             assert b'"finish_reason":"' not in seen and b"[DONE]" not in seen
-            assert w.bus.messages == []
+            assert w.records() == []
             w.bus.gate.set()
             rest = await r.read()
             assert rest.count(b'"finish_reason":"') == n and rest.endswith(b"data: [DONE]\n\n")
@@ -95,7 +95,7 @@ def test_acks_none_does_not_wait(play: Play) -> None:
         w.bus.gate.clear()
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        assert w.bus.messages == []
+        assert w.records() == []
         w.bus.gate.set()
         await w.until(lambda: len(w.steps()) == 1)
 
@@ -109,7 +109,7 @@ def test_without_acknowledgement_the_step_is_spooled_and_drained_later(play: Pla
         async with sdk(w) as client:
             for _ in range(3):
                 await client.chat.completions.create(**ASK)
-        assert w.bus.messages == []
+        assert w.records() == []
         spooled = [s.step_id for s in w.spooled()]
         assert len(spooled) == 3
         assert await w.metric("clawstream_gateway_steps_spooled_total") == 3
@@ -131,7 +131,7 @@ def test_full_spool_refuses_plain_calls_after_sampling(play: Play) -> None:
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"] == "2"
         assert caught.value.code == "not_recorded"
-        assert len(w.engine.requests) == 1 and w.bus.messages == [] and w.spooled() == []
+        assert len(w.engine.requests) == 1 and w.records() == [] and w.spooled() == []
         assert await w.metric("clawstream_gateway_not_recorded_total") == 1
         assert await w.metric('clawstream_gateway_calls_total{status="not_recorded"}') == 1
 
@@ -224,7 +224,7 @@ def test_client_that_leaves_while_no_engine_was_asked_leaves_nothing(play: Play)
         await counted(w, "clawstream_gateway_waiting", 1)
         call.cancel()
         await counted(w, 'clawstream_gateway_calls_total{status="refused"}', 1)
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI]), upstreams=[], worker_wait_s=300)
 
@@ -249,7 +249,7 @@ def test_engine_that_dies_before_a_token_leaves_no_step(play: Play) -> None:
             assert b"error" in await r.read()
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
             assert r.status == 502 and (await r.json())["error"]["code"] == "upstream_failed"
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI], die_after=1))
 

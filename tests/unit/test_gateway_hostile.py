@@ -207,6 +207,6 @@ def test_a_body_that_does_not_come_is_a_408(play: Play) -> None:
         async with asyncio.timeout(60):
             assert b" 408 " in await reader.readline()
         writer.close()
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI]), client_timeout_s=0.3)

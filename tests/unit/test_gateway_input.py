@@ -74,7 +74,7 @@ def test_bad_bodies_name_the_field(play: Play) -> None:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), body
                 assert error["type"] == "invalid_request_error" and error["message"]
-        assert w.engine.requests == [] and w.bus.messages == []
+        assert w.engine.requests == [] and w.records() == []
         assert await w.metric('clawstream_gateway_calls_total{status="refused"}') == len(BAD)
 
     play(scenario, Script([HI]), max_body_bytes=4000)
@@ -101,7 +101,7 @@ def test_bad_addresses_are_answered_in_the_same_shape(play: Play) -> None:
             async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, error)
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI]))
 
@@ -381,6 +381,6 @@ def test_bad_control_requests_name_the_field(play: Play) -> None:
             async with w.http.post(w.url + path, data=data, headers={"content-type": "application/json"}) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, error)
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI]))

@@ -216,7 +216,7 @@ def test_7_a_long_prompt_is_never_cut(play: Play) -> None:
         assert status == 400 and w.engine.requests[0]["messages"] == messages
         status, said = await post(w, "/generate", {"prompt_ids": [1] * 65, "sampling_params": {"max_tokens": 5}})
         assert status == 400 and "65 tokens" in said["error"]["message"]
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, Script([HI], status=400), max_prompt_tokens=64)
 
@@ -245,7 +245,7 @@ def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_fo
         w.bus.reachable = w.bus.acknowledges = False
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        assert w.bus.messages == [] and len(w.spooled()) == 1
+        assert w.records() == [] and len(w.spooled()) == 1
         w.bus.reachable = w.bus.acknowledges = True
         await w.until(lambda: len(w.steps()) == 1)
         async with sdk(w) as client:
@@ -273,7 +273,7 @@ def test_10_a_reward_of_a_billion_is_refused(play: Play) -> None:
         ):
             status, said = await post(w, path, body)
             assert (status, said["error"]["param"]) == (422, param)
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, SCRIPT)
 
@@ -284,7 +284,7 @@ def test_10_strangers_write_nothing_where_others_can_reach_the_gateway(play: Pla
     async def scenario(w: Trial) -> None:
         for path in ("/submit_steps", "/t1/g1/v1/complete_trajectory", "/t1/g1/v1/register_trajectory", "/rewards"):
             assert (await post(w, path, {}))[0] == 401
-        assert w.bus.messages == []
+        assert w.records() == []
 
     play(scenario, SCRIPT, auth="required")
 
