@@ -8,7 +8,12 @@ one task, side by side. A step goes, by the first rule that finds something,
 3. if the model has not said anything in its conversation yet: to a new trajectory. So rollouts of one prompt are never merged;
 4. to that of the step whose reply is the model's last turn in its request (`turns`);
 5. to that of the step whose prompt and response are the longest beginning of its prompt, token for token;
-6. to a new trajectory.
+6. to that of the step whose tool call the model's last turn repeats as text, by the call's id;
+7. to that of the only step whose request is the longest beginning of its messages, if nothing has gone on from that step yet;
+8. to a new trajectory.
+
+By 6 and 7 an agent is followed whose history repeats replies in another form. Several rollouts that asked the same are never told
+apart by 7 alone: such a step begins a trajectory.
 
 Where several steps fit (replies that are equal, word for word) the one counts whose tokens are the longest beginning of the prompt, then
 one that nobody has gone on from, then the first on the log. Only open trajectories are looked at, except by rule 1. Whatever is
@@ -22,7 +27,7 @@ The index is derived from the steps and not stored: a new owner makes the same o
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -32,11 +37,13 @@ from stream_jobs.index import StepEntry, Steps, call_of
 from stream_jobs.prefix import hash_of, hashes_at
 from stream_jobs.retries import as_long, ended_badly, idempotency_hash, request_hash
 from stream_jobs.tree import WIDTH
-from stream_jobs.turns import links_of, reply_of, turns_of
+from stream_jobs.turns import Conversation, call_id_of, call_ids_in, conversation_of, links_of, reply_of
 
 Place = tuple[str, int]
 """Trajectory id and position of a step in it."""
 StepsOf = Callable[[str], Steps]
+FEW = 8
+"""Steps that are looked at one by one."""
 STALE_MAX = 64
 """Places in a heap that are gone, beside as many as are there: below it a heap is not worth making anew."""
 
@@ -125,7 +132,8 @@ class Linked:
 @dataclass(slots=True)
 class Bucket:
     """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. links: steps by what a request shows that goes on
-    from them; evidence: places by what shows that a call is a retry of them; ends: where steps end. All of open trajectories.
+    from them; evidence: places by what shows that a call is a retry of them; ends: where steps end; messages, call_ids: steps by
+    what `StepEntry` has under these names. All of open trajectories.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
@@ -133,6 +141,8 @@ class Bucket:
     links: dict[int, Linked] = field(default_factory=dict)
     evidence: dict[int, dict[Place, None]] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
+    messages: dict[int, Places] = field(default_factory=dict)
+    call_ids: dict[int, Places] = field(default_factory=dict)
     failed: int = 0
 
     def add(self, trajectory: str, at: int, step: StepEntry) -> None:
@@ -147,6 +157,15 @@ class Bucket:
             linked.every.add((trajectory, at), step.offset)
             linked.ends.add((trajectory, at), step)
         self.ends.add((trajectory, at), step)
+        for places, key in self._forms(step):
+            places.setdefault(key, Places()).add((trajectory, at), step.offset)
+
+    def _forms(self, step: StepEntry) -> Iterator[tuple[dict[int, Places], int]]:
+        """What finds a step whose reply comes back in another form."""
+        if step.messages is not None:
+            yield self.messages, step.messages
+        if step.call_id is not None:
+            yield self.call_ids, step.call_id
 
     def close(self, trajectory: str, steps: Sequence[StepEntry]) -> None:
         """Nothing goes on there any more."""
@@ -162,6 +181,10 @@ class Bucket:
                 if not linked.every.offsets:
                     del self.links[step.leads]
             self.ends.remove((trajectory, at), step)
+            for places, key in self._forms(step):
+                places[key].remove((trajectory, at))
+                if not places[key].offsets:
+                    del places[key]
 
     def forget(self, tails: Iterable[str]) -> None:
         """Steps of a closed trajectory that is remembered no more."""
@@ -173,35 +196,72 @@ class Bucket:
 
 
 class Choice(NamedTuple):
-    """Where a step belongs. trajectory None: it begins one. after: position of the step it goes on from. leads: as in `StepEntry`."""
+    """Where a step belongs.
+
+    Attributes:
+        trajectory: None: it begins one.
+        after: Position of the step it goes on from.
+        leads, messages, call_id: As in `StepEntry`.
+    """
 
     trajectory: str | None
     after: int | None
-    leads: int | None
+    leads: int | None = None
+    messages: int | None = None
+    call_id: int | None = None
+
+
+NAMED = Choice(None, None)
+"""Of a step whose request names its trajectory."""
 
 
 def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
     """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
-    turns = turns_of(step.request_json)
-    shown, leads = links_of(turns, reply_of(step.response_json))
+    asked, reply = conversation_of(step.request_json), reply_of(step.response_json)
+    shown, leads = links_of(asked.turns, reply)
+    begins = Choice(None, None, leads, asked.messages, call_id_of(reply))
     if (known := bucket.calls.get(call_of(tail))) is not None:
-        return Choice(known, None, leads)
+        return begins._replace(trajectory=known)
     if (retried := _asked_before(bucket, steps_of, step)) is not None:
-        return Choice(retried, None, leads)
-    if turns == []:
-        return Choice(None, None, leads)
+        return begins._replace(trajectory=retried)
+    if asked.turns == []:
+        return begins
     prompt = step.prompt_token_ids
     linked = bucket.links.get(shown) if shown is not None else None
     ends = linked.ends if linked is not None else bucket.ends
     places = ends.longest(prompt) if prompt is not None else None
     if places is None and linked is not None:
         places = linked.every
-    return Choice(*places.best(steps_of), leads) if places is not None else Choice(None, None, leads)
+    place = places.best(steps_of) if places is not None else _in_another_form(bucket, steps_of, asked)
+    return begins if place is None else begins._replace(trajectory=place[0], after=place[1])
+
+
+def _in_another_form(bucket: Bucket, steps_of: StepsOf, asked: Conversation) -> Place | None:
+    """The step that a request goes on from, whose history repeats the reply in another form."""
+    if not asked.turns:
+        return None
+    for call_id in call_ids_in(asked.turns[-1]):
+        if (places := bucket.call_ids.get(call_id)) is not None:
+            if len(places.offsets) == 1:
+                return places.best(steps_of)
+            break  # ids that are counted in each conversation: the messages must tell
+    for prefix in reversed(asked.prefixes):
+        if (places := bucket.messages.get(prefix)) is not None:
+            return _only(places, steps_of)
+    return None
+
+
+def _only(places: Places, steps_of: StepsOf) -> Place | None:
+    """The step of the only trajectory in which nothing has gone on from it; None when there are several, or none."""
+    if len(places.offsets) > FEW:
+        return None
+    fresh = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
+    return min(fresh, key=lambda place: places.offsets[place]) if len({t for t, _ in fresh}) == 1 else None
 
 
 def in_session(session: Bucket, tail: str) -> Choice:
     """Where in its agent's session a step belongs: to the open trajectory, whatever it says. Sub-agents are branches of its tree."""
-    return Choice(session.calls.get(call_of(tail)) or next(iter(session.opened), None), None, None)
+    return Choice(session.calls.get(call_of(tail)) or next(iter(session.opened), None), None)
 
 
 def _take(places: dict[int, dict[Place, None]], number: int, place: Place) -> None:

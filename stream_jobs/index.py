@@ -53,7 +53,8 @@ class StepEntry(NamedTuple):
     `claw.steps` when it came. reply: KiB of the reply. asked: hash of the prompt, without tokens of the request. idem: hash of the
     idempotency key. leads: in a bucket, what a request that goes on from here will show. after: the step it goes on from, when that is
     not its base. retried: the step that took its place; then it is never trained. tags: their names. repeats: where a
-    prompt goes on from an earlier one otherwise than was sampled there, hash of the model's last turn in the request.
+    prompt goes on from an earlier one otherwise than was sampled there, hash of the model's last turn in the request. messages,
+    call_id: in an anonymous session, hashes of the request's messages and of the id of the reply's last tool call.
     """
 
     offset: int
@@ -75,6 +76,8 @@ class StepEntry(NamedTuple):
     retried: int | None = None
     tags: list[str] | None = None
     repeats: int | None = None
+    messages: int | None = None
+    call_id: int | None = None
 
     @property
     def end(self) -> int:

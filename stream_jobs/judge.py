@@ -20,7 +20,7 @@ from schemas.ids import (
 from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs import assembly as op
 from stream_jobs.assembly import Assembly
-from stream_jobs.bucket import Bucket, choose, in_session
+from stream_jobs.bucket import NAMED, Bucket, Choice, choose, in_session
 from stream_jobs.index import (
     PAYLOAD_MAX,
     REWARDS,
@@ -193,7 +193,7 @@ class Judge:
     def _step(self, offset: int, name: Key, step: Step) -> tuple[list[Entry], Kept | None]:
         tail = step.step_id[len(name[1]) + 1 :]
         _check_sizes(step, tail)
-        key, after, leads = self._place(name, tail, step)
+        key, choice = self._place(name, tail, step)
         if key in self.state.closed:
             return self._late(offset, key, step, tail), None
         trajectory = self.state.opened.get(key)
@@ -212,10 +212,12 @@ class Judge:
             reply=len(step.response_json) >> 10,
             asked=measured.asked if measured.asked is not None else request_hash(step),
             idem=idempotency_hash(step),
-            leads=leads,
-            after=after if after != measured.base else None,
+            leads=choice.leads,
+            after=choice.after if choice.after != measured.base else None,
             tags=[t.name for t in step.tags] or None,
             repeats=_repeats(step) if measured.leaves else None,
+            messages=choice.messages,
+            call_id=choice.call_id,
         )  # fmt: skip
         entries.append([op.STEP, trajectory.number if trajectory else offset, list(entry)])
         entries += [[op.RETRIED, *key, *retry] for retry in _retries(steps, entry, step)]
@@ -230,10 +232,10 @@ class Judge:
         size = steps.size + steps.size_of(entry)
         return f"full: {size} bytes of payload" if size >= self.limits.payload_max else None
 
-    def _place(self, name: Key, tail: str, step: Step) -> tuple[Key, int | None, int | None]:
-        """The trajectory that a step belongs to, the position of the step it goes on from, and its link."""
+    def _place(self, name: Key, tail: str, step: Step) -> tuple[Key, Choice]:
+        """The trajectory that a step belongs to, and how that was found."""
         if not is_unnamed(name[1]):
-            return name, None, None
+            return name, NAMED
         run = name[0]
         bucket = self.state.buckets.get(name) or Bucket()
         if is_bucket(name[1]):
@@ -241,7 +243,7 @@ class Judge:
         else:
             choice = in_session(bucket, tail)
         trajectory = choice.trajectory or unnamed_trajectory_id(name[1], call_of(tail))
-        return (run, trajectory), choice.after, choice.leads
+        return (run, trajectory), choice
 
     def _late(self, offset: int, key: Key, step: Step, tail: str) -> list[Entry]:
         closed = self.state.closed[key]

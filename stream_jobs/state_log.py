@@ -28,8 +28,11 @@ LEVEL = 1
 FORMAT = 3
 """Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
 READ = (1, 2, FORMAT)
-"""What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences."""
-HASHES = tuple(StepEntry._fields.index(name) for name in ("end_hash", "asked", "idem", "leads", "repeats"))
+"""What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences,
+`messages` and `call_id`."""
+HASHES = tuple(
+    StepEntry._fields.index(name) for name in ("end_hash", "asked", "idem", "leads", "repeats", "messages", "call_id")
+)
 """Places in the entry of a step."""
 
 

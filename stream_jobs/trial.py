@@ -12,6 +12,7 @@ from schemas.codec import Codec
 from schemas.events import Assessment, Candidate, Curation, FailedCall, Reward, SessionEvent, Step, Trajectory
 from schemas.ids import key_of_trajectory
 from schemas.parts import joined
+from schemas.replies import texts_of
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs import assembly as op
 from stream_jobs import state_log
@@ -65,7 +66,7 @@ def _ids(*messages: Mapping[str, Any]) -> list[int]:
     ids: list[int] = []
     for message in messages:
         calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
-        ids += [1000 + len(message["role"]), *map(ord, message.get("content") or ""), *map(ord, str(calls or "")), 2000]
+        ids += [1000 + len(message["role"]), *map(ord, "".join(texts_of(message))), *map(ord, str(calls or "")), 2000]
     return ids
 
 

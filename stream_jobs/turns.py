@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
-from schemas.replies import CALL_ITEMS, Call, calls_of, items_of, loaded, texts_of
+from schemas.replies import CALL_ITEMS, TEXT_BLOCKS, Call, calls_of, items_of, loaded, texts_of
 from stream_jobs.prefix import hash_of, number
 
 MARSHAL_VERSION = 2
 """The last one whose bytes are a function of the value alone."""
 
+
+TEXT_SEARCHED = 64 << 10
+IDS_LOOKED_UP = 256
+_QUOTED = re.compile(r"""(?<=["'])[A-Za-z0-9_.:-]{4,128}(?=["'])""")
 
 Turn = Sequence[Mapping[str, Any]]
 """What the model said in one turn: messages or items, as they stand in the request. Read only as far as needed: histories are long."""
@@ -33,11 +38,56 @@ Turn = Sequence[Mapping[str, Any]]
 
 def turns_of(request_json: bytes) -> list[Turn] | None:
     """The model's turns in a request, oldest first; None when the request holds no conversation that can be read."""
-    said = _loaded(request_json)
-    items = said.get("messages", said.get("input")) if isinstance(said, dict) else None
-    if isinstance(items, str):
-        return []
-    return list(_turns(items)) if isinstance(items, list) else None
+    items = _items(request_json)
+    return None if items is None else list(_turns(items))
+
+
+class Conversation(NamedTuple):
+    """A request as later requests are held against it.
+
+    Attributes:
+        turns: As of `turns_of`.
+        messages: Hash of all its messages; None when it can't be read.
+        prefixes: Hashes of the messages before each run of the model's messages, oldest first.
+    """
+
+    turns: list[Turn] | None
+    messages: int | None
+    prefixes: Sequence[int]
+
+
+def conversation_of(request_json: bytes) -> Conversation:
+    """Read a request. A message hashes alike with and without `cache_control`, as text and as a list of text blocks."""
+    items = _items(request_json)
+    if items is None:
+        return Conversation(None, None, ())
+    hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
+    for item in items:
+        is_model = isinstance(item, dict) and (item.get("role") == "assistant" or item.get("type") in CALL_ITEMS)
+        if is_model and not before:
+            prefixes.append(number(hashed.digest()))
+        before = is_model
+        said = _message(item)
+        hashed.update(len(said).to_bytes(8, "little") + said)
+    return Conversation(list(_turns(items)), number(hashed.digest()), prefixes)
+
+
+def call_id_of(turn: Turn | None) -> int | None:
+    """Hash of the id of the last tool call in a turn; None without one."""
+    for item in reversed(turn or ()):
+        for call in reversed(list(calls_of(item))):
+            if call.call_id is not None and (letters := _letters(call.call_id)):
+                return hash_of(b"call id", letters.encode("utf-8", "surrogatepass"))
+    return None
+
+
+def call_ids_in(turn: Turn) -> list[int]:
+    """Hashes of what may be ids of tool calls in the text of a turn, last first.
+
+    Some agents repeat a call as text: `[{'id': 'call_1', 'type': 'function', ...}]`.
+    """
+    found = _QUOTED.findall(_text(turn)[-TEXT_SEARCHED:])[::-1]
+    return [hash_of(b"call id", _letters(word).encode()) for word in dict.fromkeys(found)][:IDS_LOOKED_UP]
 
 
 def reply_of(response_json: bytes) -> Turn | None:
@@ -98,6 +148,34 @@ def _add(hashed: hashlib._Hash, turn: Turn) -> None:
     hashed.update(len(said).to_bytes(8, "little") + said)
 
 
+def _items(request_json: bytes) -> list[Any] | None:
+    said = _loaded(request_json)
+    items = said.get("messages", said.get("input")) if isinstance(said, dict) else None
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    return items if isinstance(items, list) else None
+
+
+def _message(item: Any) -> bytes:
+    """What a message says, whatever an agent changes of its form between calls."""
+    if isinstance(item, dict):
+        content = item.get("content")
+        if isinstance(content, list) and all(isinstance(b, dict) and b.get("type") in TEXT_BLOCKS for b in content):
+            content = "\n".join(texts_of(item))
+        elif isinstance(content, list):
+            content = [_bare(block) for block in content]
+        item = {**_bare(item), "content": content}
+    return _dumped(item)
+
+
+def _bare(block: Any) -> Any:
+    return {k: v for k, v in block.items() if k != "cache_control"} if isinstance(block, dict) else block
+
+
+def _letters(call_id: str) -> str:
+    return "".join(filter(str.isalnum, call_id))
+
+
 def _loaded(packed: bytes) -> Any:
     try:
         return loaded(packed)
@@ -139,10 +217,13 @@ def _text(turn: Turn) -> str:
 
 
 def _packed(call: Call) -> bytes:
-    letters, given = "".join(filter(str.isalnum, call.call_id or "")), call.given
+    letters, given = _letters(call.call_id or ""), call.given
     if isinstance(given, str):
         given = _loaded(given.encode("utf-8", "surrogatepass")) or given
-    said = [letters, call.name, given]
+    return _dumped([letters, call.name, given])
+
+
+def _dumped(said: Any) -> bytes:
     try:
         return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:

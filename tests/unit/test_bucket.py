@@ -106,6 +106,53 @@ def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
     assert split(w) == [["C0", "C1", "C2"]]
 
 
+def repeated(call_id: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """A call and its result as smolagents sends them back: text of the model, text of the user."""
+    calls = [{"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}]
+    return [
+        {"role": "assistant", "content": [{"type": "text", "text": f"Calling tools:\n{calls}"}]},
+        {"role": "user", "content": [{"type": "text", "text": f"Observation:\nfound {arguments}"}]},
+    ]
+
+
+def test_calls_that_come_back_as_text_do_not_split() -> None:
+    """smolagents: each run is one trajectory, four of them side by side, ids of calls included."""
+    steps, histories = [], [list(TASK) for _ in range(4)]
+    for turn in range(3):
+        for run, history in enumerate(histories):
+            call_id = f"call_{run}{turn}abc"
+            steps.append(spoken(10 * run + turn, history, called(call_id, "search", '{"q": "x"}')))
+            history += repeated(call_id, {"q": "x"})
+    assert split(fed(*steps)) == sorted([f"C{10 * run + turn}" for turn in range(3)] for run in range(4))
+
+
+def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_messages() -> None:
+    tasks = [[*TASK, user(f"part {run}")] for run in range(3)]
+    first = [spoken(run, task, called("search:0", "search")) for run, task in enumerate(tasks)]
+    second = [
+        spoken(10 + run, [*task, *repeated("search:0", {"q": "x"})], said("done")) for run, task in enumerate(tasks)
+    ]
+    assert split(fed(*first, *reversed(second))) == [["C0", "C10"], ["C1", "C11"], ["C2", "C12"]]
+
+
+def test_a_reply_in_another_form_is_followed_only_where_nothing_else_fits() -> None:
+    rewritten = [*TASK, said("I had said: a"), user("go on")]
+    w = fed(spoken(0, TASK, said("a")), spoken(1, rewritten, said("b")))
+    w.feed((STEPS, 2, spoken(2, rewritten, said("c"))))  # another run: the first step has been gone on from
+    assert split(w) == [["C0", "C1"], ["C2"]]
+    two = fed(*[spoken(i, TASK, said(f"try {i}")) for i in range(2)], spoken(2, rewritten, said("b")))
+    assert split(two) == [["C0"], ["C1"], ["C2"]], "either could be meant"
+
+
+def test_forms_of_messages_that_agents_change_between_calls_are_the_same_beginning() -> None:
+    listed = [
+        TASK[0],
+        {**TASK[1], "content": [{"type": "text", "text": TASK[1]["content"], "cache_control": {"type": "ephemeral"}}]},
+    ]
+    w = fed(spoken(0, listed, said("a")), spoken(1, [*TASK, said("otherwise"), user("go on")], said("b")))
+    assert split(w) == [["C0", "C1"]]
+
+
 def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None:
     """Many rollouts of one prompt whose agent writes the history anew: a step looks at no other trajectory."""
     w = fed(*[spoken(i, TASK, said(f"try {i:04}")) for i in range(200)])
@@ -259,6 +306,7 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
         assert (again.calls, again.failed, again.opened.keys()) == (bucket.calls, bucket.failed, bucket.opened.keys())
         assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
         assert again.links == bucket.links
+        assert (again.messages, again.call_ids) == (bucket.messages, bucket.call_ids)
         assert (again.ends.by_length, again.ends.lengths) == (bucket.ends.by_length, bucket.ends.lengths)
 
 

@@ -68,14 +68,16 @@ def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
     entries = [
         [op.OPENED, "r", "k", 5, "train", 1],
         [op.STEP, 1, full],
-        [op.STEP, 1, [*full[:2], "01NEXT.0", *full[3:18], 9]],
+        [op.STEP, 1, [*full[:2], "01NEXT.0", *full[3:18], 9, -(2**62), 11]],
     ]
     written = state_log.delta(0, 1, Assembly(), entries)
-    assert full == list(StepEntry(*STEP)) and len(written.hashes) == 8 * (3 + 4)
+    assert full == list(StepEntry(*STEP)) and len(written.hashes) == 8 * (3 + 6)
     log = StateLog()
     log.read(1, CODEC.decode(CODEC.encode(written)), 1)
     first, second = steps_of(log)
-    assert first == StepEntry(*STEP) and second == first._replace(tail="01NEXT.0", repeats=9)
+    assert first == StepEntry(*STEP) and second == first._replace(
+        tail="01NEXT.0", repeats=9, messages=-(2**62), call_id=11
+    )
 
 
 def test_the_format_before_is_read() -> None:
