@@ -11,7 +11,7 @@ SEED ?= 0
 DATA_DIR ?= data
 DTYPE ?= float32
 
-.PHONY: help install demo up down test test-unit test-long lint format lock bench-gateway bench-jobs bench-check clean
+.PHONY: help install demo up down test test-unit test-long test-compose lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,7 +32,7 @@ down: ## stop what `make up` started in another terminal
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m runtime.cli broker prepare
-	$(PY) -m pytest -m "not long and not gpu" -n 2 --dist loadfile -q --durations=25
+	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile -q --durations=25
 
 test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
@@ -41,6 +41,9 @@ test-long: install ## faults, soak, and a search for new counterexamples, many m
 	-@$(PY) -m runtime.cli broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 	$(PY) -m pytest tests/unit -n 2 -q --hypothesis-profile=searching
+
+test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where python:3.11-slim-bookworm can't be pulled
+	$(PY) -m pytest tests/compose -m compose -q -s --timeout=3600
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
 	@bash infra/install-peers.sh

@@ -44,8 +44,8 @@ class ScriptedEngine:
     probes: int = 0
 
     @asynccontextmanager
-    async def serve(self, port: int = 0) -> AsyncIterator[str]:
-        """Listen on loopback; gives the base URL without /v1."""
+    async def serve(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
+        """Listen; gives the base URL without /v1."""
         app = web.Application(client_max_size=64 << 20)
         for voice in VOICES:
             app.router.add_post(voice.path, partial(self._call, voice))
@@ -55,10 +55,10 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port, backlog=BACKLOG)
+        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         await site.start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield f"http://{host}:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
 

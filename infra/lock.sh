@@ -6,4 +6,7 @@ extras="--extra broker --extra gateway --extra jobs --extra lake --extra trainer
 compile=".venv/bin/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-emit-index-url --no-annotate --no-header"
 # shellcheck disable=SC2086
 $compile $extras pyproject.toml -o requirements/all.lock
+# Of the containers without torch. The two last are what builds the project itself.
+printf 'hatchling>=1.27\neditables>=0.5\n' | $compile --extra broker --extra gateway --extra jobs --extra lake \
+  --constraint requirements/all.lock pyproject.toml - -o requirements/core.lock
 grep -E '^uv==' requirements/all.lock | tr -d ' \\' | $compile - -o requirements/uv.lock.txt

@@ -77,6 +77,8 @@ class BrokerSettingsLike(Protocol):
     def java(self) -> str | None: ...
     @property
     def jars_dir(self) -> Path | None: ...
+    @property
+    def advertised_host(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,6 @@ def start(
     settings: BrokerSettingsLike,
     data_dir: Path,
     *,
-    advertised_host: str = config.LOOPBACK,
     patience_s: float = math.inf,
     say: Say | None = None,
 ) -> tuple[NodeStatus, ...]:
@@ -310,7 +311,7 @@ def start(
 
     Without `patience_s` it may take as long as its JVMs live: stopped in the middle of reading its logs it would begin anew.
     """
-    _of_settings(settings, data_dir, advertised_host).start(detach=True, patience_s=patience_s, say=say)
+    _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, say=say)
     return status(data_dir)
 
 
@@ -334,7 +335,7 @@ class _StopAskedFor(BaseException):
     """SIGTERM or SIGINT."""
 
 
-def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_host: str = config.LOOPBACK) -> int:
+def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
     """Be the broker's process for a supervisor: start it, stop it on SIGTERM or SIGINT, return the exit code.
 
     0 after a signal. The JVM's exit code when a single node dies: the supervisor starts us anew, and a pid file left
@@ -347,7 +348,7 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path, *, advertised_h
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise _StopAskedFor
 
-    broker = _of_settings(settings, data_dir, advertised_host)
+    broker = _of_settings(settings, data_dir)
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     try:
@@ -389,7 +390,7 @@ def _bring_back(broker: EmbeddedBroker, node: int) -> None:
             raise
 
 
-def _of_settings(settings: BrokerSettingsLike, data_dir: Path, advertised_host: str) -> EmbeddedBroker:
+def _of_settings(settings: BrokerSettingsLike, data_dir: Path) -> EmbeddedBroker:
     return EmbeddedBroker(
         data_dir,
         settings.port,
@@ -397,5 +398,5 @@ def _of_settings(settings: BrokerSettingsLike, data_dir: Path, advertised_host: 
         settings.heap_mb,
         settings.java,
         settings.jars_dir,
-        advertised_host=advertised_host,
+        advertised_host=settings.advertised_host,
     )

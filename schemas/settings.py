@@ -64,6 +64,9 @@ class BrokerSettings(_Section):
 
     data_dir: Path | None = Field(None, description="a faster or larger disk; default <data_dir>/broker")
     port: Port = Field(19092, description="the port is taken")
+    advertised_host: str = Field(
+        "127.0.0.1", description="the name by which clients on other machines or in other containers reach it"
+    )
     nodes: Literal[1, 3, 5] = Field(1, description="3: try replication on one machine")
     heap_mb: Annotated[int, Field(ge=200)] = Field(300, description="many partitions or large records")
     java: str | None = Field(None, description="a Java >= 17 of your own instead of the packaged one")
