@@ -60,6 +60,22 @@ def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> N
     assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
 
 
+def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> None:
+    """It finds the newest rows by the files' statistics, which deltalake loses behind a struct column."""
+    lake = claimed(tmp_path)
+    for name, table in catalog().items():
+        row: list[Any] = [None] * len(table.columns)
+        place = {"kafka_topic_id": "T", "kafka_partition": 0, "kafka_offset": 7, "kafka_timestamp": 5_000}
+        for column, value in place.items():
+            row[table.index[column]] = value
+        assert lake.append(name, [tuple(row)], {SOURCE: 8}, never) == 1, name
+    again = claimed(tmp_path)
+    for name in catalog():
+        files = pa.table(open_table(str(tmp_path), name, {}).get_add_actions(flatten=True))
+        assert {"min.kafka_timestamp", "max.kafka_timestamp"} <= set(files.column_names), name
+        assert again.marks(name, [SOURCE]) == {SOURCE: 8}
+
+
 def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
     """Rows from a topic, of a table whose rows are told apart by id or by place alone."""
 
