@@ -19,6 +19,7 @@ from tests_ports import free_port
 from tests_up import ENVIRON, ROOT, Up, command, up
 
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
 from runtime.lag import data_lag
 from runtime.records import create_topics
@@ -125,7 +126,11 @@ class Installation:
         with (self.settings.data_dir.parent / "logs" / f"worker-{name}.log").open("ab") as log:
             self.workers.append(
                 subprocess.Popen(
-                    command("jobs", "assemble", *words_of(settings)), cwd=ROOT, env=ENVIRON, stdout=log, stderr=log
+                    bonded(command("jobs", "assemble", *words_of(settings))),
+                    cwd=ROOT,
+                    env=ENVIRON,
+                    stdout=log,
+                    stderr=log,
                 )
             )
         return self.workers[-1]

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TextIO
 
 import orjson
 
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster, KafkaError
 from schemas.codec import Codec
 from schemas.events import Curation, Reward, SessionEvent, Step
@@ -267,7 +268,7 @@ class Feeder:
         code = "import sys; from tests_chaos_feed import main; main(sys.argv[1])"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps(asdict(made))],
+                bonded([sys.executable, "-c", code, json.dumps(asdict(made))]),
                 cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, stdout=log, stderr=log,
             )  # fmt: skip
 

@@ -32,6 +32,7 @@ from tests_up import ENVIRON, ROOT, command
 from benchmarks.http_load import load
 from gateway.sessions import Origin, SessionKeys
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from schemas.settings import Settings
 
 CALLS = 200_000
@@ -136,7 +137,7 @@ def running(name: str, argv: list[str], log: Path) -> Iterator[psutil.Process]:
     """A process; killed at the end if it is still there."""
     environ = ENVIRON | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with log.open("ab") as out:
-        child = subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=out, stderr=out)
+        child = subprocess.Popen(bonded(argv), cwd=ROOT, env=environ, stdout=out, stderr=out)
     try:
         yield psutil.Process(child.pid)
     except BaseException:

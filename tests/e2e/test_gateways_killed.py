@@ -26,6 +26,7 @@ from tests_up import ROOT, Up, command, up
 from gateway.scripted import Say, Script
 from gateway.scripted_engine import ScriptedEngine
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from schemas.events import SessionEvent, Step, Trajectory
 from schemas.settings import Settings
 
@@ -131,7 +132,9 @@ async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
     """A gateway beside the supervised one; gives its pid."""
     log = (running.home / "gateway-1.log").open("ab")
     words = [*words_of(running.settings), f"gateway.port={port}", "gateway.gateway_id=gateway-1"]
-    process = await asyncio.create_subprocess_exec(*command("gateway", *words), stdout=log, stderr=log, cwd=ROOT)
+    process = await asyncio.create_subprocess_exec(
+        *bonded(command("gateway", *words)), stdout=log, stderr=log, cwd=ROOT
+    )
     try:
         await answers(port)
         yield process.pid

@@ -21,6 +21,8 @@ import psutil
 import pytest
 from tests_ports import free_port
 
+from runtime.die_with_parent import bonded
+
 VICTIMS = ("gateway", "assemble", "reward", "admit", "lake", "trainer", "vllm", "broker")
 VERSIONS = 30
 START_TIMEOUT_S = 900.0
@@ -37,14 +39,16 @@ class Loop:
         flush_rows, flush_s = rng.randrange(5, 60), rng.uniform(0.1, 1.0)
         self.log = (home.parent / "demo.log").open("wb")
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "runtime.cli", "demo", f"data_dir={home}"),
-                *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
-                *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
-                *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),
-                *(f"broker.port={free_port()}", f"gateway.port={free_port()}", f"rollout.port={free_port()}"),
-                "up.restart_delay_s=0.5",
-            ],
+            bonded(
+                [
+                    *(sys.executable, "-m", "runtime.cli", "demo", f"data_dir={home}"),
+                    *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
+                    *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
+                    *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),
+                    *(f"broker.port={free_port()}", f"gateway.port={free_port()}", f"rollout.port={free_port()}"),
+                    "up.restart_delay_s=0.5",
+                ]
+            ),
             stdout=self.log,
             stderr=self.log,
         )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.exit_codes import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
 from runtime.records import create_topics
@@ -73,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / f"admit-{len(started)}.log").open("wb") as log:
             command = [sys.executable, "-c", START, *words_of(settings)]
-            started.append(subprocess.Popen(command, cwd=ROOT, stderr=log))
+            started.append(subprocess.Popen(bonded(command), cwd=ROOT, stderr=log))
         return started[-1]
 
     yield begin

@@ -26,6 +26,7 @@ from gateway.spool import read_segment, sync_of
 from gateway.spool_frames import frame
 from runtime.broker import EmbeddedBroker
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
 from runtime.records import create_topics
 from schemas.codec import Codec
@@ -50,7 +51,7 @@ def gateway(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
     log = Path(settings.data_dir) / f"{settings.gateway.gateway_id}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        process = subprocess.Popen([sys.executable, "-c", START, *words_of(settings)], stderr=out, stdout=out)
+        process = subprocess.Popen(bonded([sys.executable, "-c", START, *words_of(settings)]), stderr=out, stdout=out)
     try:
         yield process
     except BaseException:

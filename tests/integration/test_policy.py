@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from runtime.cli.main import app
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
 from runtime.records import Decoder, create_topics
@@ -51,7 +52,7 @@ def admit(tmp_path: Path) -> Iterator[Admit]:
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / "admit.log").open("ab") as log:
             command = [sys.executable, "-m", "runtime.cli", "admit", *words_of(settings)]
-            started.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+            started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log))
         return started[-1]
 
     yield begin

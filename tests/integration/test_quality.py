@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from runtime.cli.main import app
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
 from schemas.events import Assessment, Candidate, Reward
 from schemas.settings import Settings
@@ -64,7 +65,7 @@ def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
     """The lake finds the bad trajectory, and its step is marked."""
     with (tmp_path / "lake.log").open("wb") as log:
         command = [sys.executable, "-m", "runtime.cli", "lake", *words_of(jobs.settings), "lake.flush_interval_s=0.2"]
-        lake = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        lake = subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log)
 
     def curate(*words: str) -> dict[str, Any]:
         done = CliRunner().invoke(app, ["curate", *words, "--format", "json", *words_of(jobs.settings)])

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from demo.model import make_random_model
 from runtime.cli.main import app
 from runtime.config import load, words_of
+from runtime.die_with_parent import bonded
 from runtime.fresh_prefix import PrefixTaken
 from runtime.kafka import Cluster
 from runtime.records import Decoder
@@ -303,7 +304,7 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     name = prefix.removeprefix("replay-")
     command = [sys.executable, "-m", "runtime.cli", "replay", "run", name, *words_of(settings)]
     for topic in ("candidates", "ready-batches.run.train"):  # while it assembles, and while it admits
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(bonded(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)
         process.kill()
         process.wait()

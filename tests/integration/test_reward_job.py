@@ -17,6 +17,7 @@ import pytest
 from tests_positions import tell
 
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import create_topics
@@ -57,7 +58,9 @@ def trajectory(key: str, answer: str, run: str = "run", **more: Any) -> Trajecto
 def worker(settings: Settings, functions: dict[str, tuple[str, ...]]) -> Iterator[subprocess.Popen[bytes]]:
     tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"reward_functions": functions})})
     with (settings.data_dir / "reward.log").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-c", RUN, *words_of(tuned)], cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            bonded([sys.executable, "-c", RUN, *words_of(tuned)]), cwd=ROOT, stdout=log, stderr=log
+        )
     try:
         yield process
     finally:

@@ -18,6 +18,7 @@ from tests_up import ENVIRON, ROOT, command
 
 from demo import model
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
 from schemas.codec import Codec
 from schemas.events import Step, WorkerStatus
@@ -34,7 +35,9 @@ def process(settings: Settings, name: str) -> Iterator[subprocess.Popen[bytes]]:
     log = settings.data_dir / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        child = subprocess.Popen(command(name, *words_of(settings)), cwd=ROOT, env=ENVIRON, stdout=out, stderr=out)
+        child = subprocess.Popen(
+            bonded(command(name, *words_of(settings))), cwd=ROOT, env=ENVIRON, stdout=out, stderr=out
+        )
     try:
         yield child
     except BaseException:

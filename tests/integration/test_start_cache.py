@@ -13,6 +13,7 @@ from tests_ports import free_port
 
 from runtime.broker import EmbeddedBroker
 from runtime.broker_cache import StartCache, make_start_cache, start_cache
+from runtime.die_with_parent import bonded
 from runtime.jars import PinnedJar, ensure_jars, find_java
 
 PROGRAM = """
@@ -76,7 +77,7 @@ def test_a_making_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path, jars_
     cache = start_cache(find_java(), jars_dir)
     after_s = 0.5
     while True:
-        maker = subprocess.Popen([sys.executable, "-c", PROGRAM, str(jars_dir)])
+        maker = subprocess.Popen(bonded([sys.executable, "-c", PROGRAM, str(jars_dir)]))
         try:
             assert maker.wait(after_s) == 0
             break

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from runtime.config import words_of
+from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
 from runtime.records import create_topics
 from schemas.codec import Codec
@@ -41,7 +42,7 @@ def mine(settings: Settings, cluster: Cluster) -> Settings:
 def admission(mine: Settings, tmp_path: Path) -> Iterator[None]:
     """The process, for the length of the test."""
     with (tmp_path / "admit.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-c", START, *words_of(mine)], cwd=ROOT, stderr=log)
+        process = subprocess.Popen(bonded([sys.executable, "-c", START, *words_of(mine)]), cwd=ROOT, stderr=log)
     yield
     process.kill()
     process.wait()
