@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.errors import GatewayError, UpstreamFailed
 from gateway.protocol import NOT_THE_PROTOCOL, Answer, Fold, Part
-from gateway.sse import MAX_EVENT, Splitter, data_of
+from gateway.sse import ENDS, MAX_EVENT, Splitter, data_of
 from gateway.tokens import Captured
 from gateway.unread import Unread
 from schemas import capture
@@ -117,7 +117,7 @@ class EventStream:
     def fail(self, error: GatewayError) -> None:
         """The stream ends here: an error event is held, and sets `failure`."""
         self.failure, self.ended, self._holding = error.message, True, True
-        if self._held and not self._held[-1].endswith((b"\n\n", b"\r\n\r\n")):
+        if self._held and not self._held[-1].endswith(ENDS):
             self._held.append(b"\n\n")  # the engine left an event unfinished
         self._held.append(self._fold.error(error))
 

@@ -98,6 +98,13 @@ def test_the_name_of_a_content_type_has_no_case(tmp_path: Path, kind: str) -> No
     assert got.message == {"role": "assistant", "content": "Hello"} and got.steps[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("ending", [b"\r\n", b"\r"])
+def test_lines_end_as_the_standard_allows(tmp_path: Path, ending: bytes) -> None:
+    said = STREAM.replace(b"\n", ending)
+    got = get(tmp_path, reply(said, EVENTS), stream=True)
+    assert got.body == said and got.message == {"role": "assistant", "content": "Hello"}
+
+
 PACKED = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress, "GZIP": gzip.compress}
 
 
