@@ -113,7 +113,7 @@ def create(
                 Path(where).mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
                 where,
-                schema,
+                _structs_last(schema),
                 mode="ignore",
                 name=name,
                 storage_options=dict(storage_options) or None,
@@ -126,6 +126,11 @@ def create(
     except DeltaError:
         if not exists(where, storage_options):  # else: another writer has just made it
             raise
+
+
+def _structs_last(schema: pa.Schema) -> pa.Schema:
+    """The same columns, structs behind all others: the client tells no statistics of what is behind a struct."""
+    return pa.schema(sorted(schema, key=lambda field: pa.types.is_struct(field.type)), schema.metadata)
 
 
 def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:

@@ -49,6 +49,23 @@ def never(row: Row, why: str) -> None:
     raise AssertionError((row, why))
 
 
+def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Path) -> None:
+    """The Delta client tells no file statistics of columns that stand behind a struct column."""
+    lake, table = claimed(tmp_path), catalog()["steps"]
+    step = events.Step(
+        step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0, protocol="p", model="m",
+        status="ok", streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=1,
+        finished_at=2, usage=events.Usage(prompt_tokens=3),
+    )  # fmt: skip
+    new = table.rows_of(Placed(*SOURCE, 0, 5_000, {}, step))
+    assert lake.append("steps", new, {SOURCE: 1}, never) == 1
+    (row,) = dataset(open_table(str(tmp_path), "steps", {}), {}).to_table().to_pylist()
+    assert (row["usage"]["prompt_tokens"], row["kafka_offset"]) == (3, 0)
+    again = claimed(tmp_path)
+    sent_again = table.rows_of(Placed(*SOURCE, 1, 6_000, {}, step))
+    assert again.append("steps", sent_again, {SOURCE: 2}, never) == 0, "its id is in the window"
+
+
 def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
     assert lake.marks("rewards", [SOURCE, ("T", 1)]) == {}
