@@ -86,7 +86,11 @@ def create_app(
     door = Door(settings, metrics)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = EventLog(settings.kafka.topics, codec, journal, redaction)
-    memory = Memory(settings.gateway.max_in_flight_bytes, settings.gateway.max_in_flight)
+    memory = Memory(
+        settings.gateway.max_in_flight_bytes,
+        settings.gateway.max_in_flight,
+        settings.gateway.max_in_flight_reply_bytes,
+    )
     failed = FailedCalls(
         settings.kafka.topics.steps, settings.gateway.gateway_id, codec, bus, door, redaction, clock, metrics
     )

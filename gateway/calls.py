@@ -32,7 +32,7 @@ from gateway.errors import (
 from gateway.event_log import EventLog
 from gateway.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
 from gateway.journal import Journal
-from gateway.memory import Memory
+from gateway.memory import Held, Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
 from gateway.request_defaults import with_defaults
@@ -174,6 +174,7 @@ class CallEndpoint:
         parts, held = self._parts, 0
         headers = header_map(scope)
         attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
+        reply = parts.memory.replies.hold()
         try:
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
             attempt.caller = caller
@@ -187,7 +188,7 @@ class CallEndpoint:
                 async with client:
                     await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
                 with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                    exchange = Exchange(parts, self._dialect, call, attempt, client, send)
+                    exchange = Exchange(parts, self._dialect, call, attempt, client, send, reply)
                     ending = await exchange.run()
             finally:
                 client.done()
@@ -199,6 +200,7 @@ class CallEndpoint:
             parts.failed.note(attempt, failure_of(error))
         finally:
             parts.memory.give_back(held)
+            reply.release()
         parts.metrics.ended[ending].inc()
 
     def _hold_copies(self, call: Call) -> int:
@@ -246,8 +248,10 @@ class Exchange:
         attempt: Attempt,
         client: Client,
         send: Send,
+        held: Held,
     ) -> None:
         self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
+        self._held = held
         self._client, self._send = client, send
         headers = attempt.headers
         self._credentials = credentials_of(headers)
@@ -272,7 +276,7 @@ class Exchange:
                         await self._pass_stream(response)
                     else:
                         own = response.header(capture.OWN_BODY) if worker.kind == "captured" else None
-                        body = self._captured.trail(await response.read(), own)
+                        body = self._captured.trail(await response.read(self._held), own)
                         sent_as = _sent_as(response)
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
@@ -326,7 +330,7 @@ class Exchange:
             stalls.end(self._client)
 
     async def _pass_error(self, response: Response) -> None:
-        body = said = await response.read()
+        body = said = await response.read(self._held)
         headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
         if response.encoding is None:
             body = self._dialect.errors.engine(response.status, said)
@@ -364,6 +368,7 @@ class Exchange:
         await self._start(200, self._headers(sent_as, None, self._call.step_ids))
         try:
             async for piece in response.pieces():
+                await self._held.take(len(piece))
                 if out := stream.feed(piece):
                     await self._tell({"type": "http.response.body", "body": out, "more_body": True})
                 if stream.ended:

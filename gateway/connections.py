@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Awaitable, Callable
 from ipaddress import IPv6Address
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -75,7 +76,9 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._parts: list[bytes] = []
         self._size = self._head = 0
-        self._whole = self._paused = self._in_head = False
+        self._paused = self._in_head = False
+        self._silence_s = self._heard_s = 0.0
+        self._ends_s: float | None = None
         self._keep = False
         self._error: ConnectionError | TimeoutError | None = None
         self.busy = self.complete = self.touched = False
@@ -90,12 +93,21 @@ class Connection(asyncio.Protocol):
 
     # -- by the caller
 
-    def send(self, head: bytes, body: bytes | None, timeout_s: float) -> None:
-        """Write a request. head: everything up to and with the blank line. timeout_s: for the whole reply."""
+    def send(self, head: bytes, body: bytes | None, silence_s: float, total_s: float | None = None) -> None:
+        """Write a request.
+
+        Args:
+            head: Everything up to and with the blank line.
+            body: What follows it.
+            silence_s: Longest time without a byte of the reply, as long as the reader is not behind.
+            total_s: Longest time for the whole reply; None: as long as it takes.
+        """
         assert self._transport is not None and not self.busy
         self.busy, self.complete, self.touched = True, False, False
         self.status, self.headers, self._head, self._in_head = 0, {}, 0, True
-        self._timer = self._loop.call_later(timeout_s, self._time_out)
+        self._silence_s, self._heard_s = silence_s, self._loop.time()
+        self._ends_s = self._heard_s + total_s if total_s is not None else None
+        self._await_more()
         if body is None or len(body) <= JOINED:
             self._transport.write(head + body if body else head)
         else:
@@ -106,13 +118,17 @@ class Connection(asyncio.Protocol):
         while not self._parts and not self.complete:
             await self._more()
 
-    async def read(self) -> bytes:
-        """The rest of the body."""
-        self._whole = True
-        self._flow()
-        while not self.complete:
-            await self._more()
-        return self._taken()
+    async def read(self, take: Callable[[int], Awaitable[None]] | None = None) -> bytes:
+        """The rest of the body. take: told of each piece's length before more is read."""
+        parts, size = [], 0
+        while piece := await self.piece():
+            size += len(piece)
+            if size > self._pool.max_reply:
+                raise ConnectionError(f"the reply is larger than gateway.max_reply_bytes={self._pool.max_reply}")
+            if take is not None:
+                await take(len(piece))
+            parts.append(piece)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def piece(self) -> bytes:
         """What has come since the last one; empty at the end."""
@@ -128,7 +144,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         transport, self.busy = self._transport, False
-        self._parts, self._size, self._whole = [], 0, False
+        self._parts, self._size = [], 0
         if transport is None:
             return
         if self.complete and self._keep and not self._paused and transport.get_write_buffer_size() == 0:
@@ -152,7 +168,7 @@ class Connection(asyncio.Protocol):
 
     def _flow(self) -> None:
         if self._paused and self._transport is not None:
-            self._paused = False
+            self._paused, self._heard_s = False, self._loop.time()
             self._transport.resume_reading()
 
     # -- by the event loop
@@ -165,7 +181,7 @@ class Connection(asyncio.Protocol):
         if not self.busy or self.complete:
             self.close()  # nobody asked
             return
-        before = self._size
+        before, self._heard_s = self._size, self._loop.time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -181,17 +197,11 @@ class Connection(asyncio.Protocol):
             if self._head > MAX_HEAD and not self.complete:
                 self._fail(ConnectionError(f"the reply's headers are larger than {MAX_HEAD} bytes"))
                 return
-        if self.complete or (self._parts and not self._whole):
+        if self.complete or self._parts:
             self._wake()
-        if self._size > READ_AHEAD and not self.complete and self._transport is not None:
-            if self._whole:
-                if self._size > self._pool.max_reply:
-                    self._fail(
-                        ConnectionError(f"the reply is larger than gateway.max_reply_bytes={self._pool.max_reply}")
-                    )
-            else:
-                self._paused = True
-                self._transport.pause_reading()
+        if self._size > READ_AHEAD and not (self.complete or self._paused) and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
 
     def eof_received(self) -> None:
         """The engine sends no more: the end of a reply that does not tell its length. A connection that is lost without this was cut."""
@@ -207,8 +217,18 @@ class Connection(asyncio.Protocol):
             self._error = ConnectionResetError(str(exc) if exc is not None else "it closed the connection")
         self._wake()
 
+    def _await_more(self) -> None:
+        until = (self._loop.time() if self._paused else self._heard_s) + self._silence_s
+        self._timer = self._loop.call_at(min(until, self._ends_s or until), self._time_out)
+
     def _time_out(self) -> None:
-        self._fail(TimeoutError())
+        now = self._loop.time()
+        if self._ends_s is not None and now >= self._ends_s:
+            self._fail(TimeoutError("took longer than gateway.upstream_total_timeout_s"))
+        elif self._paused or now < self._heard_s + self._silence_s:
+            self._await_more()
+        else:
+            self._fail(TimeoutError("sent nothing for gateway.upstream_timeout_s"))
 
     def _fail(self, error: ConnectionError | TimeoutError) -> None:
         if not self.complete:

@@ -95,7 +95,7 @@ class Unreachable(UpstreamFailed):
 
 
 class UpstreamTimeout(GatewayError):
-    """The engine took longer than gateway.upstream_timeout_s."""
+    """The engine sent nothing for gateway.upstream_timeout_s, or took longer than gateway.upstream_total_timeout_s."""
 
 
 class BusUnavailable(GatewayError):

@@ -265,7 +265,8 @@ class Lane:
         """Status, whether it carries our middleware's header, body. Raises Unreachable, ConnectionError or TimeoutError."""
         connection = await self.connection()
         try:
-            connection.send(self.head("GET", path, {}, {}, None), None, PATIENCE * self._interval_s)
+            patience_s = PATIENCE * self._interval_s
+            connection.send(self.head("GET", path, {}, {}, None), None, patience_s, patience_s)
             body = await connection.read()
             return connection.status, capture.ASK.encode() in connection.headers, body
         finally:

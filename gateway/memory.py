@@ -1,21 +1,31 @@
-"""How many calls are served at once, and how many bytes of requests they hold: bounds for all protocols together."""
+"""How many calls are served at once, and how many bytes of requests and replies they hold: bounds for all protocols together."""
 
 from __future__ import annotations
+
+import asyncio
 
 from gateway.errors import Overloaded
 
 
 class Memory:
-    """Counts calls and what they hold. limit: bytes, see gateway.max_in_flight_bytes; max_calls: see gateway.max_in_flight."""
+    """Counts calls and what they hold.
 
-    def __init__(self, limit: int, max_calls: int) -> None:
+    Args:
+        limit: Bytes of requests, see gateway.max_in_flight_bytes.
+        max_calls: See gateway.max_in_flight.
+        reply_limit: Bytes of replies, see gateway.max_in_flight_reply_bytes.
+    """
+
+    def __init__(self, limit: int, max_calls: int, reply_limit: int) -> None:
         self._limit, self._max_calls = limit, max_calls
         self.held = self.calls = 0
+        self.replies = Replies(reply_limit)
 
     def begin(self) -> None:
         """A call begins. Raises Overloaded; then it does not."""
         if self.calls >= self._max_calls:
             raise Overloaded(f"{self.calls} calls are in flight, see gateway.max_in_flight")
+        self.replies.check()
         self.calls += 1
 
     def end(self) -> None:
@@ -33,3 +43,73 @@ class Memory:
     def give_back(self, size: int) -> None:
         """They are held no more."""
         self.held -= size
+
+
+class Replies:
+    """Bytes of replies that are held until they are recorded and sent, of all calls together.
+
+    A reply that was sampled is never refused. When the limit is reached new calls are refused before an engine is asked,
+    and all replies but one wait: their engines are not read from. That one may exceed the limit, so something always ends.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.held = limit, 0
+        self._exceeding: Held | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def check(self) -> None:
+        """Raises Overloaded when the limit is reached."""
+        if self.held >= self.limit:
+            raise Overloaded(
+                f"the replies in flight hold {self.held} bytes, see gateway.max_in_flight_reply_bytes={self.limit}"
+            )
+
+    def hold(self) -> Held:
+        """For one call, which releases it at its end."""
+        return Held(self)
+
+    def may_exceed(self, who: Held) -> bool:
+        """Whether it may go on beyond the limit."""
+        if self._exceeding is None:
+            self._exceeding = who
+        return self._exceeding is who
+
+    async def room(self) -> None:
+        """Until some reply has ended."""
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.add(woken)
+        try:
+            await woken
+        finally:
+            self._waiting.discard(woken)
+
+    def release(self, who: Held) -> None:
+        """A call has ended."""
+        self.held -= who.size
+        if self._exceeding is who:
+            self._exceeding = None
+        for woken in self._waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+
+class Held:
+    """What one call holds of its reply: `size` bytes."""
+
+    __slots__ = ("_replies", "size")
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies, self.size = replies, 0
+
+    async def take(self, size: int) -> None:
+        """Hold `size` bytes more, as soon as they may be held."""
+        replies = self._replies
+        while replies.held + size > replies.limit and not replies.may_exceed(self):
+            await replies.room()
+        replies.held += size
+        self.size += size
+
+    def release(self) -> None:
+        """Nothing is held any more."""
+        self._replies.release(self)
+        self.size = 0

@@ -240,13 +240,14 @@ class Generator:
         """The reply, an engine's own error included. Raises GatewayError."""
         asked = COMPLETIONS.request(self._completion(said))
         self._parts.memory.begin()
+        held = self._parts.memory.replies.hold()
         try:
             async with self._parts.upstream.ask(
                 "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
                 key=_prefix_key(said.prompt_ids), run_id=(run := self._parts.door.run_of(caller, headers)), model=asked.model,
             ) as response:  # fmt: skip
-                body = await response.read()
+                body = await response.read(held)
                 if response.status >= 400:
                     told = {name: v for name in RETURNED if (v := response.header(name)) is not None}
                     return Response(body, response.status, told)
@@ -254,6 +255,7 @@ class Generator:
                 body = captured.trail(body, response.header(capture.OWN_BODY))
                 answer = COMPLETIONS.answer(asked, response.worker.kind, body)
         finally:
+            held.release()
             self._parts.memory.end()
         if not answer.choices:
             raise UpstreamFailed("the engine's completion has no choice")

@@ -24,6 +24,7 @@ from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeou
 from gateway.health import By
 from gateway.lane import Lane
 from gateway.lanes import Lanes
+from gateway.memory import Held
 from gateway.metrics import Metrics
 from gateway.request_body import renamed
 from gateway.streaming import MAX_STREAM
@@ -60,10 +61,10 @@ class Response:
         value = self._connection.headers.get(name.encode())
         return value.decode("latin-1") if value is not None else None
 
-    async def read(self) -> bytes:
-        """The whole body."""
+    async def read(self, held: Held | None = None) -> bytes:
+        """The whole body. held: what counts it; else it must be small."""
         try:
-            body = await self._connection.read()
+            body = await self._connection.read(held.take if held is not None else None)
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
         return body if self.encoding is None else self._unpacked(body)
@@ -120,7 +121,7 @@ def _encoding(said: bytes) -> str | None:
 def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout:
     """Our error for a connection's."""
     if isinstance(error, TimeoutError):
-        return UpstreamTimeout(f"the engine at {worker.base_url} took longer than gateway.upstream_timeout_s")
+        return UpstreamTimeout(f"the engine at {worker.base_url} {error or 'did not answer'}")
     return UpstreamFailed(f"the engine at {worker.base_url} went away: {type(error).__name__}: {error}")
 
 
@@ -264,7 +265,8 @@ class Ask:
         length = len(data) if data is not None else 0 if self._method == "POST" else None
         head = lane.head(self._method, self._path, self._headers, self._credentials, length)
         connection = self._connection = await lane.connection()
-        connection.send(head, data, self._upstream.settings.upstream_timeout_s)
+        settings = self._upstream.settings
+        connection.send(head, data, settings.upstream_timeout_s, settings.upstream_total_timeout_s)
         await connection.begin()
 
     def _judge(self, lane: Lane, worker: Worker) -> Response | None:

@@ -153,10 +153,18 @@ class GatewaySettings(_Section):
         256 << 20, description="memory: bodies of calls beyond it get 503; a call takes about six times its body"
     )
     max_reply_bytes: Count = Field(64 << 20, description="larger replies that are not streamed; each is held in memory")
+    max_in_flight_reply_bytes: Count = Field(
+        256 << 20, description="memory: replies of all calls; beyond it new calls get 503, and all replies but one wait"
+    )
     client_timeout_s: Positive = Field(
         60.0, description="agents on slow links: how long one may take nothing, or need to send a request"
     )
-    upstream_timeout_s: Positive = Field(600.0, description="very long generations")
+    upstream_timeout_s: Positive = Field(
+        600.0, description="engines that are silent for longer: plain replies of very long generations"
+    )
+    upstream_total_timeout_s: Positive | None = Field(
+        None, description="bound a whole reply too, e.g. streams of agents that never stop; default: none"
+    )
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(30.0, description="wait for a ready engine before 503")
     probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
     session_secret: str | None = Field(None, description="several gateways on several machines: the same for all")
