@@ -31,8 +31,15 @@ PREFIX = "claw-"
 ID_CHARS = 12
 
 
+Limit = Annotated[int, Field(ge=1, lt=2**53)] | None
+
+
 class ApiKey(BaseModel):
-    """What is kept of a key. sha256: hex digest of the key. run_id: the run that all its records belong to. Times: seconds since the epoch."""
+    """What is kept of a key.
+
+    sha256: hex digest of the key. run_id: the run that all its records belong to. Times: seconds since the epoch. Limits hold for its
+    model calls in one gateway process, see `key_limits`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,6 +49,14 @@ class ApiKey(BaseModel):
     run_id: Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")] | None = None
     created_at: int
     expires_at: int | None = None
+    calls_per_minute: Limit = None
+    calls_at_once: Limit = None
+    tokens_per_day: Limit = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has any limit."""
+        return any(v is not None for v in (self.calls_per_minute, self.calls_at_once, self.tokens_per_day))
 
     @property
     def key_id(self) -> str:
@@ -81,7 +96,14 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def create_key(
-    path: Path, name: str, scopes: Sequence[Scope], run_id: str | None = None, expires_at: int | None = None
+    path: Path,
+    name: str,
+    scopes: Sequence[Scope],
+    run_id: str | None = None,
+    expires_at: int | None = None,
+    calls_per_minute: int | None = None,
+    calls_at_once: int | None = None,
+    tokens_per_day: int | None = None,
 ) -> str:
     """Make a key, keep its hash, give the key: it is told this once. Raises KeyTaken when the name is in use, Unprocessable."""
     key = PREFIX + secrets.token_urlsafe(32)
@@ -93,6 +115,9 @@ def create_key(
             run_id=run_id,
             created_at=int(time.time()),
             expires_at=expires_at,
+            calls_per_minute=calls_per_minute,
+            calls_at_once=calls_at_once,
+            tokens_per_day=tokens_per_day,
         )
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]

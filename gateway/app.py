@@ -10,6 +10,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import RedirectResponse
 
 from gateway import errors
 from gateway.anthropic_messages import ANTHROPIC, AnthropicMessages
@@ -22,10 +24,11 @@ from gateway.demand import DemandSource, MemoryDemand
 from gateway.demand_routes import demand_routes
 from gateway.disconnect import Receive, Stalls
 from gateway.door import Door
-from gateway.error_reply import OPENAI, reply_of
+from gateway.error_reply import OPENAI, kind_of, reply_of
 from gateway.event_log import EventLog
 from gateway.failed_calls import FailedCalls
 from gateway.journal import Journal
+from gateway.key_limits import KeyLimits
 from gateway.memory import Memory
 from gateway.metrics import Metrics
 from gateway.model_calls import App, ModelCalls
@@ -34,6 +37,7 @@ from gateway.openai_completions import OpenAICompletions
 from gateway.openai_responses import OpenAIResponses
 from gateway.openapi import with_model_calls
 from gateway.passing import PassEndpoint
+from gateway.paths import how_to_call
 from gateway.protocol import Dialect, Errors
 from gateway.redaction.shell import redaction_of
 from gateway.seed_api import LARGE_BODIES, seed_routes
@@ -53,9 +57,15 @@ DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAICompletions(), OpenAIRespon
 """Every protocol that samples; its path is that of the engine."""
 PASSED: tuple[tuple[str, str, Errors], ...] = (
     ("GET", "/v1/models", OPENAI),
+    ("GET", "/v1/models/", OPENAI),
+    ("GET", "/v1/responses/", OPENAI),
+    ("DELETE", "/v1/responses/", OPENAI),
+    ("POST", "/v1/embeddings", OPENAI),
+    ("POST", "/v1/moderations", OPENAI),
+    ("POST", "/v1/rerank", OPENAI),
     ("POST", "/v1/messages/count_tokens", ANTHROPIC),
 )
-"""What samples nothing."""
+"""What samples nothing. Behind a path that ends with a slash an id follows."""
 
 
 def create_app(
@@ -95,7 +105,8 @@ def create_app(
         settings.kafka.topics.steps, settings.gateway.gateway_id, codec, bus, door, redaction, clock, metrics
     )
     stalls = Stalls(settings.gateway.client_timeout_s)
-    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, stalls, failed)
+    limits = KeyLimits(clock)
+    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, stalls, failed, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -114,7 +125,8 @@ def create_app(
         except errors.NotRecorded as error:
             logger().error("dead_letter_lost", error=str(error))
 
-    app = FastAPI(title="Clawstream gateway", lifespan=lifespan)
+    # FastAPI's own pages load their scripts from a server on the internet.
+    app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.bury, app.state.client_timeout_s = bury, settings.gateway.client_timeout_s
     app.include_router(control_routes(parts))
     app.include_router(
@@ -122,14 +134,23 @@ def create_app(
     )
     app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
-    _answer_errors(app)
+    _answer_errors(app, settings.gateway.base_path)
     app.add_middleware(ControlBodyLimit, memory=memory)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
-    passed = {p.removeprefix("/v1"): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
+    passed = {(m, p.removeprefix("/v1")): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
     metrics.count_in_flight(lambda: parts.memory.calls)
-    app.add_middleware(ModelCalls, calls=calls, passed=passed)
+    app.add_middleware(ModelCalls, calls=calls, passed=passed, base_path=settings.gateway.base_path)
     app.add_middleware(Unforeseen)
-    _describe(app, [*(("POST", tail) for tail in calls), *((p.method, tail) for tail, p in passed.items())])
+    if settings.gateway.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.gateway.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+            max_age=600,
+        )
+    _describe(app, [*(("POST", tail) for tail in calls), *passed])
     return app
 
 
@@ -155,6 +176,10 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
     async def greeting() -> Response:
         return Response()  # Claude Code opens its connection with one of them
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return RedirectResponse(f"{parts.settings.gateway.base_path}/openapi.json")
+
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
         state = {"kafka": bus.reachable, "worker": bool(parts.upstream.ready)}
@@ -166,7 +191,7 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
         return Response(parts.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _answer_errors(app: FastAPI, base_path: str) -> None:
     """Every error in the same shape."""
 
     def reply(error: errors.GatewayError) -> Response:
@@ -191,14 +216,12 @@ def _answer_errors(app: FastAPI) -> None:
         if error.status_code == 405:
             return reply(errors.WrongMethod(f"{asked}: {error.detail}"))
         if error.status_code == 404:
-            return reply(errors.NotFound(f"{asked}: no such path"))
-        if error.status_code == 408:
-            return reply(errors.TooSlow(str(error.detail), "body"))
-        if error.status_code == 413:
-            return reply(errors.BodyTooLarge(str(error.detail), "body"))
-        if error.status_code == 503:
-            return reply(errors.Overloaded(str(error.detail)))
-        return reply(errors.BadRequest(str(error.detail), "body"))
+            return reply(errors.NotFound(f"{asked}: no such path. {how_to_call(base_path)}"))
+        return reply(
+            error.__cause__
+            if isinstance(error.__cause__, errors.GatewayError)
+            else errors.BadRequest(str(error.detail), "body")
+        )
 
 
 class ControlBodyLimit:
@@ -220,16 +243,13 @@ class ControlBodyLimit:
             nonlocal size
             try:
                 message = await receive()
-            except (errors.TooSlow, errors.BadRequest) as error:
-                raise HTTPException(408 if isinstance(error, errors.TooSlow) else 400, error.message) from error
-            part = len(message.get("body", b""))
-            # FastAPI lets only its own kind of error out of the reading of a body.
-            if size + part > MAX_CONTROL_BODY:
-                raise HTTPException(413, f"body: larger than {MAX_CONTROL_BODY} bytes")
-            try:
+                part = len(message.get("body", b""))
+                if size + part > MAX_CONTROL_BODY:
+                    raise errors.BodyTooLarge(f"body: larger than {MAX_CONTROL_BODY} bytes", "body")
                 self._memory.take(part)
-            except errors.Overloaded as error:
-                raise HTTPException(503, error.message) from error
+            except errors.GatewayError as error:
+                # FastAPI lets only its own kind of error out of the reading of a body.
+                raise HTTPException(kind_of(error).status, error.message) from error
             size += part
             return message
 

@@ -16,11 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api_keys import ApiKey
 from gateway.clock import Clock
 from gateway.disconnect import Client, Receive, Stalls
 from gateway.door import Caller, Door
 from gateway.error_reply import Reply, ending_of, reply_of
 from gateway.errors import (
+    BadRequest,
     BodyTooLarge,
     ClientGone,
     GatewayError,
@@ -31,10 +33,13 @@ from gateway.errors import (
 )
 from gateway.event_log import EventLog
 from gateway.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
+from gateway.forwarding import FORWARDED, credentials_of, returned, with_query
 from gateway.journal import Journal
+from gateway.key_limits import KeyLimits, tokens_of
 from gateway.memory import Held, Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
+from gateway.request_body import with_whole_characters
 from gateway.request_defaults import with_defaults
 from gateway.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps, with_unread
 from gateway.streaming import EventStream
@@ -53,14 +58,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
 
-FORWARDED = frozenset({
-    "traceparent", "tracestate", "x-request-id", "x-session-id", "x-vllm-priority", "x-data-parallel-rank",
-    "anthropic-version", "anthropic-beta", "openai-beta", "openai-organization", "openai-project",
-})  # fmt: skip
-"""Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
-CREDENTIALS = ("authorization", "x-api-key")
-"""Sent on only where gateway.upstreams says so."""
-RETURNED = ("content-type", "retry-after", "x-request-id")
 IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
 MAX_NAMED = 32
 """Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
@@ -87,16 +84,12 @@ class Parts:
     memory: Memory
     stalls: Stalls
     failed: FailedCalls
+    limits: KeyLimits
 
 
 def header_map(scope: Scope) -> dict[str, str]:
     """The request's headers, names in lower case; of several the last."""
     return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-
-
-def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """The client's keys, for an upstream with `forward_credentials`."""
-    return {name: headers[name] for name in CREDENTIALS if name in headers}
 
 
 async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
@@ -175,9 +168,14 @@ class CallEndpoint:
         headers = header_map(scope)
         attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
         reply = parts.memory.replies.hold()
+        limited: ApiKey | None = None
+        exchange: Exchange | None = None
         try:
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
             attempt.caller = caller
+            if caller.key is not None and caller.key.limited:
+                parts.limits.begin(caller.key)
+                limited = caller.key
             body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             held = len(body)
             attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
@@ -188,7 +186,7 @@ class CallEndpoint:
                 async with client:
                     await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
                 with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                    exchange = Exchange(parts, self._dialect, call, attempt, client, send, reply)
+                    exchange = Exchange(parts, self._dialect, call, attempt, client, send, reply, scope["query_string"])
                     ending = await exchange.run()
             finally:
                 client.done()
@@ -201,6 +199,8 @@ class CallEndpoint:
         finally:
             parts.memory.give_back(held)
             reply.release()
+            if limited is not None:
+                parts.limits.end(limited, exchange.tokens if exchange is not None else 0)
         parts.metrics.ended[ending].inc()
 
     def _hold_copies(self, call: Call) -> int:
@@ -220,7 +220,14 @@ class CallEndpoint:
         """The call that a request is. Raises BadRequest or WrongKey."""
         parts, dialect = self._parts, self._dialect
         received_at = parts.clock.micros()
-        request = with_defaults(dialect.request(body), dialect.name, parts.settings.gateway.default_max_tokens)
+        try:
+            request = dialect.request(body)
+        except BadRequest:
+            if (whole := with_whole_characters(body)) == body:
+                raise
+            body = whole  # the engine gets what is recorded
+            request = dialect.request(body)
+        request = with_defaults(request, dialect.name, parts.settings.gateway.default_max_tokens)
         origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
         return Call(
             origin=origin,
@@ -249,6 +256,7 @@ class Exchange:
         client: Client,
         send: Send,
         held: Held,
+        query: bytes,
     ) -> None:
         self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
         self._held = held
@@ -256,17 +264,20 @@ class Exchange:
         headers = attempt.headers
         self._credentials = credentials_of(headers)
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
+        self._path = with_query(dialect.path, query)
+        self._returned: list[tuple[bytes, bytes]] = []
         self._asked: Worker | None = None
         self._engine = Engine()
         self._captured = Captured()
         self._stream: EventStream | None = None
+        self.tokens = 0
 
     async def run(self) -> str:
         """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
         try:
             async with self._client:
                 async with self._ask() as response:
-                    worker = response.worker
+                    worker, self._returned = response.worker, returned(response.headers)
                     self._engine = Engine(worker.worker_id, response.header(capture.VERSION_START))
                     if response.status >= 400:
                         await self._pass_error(response)
@@ -292,7 +303,7 @@ class Exchange:
     def _ask(self) -> Any:
         call = self._call
         return self._parts.upstream.ask(
-            "POST", self._dialect.path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
+            "POST", self._path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
             on_asking=self._asking, credentials=self._credentials,
         )  # fmt: skip
@@ -306,6 +317,7 @@ class Exchange:
 
     def _headers(self, sent_as: Headers, length: int | None, steps: Sequence[str]) -> Headers:
         headers = [
+            *self._returned,
             *sent_as,
             (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
         ]
@@ -331,7 +343,9 @@ class Exchange:
 
     async def _pass_error(self, response: Response) -> None:
         body = said = await response.read(self._held)
-        headers = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
+        headers = list(self._returned)
+        if (kind := response.header("content-type")) is not None:
+            headers.append((b"content-type", kind.encode("latin-1")))
         if response.encoding is None:
             body = self._dialect.errors.engine(response.status, said)
         else:
@@ -428,6 +442,7 @@ class Exchange:
 
     async def _record(self, steps: Sequence[Step]) -> None:
         parts = self._parts
+        self.tokens = tokens_of(steps)
         receipt = await parts.log.record(steps)
         for step in steps:
             parts.metrics.recorded[step.status].inc()

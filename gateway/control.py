@@ -273,7 +273,10 @@ def control_routes(parts: Parts) -> APIRouter:
         found = door.origin(caller, header_map(request.scope), key, said.group_id, run=said.run_id)
         new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
-        public = (parts.settings.gateway.public_url or str(request.base_url)).rstrip("/")
+        public = parts.settings.gateway.public_url
+        if public is None:
+            public = str(request.base_url).rstrip("/") + parts.settings.gateway.base_path
+        public = public.rstrip("/")
         return {
             "session_key": door.mint(caller, new),
             "trajectory_key": key,

@@ -27,7 +27,9 @@ _KINDS: dict[type[e.GatewayError], ErrorKind] = {
     e.WrongMethod: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     e.TooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
     e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    e.WrongEncoding: ErrorKind(415, "invalid_request_error", "unsupported_content_encoding"),
     e.Unprocessable: ErrorKind(422, "invalid_request_error", "invalid_value"),
+    e.KeyLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
     e.HeadersTooLarge: ErrorKind(431, "invalid_request_error", "headers_too_large"),
     e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
     e.NoWebSocket: ErrorKind(426, "invalid_request_error", "no_websocket"),
@@ -78,8 +80,9 @@ def reply_of(error: e.GatewayError, errors: Errors = OPENAI) -> Reply:
     """The whole reply: status, Retry-After where trying again can help, body."""
     kind, body = kind_of(error), errors.body(error)
     headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
-    if kind.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % kind.retry_after_s))
+    retry_after_s = error.retry_after_s if isinstance(error, e.KeyLimited) else kind.retry_after_s
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
     return Reply(kind.status, headers, body)
 
 

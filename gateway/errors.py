@@ -66,6 +66,18 @@ class HeadersTooLarge(GatewayError):
     """The request's line and headers exceed a bound."""
 
 
+class WrongEncoding(GatewayError):
+    """The request's body is compressed in a way that is not decoded here."""
+
+
+class KeyLimited(GatewayError):
+    """An API key has used what it may for now. retry_after_s: when it may again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class BodyTooLarge(GatewayError):
     """The request body exceeds gateway.max_body_bytes."""
 

@@ -14,12 +14,30 @@ __all__ = ["GatewayError", "create", "listing", "revoke"]
 DAY_S = 86400.0
 
 
-def create(settings: Settings, name: str, scopes: Sequence[str], run_id: str | None, days: float | None) -> str:
+def create(
+    settings: Settings,
+    name: str,
+    scopes: Sequence[str],
+    run_id: str | None,
+    days: float | None,
+    calls_per_minute: int | None = None,
+    calls_at_once: int | None = None,
+    tokens_per_day: int | None = None,
+) -> str:
     """Make a key. Raises GatewayError."""
     if days is not None and not 0 < days <= 36500:
         raise Unprocessable(f"days: {days:g} is not in (0, 36500]", "days")
     expires_at = int(time.time() + days * DAY_S) if days is not None else None
-    return create_key(settings.api_keys_file, name, [_scope(s) for s in scopes], run_id, expires_at)
+    return create_key(
+        settings.api_keys_file,
+        name,
+        [_scope(s) for s in scopes],
+        run_id,
+        expires_at,
+        calls_per_minute,
+        calls_at_once,
+        tokens_per_day,
+    )
 
 
 def _scope(text: str) -> Scope:
@@ -34,10 +52,16 @@ def listing(settings: Settings) -> str:
     keys = read_keys(settings.api_keys_file)
     if not keys:
         return f"no API keys in {settings.api_keys_file}"
-    rows = [("NAME", "ID", "SCOPES", "RUN", "CREATED", "EXPIRES")]
-    rows += [
-        (k.name, k.key_id, ",".join(k.scopes), k.run_id or "-", _day(k.created_at), _day(k.expires_at)) for k in keys
+    rows: list[tuple[str, ...]] = [
+        ("NAME", "ID", "SCOPES", "RUN", "CREATED", "EXPIRES", "CALLS/MIN", "AT ONCE", "TOKENS/DAY")
     ]
+    rows += [
+        (
+            k.name, k.key_id, ",".join(k.scopes), k.run_id or "-", _day(k.created_at), _day(k.expires_at),
+            *(str(limit or "-") for limit in (k.calls_per_minute, k.calls_at_once, k.tokens_per_day)),
+        )
+        for k in keys
+    ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 

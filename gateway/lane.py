@@ -26,6 +26,11 @@ MUTE = 5
 """So many probes without a word of its kind make an engine of the settings a provider."""
 NOT_UP = (502, 503)
 MAX_HEADS = 256
+TOKENLESS: Mapping[Kind, str] = {
+    "text": "its steps have text only and are never trained. To train, name a vLLM that `clawstream rollout` starts, or a vLLM of yours",
+    "vllm": "over Responses and Messages its steps are never trained. Use chat or completions, or let `clawstream rollout` start it",
+}
+"""What to do about an engine that tells no tokens, or not over each protocol."""
 VERSION = "/version"
 
 
@@ -175,6 +180,13 @@ class Lane:
             self._watching.add_done_callback(self._watched)
         else:
             self.first_probe.set()
+        if self.kind_known:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Who tells no tokens is named, with what to do: nothing of it can be trained."""
+        if (do := TOKENLESS.get(self.worker.kind)) is not None:
+            logger().warning("engine_tells_no_tokens", engine=self.name, base_url=self.worker.base_url, do=do)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
         """It ends when it is cancelled, else by a bug: an engine must not go unprobed for it."""
@@ -257,6 +269,7 @@ class Lane:
             return
         logger().info("engine_found", engine=self.name, base_url=self.worker.base_url, kind=kind)
         self.worker = replace(self.worker, kind=kind)
+        self._announce()
         self._heads.clear()
         self.kind_known = True
         self._judged(self)

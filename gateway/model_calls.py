@@ -1,50 +1,39 @@
-"""Which path is a model call: ASGI, before the web framework, for it costs a call a third of its time.
+"""Model calls, and what passes through to an engine: ASGI, before the web framework, for it costs a call a third of its time.
 
 A call's path is a protocol's own, at the root or under /v1, alone or behind /<trajectory>/<prompt>. What is not ours goes on to the app.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.calls import CallEndpoint, Scope, Send, send_reply
 from gateway.disconnect import Receive
 from gateway.error_reply import Reply, reply_of
-from gateway.errors import NoWebSocket, WrongMethod
+from gateway.errors import NotFound, NoWebSocket, WrongMethod
 from gateway.passing import PassEndpoint
+from gateway.paths import ITEMS, how_to_call, place_of, proxied, tidied
+from gateway.request_encoding import decoded
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Place(NamedTuple):
-    """A path taken apart. tail: the protocol's own path, e.g. /chat/completions."""
-
-    tail: str
-    trajectory: str | None = None
-    prompt: str | None = None
-
-
-def place_of(path: str, tails: Mapping[str, Sequence[str]]) -> Place | None:
-    """The call that a path is; None: it is none. tails: by their last segment, longer ones first."""
-    for tail in tails.get(path.rsplit("/", 1)[-1], ()):
-        if path.endswith(tail):
-            before = path[: -len(tail)].removesuffix("/v1")
-            if not before:
-                return Place(tail)
-            match before.split("/"):
-                case ["", trajectory, prompt] if trajectory and prompt:
-                    return Place(tail, trajectory, prompt)
-    return None
-
-
 class ModelCalls:
-    """ASGI middleware: serves the calls, passes everything else on. calls, passed: by tail."""
+    """ASGI middleware: serves the calls, passes everything else on.
 
-    def __init__(self, app: App, calls: Mapping[str, CallEndpoint], passed: Mapping[str, PassEndpoint]) -> None:
-        self._app, self._calls, self._passed = app, calls, passed
+    calls: by tail; passed: by method and tail. base_path: what stands before every path, see gateway.base_path.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        calls: Mapping[str, CallEndpoint],
+        passed: Mapping[tuple[str, str], PassEndpoint],
+        base_path: str = "",
+    ) -> None:
+        self._app, self._calls, self._passed, self._base_path = app, calls, passed, base_path
         self._tails: dict[str, list[str]] = {}
-        for tail in sorted([*calls, *passed], key=len, reverse=True):
+        for tail in sorted({*calls, *(t for _, t in passed if t not in ITEMS)}, key=len, reverse=True):
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,17 +42,31 @@ class ModelCalls:
             return
         if scope["method"] == "HEAD":  # the server leaves the body out
             scope = {**scope, "method": "GET"}
-        place = place_of(scope["path"], self._tails)
+        for name, value in scope["headers"]:
+            if name == b"content-encoding":
+                receive = decoded(receive, value.decode("latin-1"))
+        path = scope["path"]
+        if self._base_path and f"{path}/".startswith(f"{self._base_path}/"):
+            path = path[len(self._base_path) :] or "/"
+            scope = {**scope, "path": path}
+        place = place_of(path, self._tails)
+        if place is None and (tidy := tidied(path)) != path:
+            path, scope, place = tidy, {**scope, "path": tidy}, place_of(tidy, self._tails)
+        if (prefix := proxied(path, place)) is not None:
+            asked = f"{scope['method']} {path}: {prefix!r} is the prefix of a proxy and names no trajectory"
+            await send_reply(send, reply_of(NotFound(f"{asked}. {how_to_call(self._base_path)}")))
+            return
         if place is not None:
             if scope["method"] == "POST" and (call := self._calls.get(place.tail)) is not None:
                 await call.serve(scope, receive, send, place.trajectory, place.prompt)
                 return
-            passed = self._passed.get(place.tail)
-            if passed is not None and passed.method == scope["method"]:
-                await passed.serve(scope, receive, send, place.trajectory, place.prompt)
+            passed = self._passed.get((scope["method"], place.tail))
+            if passed is not None:
+                await passed.serve(scope, receive, send, place)
                 return
-            await send_reply(send, _refusal(scope))
-            return
+            if not place.item:
+                await send_reply(send, _refusal(scope))
+                return
         await self._app(scope, receive, send)
 
 

@@ -16,6 +16,9 @@ REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
     "/responses": (["input"], {"input": {"type": ["string", "array"]}}),
     "/messages": (["messages", "max_tokens"], {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}}),
     "/messages/count_tokens": (["messages"], {"messages": MESSAGES}),
+    "/embeddings": (["input"], {"input": {}}),
+    "/moderations": (["input"], {"input": {}}),
+    "/rerank": (["query", "documents"], {"query": {}, "documents": {"type": "array"}}),
 }
 """What the gateway itself relies on; everything else goes to the engine as it is. Required fields, properties."""
 PREFIXES = ("", "/v1", "/{trajectory}/{prompt}", "/{trajectory}/{prompt}/v1")
@@ -25,8 +28,9 @@ JSON = "application/json"
 def with_model_calls(page: dict[str, Any], tails: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """The page with the model calls. tails: (method, tail of the path)."""
     for method, tail in tails:
+        path = f"{tail}{{id}}" if tail.endswith("/") else tail
         for prefix in PREFIXES:
-            page["paths"].setdefault(prefix + tail, {})[method.lower()] = _operation(prefix, method, tail)
+            page["paths"].setdefault(prefix + path, {})[method.lower()] = _operation(prefix, method, path)
     return page
 
 
@@ -36,8 +40,8 @@ def _operation(prefix: str, method: str, tail: str) -> dict[str, Any]:
         "operationId": f"{method}{prefix}{tail}".replace("/", "_").replace("{", "").replace("}", ""),
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in ("trajectory", "prompt")
-            if f"{{{name}}}" in prefix
+            for name in ("trajectory", "prompt", "id")
+            if f"{{{name}}}" in prefix + tail
         ],
         "responses": {
             "200": {"description": "The engine's reply.", "content": {JSON: {}, "text/event-stream": {}}},

@@ -1,15 +1,19 @@
-"""Requests that only pass through to an engine: it samples nothing, so nothing is recorded."""
+"""Requests that only pass through to an engine: nothing of them is recorded."""
 
 from __future__ import annotations
 
-from gateway.calls import FORWARDED, RETURNED, Parts, Scope, Send, credentials_of, header_map, read_body, send_reply
+from urllib.parse import quote
+
+from gateway.calls import Parts, Scope, Send, header_map, read_body, send_reply
 from gateway.disconnect import Client, Receive
 from gateway.door import Caller
 from gateway.error_reply import Reply, reply_of
-from gateway.errors import ClientGone, GatewayError
+from gateway.errors import BadRequest, ClientGone, GatewayError
+from gateway.forwarding import FORWARDED, credentials_of, returned, with_query
 from gateway.memory import Held
+from gateway.paths import Place
 from gateway.protocol import Errors
-from gateway.request_body import model_of, object_of
+from gateway.request_body import model_of, object_of, with_whole_characters
 
 
 class PassEndpoint:
@@ -18,16 +22,14 @@ class PassEndpoint:
     def __init__(self, parts: Parts, method: str, path: str, errors: Errors) -> None:
         self._parts, self.method, self._path, self._errors = parts, method, path, errors
 
-    async def serve(
-        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
-    ) -> None:
-        """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
+    async def serve(self, scope: Scope, receive: Receive, send: Send, place: Place) -> None:
+        """Serve one, as an ASGI application does."""
         memory = self._parts.memory
         held = memory.replies.hold()
         try:
             try:
                 memory.replies.check()
-                reply = await self._asked(header_map(scope), receive, held, trajectory, prompt)
+                reply = await self._asked(scope, receive, held, place)
             except ClientGone:
                 return
             except GatewayError as error:
@@ -36,43 +38,54 @@ class PassEndpoint:
         finally:
             held.release()
 
-    async def _asked(
-        self, headers: dict[str, str], receive: Receive, held: Held, trajectory: str | None, prompt: str | None
-    ) -> Reply:
-        parts = self._parts
+    async def _asked(self, scope: Scope, receive: Receive, held: Held, place: Place) -> Reply:
+        parts, headers = self._parts, header_map(scope)
         caller = parts.door.authenticate(headers, "agent")
-        body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+        limited = caller.key if caller.key is not None and caller.key.limited else None
+        if limited is not None:
+            parts.limits.begin(limited)
         try:
-            client = Client(receive)
+            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
             try:
-                async with client:
-                    return await self._passed(caller, headers, body, held, trajectory, prompt)
+                client = Client(receive)
+                try:
+                    async with client:
+                        path = with_query(self._path + quote(place.item, safe="/:@!$&'()*+,;="), scope["query_string"])
+                        return await self._passed(caller, headers, path, body, held, place)
+                finally:
+                    client.done()
             finally:
-                client.done()
+                parts.memory.give_back(len(body))
         finally:
-            parts.memory.give_back(len(body))
+            if limited is not None:
+                parts.limits.end(limited, 0)
 
     async def _passed(
-        self,
-        caller: Caller,
-        headers: dict[str, str],
-        body: bytes,
-        held: Held,
-        trajectory: str | None,
-        prompt: str | None,
+        self, caller: Caller, headers: dict[str, str], path: str, body: bytes, held: Held, place: Place
     ) -> Reply:
         parts = self._parts
-        origin = parts.door.origin(caller, headers, trajectory, prompt, {})
-        model = model_of(object_of(body)) if self.method == "POST" else None
+        origin = parts.door.origin(caller, headers, place.trajectory, place.prompt, {})
+        model = place.item if place.tail == "/models/" else None
+        if self.method == "POST":
+            try:
+                said = object_of(body)
+            except BadRequest:
+                body = with_whole_characters(body)
+                said = object_of(body)
+            model = model_of(said)
         forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         if body:
             forwarded["content-type"] = "application/json"
         async with parts.upstream.ask(
-            self.method, self._path, body or None, forwarded,
+            self.method, path, body or None, forwarded,
             key=origin.trajectory_key, run_id=origin.run_id, model=model, credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read(held)
-            if response.status >= 400:
+            told = returned(response.headers)
+            if response.encoding is not None:
+                told.append((b"content-encoding", response.encoding.encode("latin-1")))
+            elif response.status >= 400:
                 content = self._errors.engine(response.status, content)
-            told = [(n.encode(), v.encode("latin-1")) for n in RETURNED if (v := response.header(n)) is not None]
+            if (kind := response.header("content-type")) is not None:
+                told.append((b"content-type", kind.encode("latin-1")))
             return Reply(response.status, [*told, (b"content-length", b"%d" % len(content))], content)

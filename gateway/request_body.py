@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -11,6 +12,10 @@ from gateway.errors import BadRequest, Unprocessable
 from gateway.protocol import Request
 
 MAX_N = 128
+ESCAPES = re.compile(
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
+"""In JSON: a surrogate pair, half of one, any other escape."""
 
 
 def dumps(
@@ -25,6 +30,11 @@ def dumps(
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
     except orjson.JSONEncodeError as cause:
         raise error(f"{field}: nested too deeply or holds a value JSON cannot write", field) from cause
+
+
+def with_whole_characters(body: bytes) -> bytes:
+    """JSON in which each half of a surrogate pair is U+FFFD. Clients that cut a text between the halves of an emoji send such halves."""
+    return ESCAPES.sub(lambda found: rb"\ufffd" if found[2] is not None else found[0], body)
 
 
 def object_of(body: bytes) -> dict[str, Any]:

@@ -19,12 +19,13 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.calls import FORWARDED, NO_TOKENS, RETURNED, Parts, header_map, read_body
+from gateway.calls import NO_TOKENS, Parts, header_map, read_body
 from gateway.control import Complete, GiveReward, Recorder, Register
 from gateway.disconnect import Client
 from gateway.door import Caller
 from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.event_log import Event
+from gateway.forwarding import FORWARDED, returned
 from gateway.openai_completions import OpenAICompletions
 from gateway.protocol import Tokens
 from gateway.request_body import dumps
@@ -249,8 +250,8 @@ class Generator:
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
-                    told = {name: v for name in RETURNED if (v := response.header(name)) is not None}
-                    return Response(body, response.status, told)
+                    told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
+                    return Response(body, response.status, told, response.header("content-type"))
                 captured = Captured(NO_TOKENS[response.worker.kind])
                 body = captured.trail(body, response.header(capture.OWN_BODY))
                 answer = COMPLETIONS.answer(asked, response.worker.kind, body)

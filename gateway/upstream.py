@@ -56,6 +56,11 @@ class Response:
     def status(self) -> int:
         return self._connection.status
 
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """Names in lower case; of several the last."""
+        return self._connection.headers
+
     def header(self, name: str) -> str | None:
         """A header of the reply. name: in lower case."""
         value = self._connection.headers.get(name.encode())

@@ -133,6 +133,12 @@ class GatewaySettings(_Section):
     host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
     port: Port = Field(8100, description="the port is taken")
     public_url: str | None = Field(None, description="behind a load balancer: the URL that agents are given")
+    base_path: Annotated[str, Field(pattern=r"^(/[^/?#\s]+)*$")] = Field(
+        "", description="a proxy before it keeps its own prefix in the path: that prefix, e.g. /api/openai"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="browsers call it: origins whose pages may, e.g. https://app.example, or * for all"
+    )
     upstreams: tuple[UpstreamSettings, ...] = Field((), description="engines that do not report on the workers topic")
     acks: Literal["all", "none"] = Field(
         "all", description="none: reply before the step is on Kafka; a crash may lose it"

@@ -30,11 +30,21 @@ def keys_create(
     days: Annotated[
         float | None, typer.Option("--days", help="How long it is good for; default: until revoked.")
     ] = None,
+    calls_per_minute: Annotated[int | None, typer.Option(help="Model calls a minute, at each gateway.")] = None,
+    calls_at_once: Annotated[int | None, typer.Option(help="Model calls at once, at each gateway.")] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(help="Tokens a day (UTC), prompts and replies, at each gateway.")
+    ] = None,
     words: Words = None,
     config: Config = None,
 ) -> None:
     """Make an API key and print it, this once: only its hash is kept."""
-    _keys_command("create", config, words, name=name, scopes=scope, run_id=run, days=days)
+    limits = {
+        "calls_per_minute": calls_per_minute,
+        "calls_at_once": calls_at_once,
+        "tokens_per_day": tokens_per_day,
+    }
+    _keys_command("create", config, words, name=name, scopes=scope, run_id=run, days=days, **limits)
 
 
 @app.command("list")

@@ -1,0 +1,75 @@
+"""Limits of API keys: calls a minute, calls at once, tokens a day. Each gateway process counts for itself, from its start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.api_keys import ApiKey
+from gateway.clock import Clock
+from gateway.errors import KeyLimited
+from schemas.events import Step
+
+DAY_S = 86400
+AT_ONCE_RETRY_S = 1
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a key has used. calls: those that it may begin now, of a bucket that fills by its calls a minute. day: since the epoch, UTC."""
+
+    calls: float
+    filled_s: float
+    in_flight: int = 0
+    day: int = 0
+    tokens: int = 0
+
+
+class KeyLimits:
+    """What each key with a limit has used."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    def begin(self, key: ApiKey) -> None:
+        """A call begins; `end` ends it. Raises KeyLimited; then it does not begin."""
+        now, seconds = self._clock.monotonic(), self._clock.micros() // 1_000_000
+        rate = key.calls_per_minute
+        use = self._uses.get(key.key_id)
+        if use is None:
+            use = self._uses[key.key_id] = _Use(float(rate or 0), now)
+        if use.day != seconds // DAY_S:
+            use.day, use.tokens = seconds // DAY_S, 0
+        if key.tokens_per_day is not None and use.tokens >= key.tokens_per_day:
+            raise _limited(key, f"tokens_per_day={key.tokens_per_day}", DAY_S - seconds % DAY_S)
+        if key.calls_at_once is not None and use.in_flight >= key.calls_at_once:
+            raise _limited(key, f"calls_at_once={key.calls_at_once}", AT_ONCE_RETRY_S)
+        if rate is not None:
+            use.calls = min(float(rate), use.calls + (now - use.filled_s) * rate / 60)
+            use.filled_s = now
+            if use.calls < 1:
+                raise _limited(key, f"calls_per_minute={rate}", math.ceil((1 - use.calls) * 60 / rate))
+            use.calls -= 1
+        use.in_flight += 1
+
+    def end(self, key: ApiKey, tokens: int) -> None:
+        """A call has ended, which had so many tokens."""
+        use = self._uses[key.key_id]
+        use.in_flight -= 1
+        use.tokens += tokens
+
+
+def tokens_of(steps: Sequence[Step]) -> int:
+    """Tokens of a call, prompt and reply: as the engine counted them, else those that are recorded."""
+    if not steps:
+        return 0
+    usage = steps[0].usage
+    if usage is not None and usage.prompt_tokens is not None:
+        return usage.prompt_tokens + (usage.completion_tokens or 0)
+    return (len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)) // 4
+
+
+def _limited(key: ApiKey, limit: str, retry_after_s: int) -> KeyLimited:
+    return KeyLimited(f"the key {key.name!r} is at its limit {limit}", retry_after_s)

@@ -1,0 +1,186 @@
+"""Which paths a client may take, what is said of the others, and how much a key may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from tests_raw_http import ASK, connected, request
+from tests_wire import ASK as SAID
+
+from gateway.api_keys import ApiKey, create_key, digest_of
+from gateway.clock import Clock
+from gateway.errors import KeyLimited
+from gateway.key_limits import KeyLimits
+from gateway.paths import Place, place_of, proxied, tidied
+from gateway.scripted import Say, Script
+from gateway.trial import Trial
+from gateway.trial import play as play_in
+from schemas.codec import Codec
+
+CODEC = Codec()
+Play = Callable[..., None]
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+TAILS = {"completions": ["/chat/completions", "/completions"], "models": ["/models"]}
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
+    return partial(play_in, tmp_path, CODEC)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/chat/completions", Place("/chat/completions")),
+        ("/t/g/chat/completions", Place("/chat/completions", "t", "g")),
+        ("/t/g/v1/completions", Place("/completions", "t", "g")),
+        ("/v1/models/a/b", Place("/models/", item="a/b")),
+        ("/t/g/v1/responses/r", Place("/responses/", "t", "g", "r")),
+        ("/t/v1/chat/completions", None),
+        ("/openai/deployments/d/chat/completions", None),
+        ("/v1/models/a/../b", None),
+    ],
+)
+def test_places(path: str, place: Place | None) -> None:
+    assert place_of(path, TAILS) == place
+
+
+@pytest.mark.parametrize(
+    ("path", "tidy"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/t/g/v1/v1/v1/chat//completions//", "/t/g/v1/chat/completions"),
+        ("/v1/v10", "/v1/v10"),
+        ("/", "/"),
+    ],
+)
+def test_paths_are_taken_as_they_were_meant(path: str, tidy: str) -> None:
+    assert tidied(path) == tidy
+
+
+def test_a_proxys_prefix_is_no_trajectory() -> None:
+    for path in ("/api/openai/v1/chat/completions", "/OpenAI/x/chat/completions", "/v1/x/models"):
+        assert proxied(path, place_of(path, TAILS)) is not None
+    for path in ("/api-7/openai/v1/chat/completions", "/api/hello", "/complete_trajectory/api"):
+        assert proxied(path, place_of(path, TAILS)) is None
+    assert proxied("/api/x/complete_trajectory", None) == "api"
+
+
+def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions", "/health/"):
+            async with connected(w.url) as client:
+                await client.send(request("GET" if "health" in path else "POST", path))
+                assert b" 200 " in (await client.reply())[0], path
+        for path in ("/api/openai/v1/chat/completions", "/openai/v1/chat/completions", "/foo/chat/completions", "/foo"):
+            async with w.http.post(w.url + path, json=SAID) as reply:
+                error = (await reply.json())["error"]
+                assert reply.status == 404 and "/TRAJECTORY/PROMPT/v1" in error["message"], path
+                assert "gateway.base_path" in error["message"]
+        assert len(w.steps()) == 3
+
+    play(scenario, Script([HI]))
+
+
+def test_a_base_path_stands_before_all_paths(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path in ("/api/openai/v1/chat/completions", "/api/openai/t/g/v1/chat/completions", "/v1/chat/completions"):
+            async with w.http.post(w.url + path, json=SAID) as reply:
+                assert reply.status == 200, path
+        async with w.http.post(w.url + "/api/openai/sessions", json={}) as reply:
+            session = await reply.json()
+        assert session["base_url"] == w.url + "/api/openai/v1"
+        async with w.http.post(session["path_base_url"] + "/chat/completions", json=SAID) as reply:
+            assert reply.status == 200
+        async with w.http.get(w.url + "/api/openai/docs") as reply:
+            assert reply.status == 200 and "/embeddings" in (await reply.json())["paths"]
+        async with w.http.get(w.url + "/api/openai/nowhere") as reply:
+            assert "HOST:PORT/api/openai/v1" in (await reply.json())["error"]["message"]
+        assert [step.trajectory_key for step in w.steps()][1::2] == ["t", session["trajectory_key"]]
+
+    play(scenario, Script([HI]), base_path="/api/openai")
+
+
+def test_docs_need_nothing_from_elsewhere(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with w.http.get(w.url + "/docs") as reply:
+            page = await reply.text()
+        assert reply.status == 200 and orjson.loads(page)["info"]["title"] == "Clawstream gateway"
+        assert "/v1/models/{id}" in orjson.loads(page)["paths"]
+
+    play(scenario, Script([HI]))
+
+
+# ---------------------------------------------------------------- limits of keys
+
+
+def key(**limits: Any) -> ApiKey:
+    return ApiKey(name="k", sha256=digest_of("claw-x").hex(), scopes=("agent",), created_at=0, **limits)
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.s = 90_000.0
+        self.clock = Clock(micros=lambda: int(self.s * 1e6), monotonic=lambda: self.s)
+
+
+def refused(limits: KeyLimits, who: ApiKey) -> int:
+    with pytest.raises(KeyLimited, match="the key 'k' is at its limit") as error:
+        limits.begin(who)
+    return error.value.retry_after_s
+
+
+def test_calls_a_minute_come_back_with_time() -> None:
+    time = Time()
+    limits, who = KeyLimits(time.clock), key(calls_per_minute=6)
+    for _ in range(6):
+        limits.begin(who)
+        limits.end(who, 0)
+    assert refused(limits, who) == 10
+    time.s += 9
+    assert refused(limits, who) == 1
+    time.s += 1
+    limits.begin(who)
+    assert refused(limits, who) == 10
+
+
+def test_calls_at_once_and_tokens_a_day() -> None:
+    time = Time()
+    limits, who = KeyLimits(time.clock), key(calls_at_once=1, tokens_per_day=100)
+    limits.begin(who)
+    assert refused(limits, who) == 1
+    limits.end(who, 60)
+    limits.begin(who)
+    limits.end(who, 60)
+    assert refused(limits, who) == 2 * 86400 - 90_000
+    time.s = 2 * 86400
+    limits.begin(who)
+
+
+def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: Path) -> None:
+    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6)
+
+    async def scenario(w: Trial) -> None:
+        sent = {"authorization": f"Bearer {token}"}
+        async with w.http.post(w.url + "/v1/chat/completions", data=ASK, headers=sent) as reply:
+            assert reply.status == 200  # three tokens of the prompt, three of the reply
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/t/g/v1/responses"):
+            async with w.http.post(w.url + path, data=ASK, headers=sent) as reply:
+                error = (await reply.json())["error"]
+                assert reply.status == 429 and int(reply.headers["retry-after"]) > 0
+                assert error["type"] == ("rate_limit_error") and "tokens_per_day=6" in error["message"]
+        assert len(w.engine.requests) == 1
+        async with w.http.post(w.url + "/v1/chat/completions", data=ASK) as reply:
+            assert reply.status == 200
+
+    play(scenario, Script([HI]))
