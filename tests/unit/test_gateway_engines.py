@@ -8,12 +8,14 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tests_ports import free_port
 from tests_wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
 
 from gateway.connections import Address, Pool
 from gateway.errors import NoWorker, UpstreamFailed
 from gateway.lane import MUTE, Lane
+from gateway.protocol import Kind
 from gateway.scripted import Script
 from gateway.scripted_engine import ScriptedEngine
 from gateway.workers import Worker
@@ -44,6 +46,24 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
                 assert ("x-clawstream-capture" in sent) == (kind == "captured")
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "found"])
+@pytest.mark.parametrize(
+    ("kind", "advice"), [("captured", None), ("vllm", "Use chat or completions"), ("text", "text only")]
+)
+def test_an_engine_that_tells_no_tokens_is_announced(kind: Kind, advice: str | None, listed: bool) -> None:
+    async def body() -> list[str]:
+        engine = ScriptedEngine(lambda _: Script([HI]), kind)
+        async with engine.serve() as url:
+            upstream = {"url": url, "kind": kind} if listed else url
+            with capture_logs() as logs:
+                async with Rig([upstream], probe_interval_s=PATIENT_S) as rig:
+                    await rig.until(lambda: rig.upstream.ready)
+        return [line["do"] for line in logs if line["event"] == "engine_tells_no_tokens"]
+
+    said = asyncio.run(body())
+    assert len(said) == (advice is not None) and all(advice in line for line in said if advice is not None)
 
 
 def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:

@@ -12,15 +12,17 @@ import pytest
 from tests_raw_http import ASK, connected, request
 from tests_wire import ASK as SAID
 
-from gateway.api_keys import ApiKey, create_key, digest_of
+from gateway import key_commands
+from gateway.api_keys import ApiKey, create_key, digest_of, read_keys
 from gateway.clock import Clock
-from gateway.errors import KeyLimited
+from gateway.errors import KeyLimited, Unprocessable
 from gateway.key_limits import KeyLimits
 from gateway.paths import Place, place_of, proxied, tidied
 from gateway.scripted import Say, Script
 from gateway.trial import Trial
 from gateway.trial import play as play_in
 from schemas.codec import Codec
+from schemas.settings import Settings
 
 CODEC = Codec()
 Play = Callable[..., None]
@@ -165,6 +167,16 @@ def test_calls_at_once_and_tokens_a_day() -> None:
     assert refused(limits, who) == 2 * 86400 - 90_000
     time.s = 2 * 86400
     limits.begin(who)
+
+
+def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"data_dir": tmp_path})
+    key_commands.create(settings, "k", ["agent"], None, None, calls_per_minute=600, tokens_per_day=5000)
+    (made,) = read_keys(settings.api_keys_file)
+    assert (made.calls_per_minute, made.calls_at_once, made.tokens_per_day) == (600, None, 5000) and made.limited
+    assert key_commands.listing(settings).splitlines()[1].split()[-3:] == ["600", "-", "5000"]
+    with pytest.raises(Unprocessable, match="calls_at_once"):
+        key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
 
 
 def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: Path) -> None:
