@@ -88,7 +88,7 @@ ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
     ("POST", "/v1/chat/completions", {"x-clawstream-trajectory": "a b"}, 400, "trajectory_key"),
     ("POST", "/v1/chat/completions", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
     ("POST", "/v1/chat/completions", {"x-api-key": "claw-not-one-of-ours"}, 401, "authorization"),
-    ("POST", "/v1/embeddings", {}, 404, None),
+    ("POST", "/v1/audio/speech", {}, 404, None),
     ("GET", "/t/g/v1/chat/completions", {}, 405, None),
     ("GET", "/v1/models", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
     ("GET", "/nowhere", {}, 404, None),
