@@ -134,7 +134,7 @@ class Installation:
             if broker["state"] != "running" and not killed and now - started > timeout_s:
                 raise BrokerError(
                     f"the broker on {self.settings.broker_dir} does not run after {now - started:.0f} s: {broker['state']}, "
-                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts. Its log says why: {log}"
+                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts: {broker['error'] or 'no error was logged'}. Its log: {log}"
                 )
             if now - said >= say_every_s:
                 said = now

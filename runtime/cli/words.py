@@ -106,6 +106,12 @@ def load(module: str) -> ModuleType:
 
 def run(target: str, config: Path | None, words: list[str] | None, fresh: bool = False) -> None:
     """Call `module:function`, the start of a process, with the settings. fresh: as in `settings_of`."""
+    from runtime.remembered import withheld_from
+
     settings = settings_of(config, words, fresh)
     module, _, function = target.partition(":")
+    if module.startswith("gateway."):
+        for path in withheld_from(settings):
+            if path.startswith("gateway."):
+                _tell_withheld(path)
     getattr(load(module), function)(settings)

@@ -79,6 +79,25 @@ def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None
     assert ask_to_stop(tmp_path) is None
 
 
+def test_nothing_is_waited_for_when_the_broker_cannot_run(tmp_path: Path) -> None:
+    """On a full disk for instance: Kafka ends, and nobody can tell a lag."""
+
+    async def body() -> None:
+        async with Installation(settings(tmp_path, free_port())) as installation:
+            supervisor = installation.supervisor
+            supervisor.start(ProcessSpec("broker", [sys.executable, "-c", "raise SystemExit('the disk is full')"]))
+            supervisor.start(ProcessSpec("assemble", SLEEP))
+            await until(
+                lambda: supervisor.state("broker") == "restarting" and supervisor.state("assemble") == "running"
+            )
+            with capture_logs() as lines:
+                assert not await installation.stop_in_order()
+            assert [line["what"] for line in lines if line["event"] == "drain_skipped"] == ["jobs"]
+            assert supervisor.state("assemble") == "stopped"
+
+    asyncio.run(body())
+
+
 def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
