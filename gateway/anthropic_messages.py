@@ -17,6 +17,7 @@ from gateway.errors import GatewayError
 from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
 from gateway.reply_body import array, dumps, error_of, loads, mapping, number, text, text_or_none
 from gateway.request_body import check_messages, error_text, model_of, object_of, stream_of
+from gateway.usage import usage_of
 
 STOP_REASONS = {
     "end_turn": "stop",
@@ -99,7 +100,7 @@ class AnthropicMessages:
                 return Answer((), None, body, failure=error_text(error))
             message = {"role": text(said.get("role", "assistant")), "content": array(said["content"])}
             choice = Choice(0, dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
-            return Answer((choice,), text_or_none(said.get("model")), body)
+            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no message: {error!r}")
 
@@ -156,6 +157,7 @@ class AnthropicMessagesFold:
         self._role = "assistant"
         self._blocks: dict[int, _Block] = {}
         self._finish: str | None = None
+        self._usage: dict[str, Any] = {}
 
     def read(self, event: bytes, data: bytes) -> Part:
         said = mapping(loads(data))
@@ -167,9 +169,11 @@ class AnthropicMessagesFold:
             case "message_start":
                 message = mapping(said["message"])
                 model, role = text_or_none(message.get("model")), text(message.get("role", "assistant"))
-                return Part(("message", model, role, [mapping(b) for b in array(message.get("content"))]), event)
+                blocks = [mapping(b) for b in array(message.get("content"))]
+                return Part(("message", model, role, blocks, message.get("usage")), event)
             case "message_delta":
-                return Part(("delta", text_or_none(mapping(said["delta"]).get("stop_reason"))), event, ends=True)
+                reason = text_or_none(mapping(said["delta"]).get("stop_reason"))
+                return Part(("delta", reason, said.get("usage")), event, ends=True)
             case "message_stop":
                 return Part(("stop",), event, ends=True, last=True)
             case "error":
@@ -186,13 +190,20 @@ class AnthropicMessagesFold:
                 self._block(index).citations.append(citation)
             case ("block", index, begun):
                 self._blocks[index] = _Block(begun)
-            case ("message", model, role, blocks):
+            case ("message", model, role, blocks, usage):
                 self._model, self._role = model, role
+                self._count(usage)
                 self._blocks = {i: _Block(begun) for i, begun in enumerate(blocks)}
-            case ("delta", reason):
+            case ("delta", reason, usage):
                 self._finish = self._finish if reason is None else finish_of(reason)
+                self._count(usage)
             case ("stop",):
                 self._finish = self._finish or finish_of(None)
+
+    def _count(self, usage: Any) -> None:
+        """A later event says again what has changed."""
+        if isinstance(usage, dict):
+            self._usage |= {name: value for name, value in usage.items() if value is not None}
 
     def _block(self, index: int) -> _Block:
         return self._blocks.setdefault(index, _Block({}))
@@ -201,7 +212,8 @@ class AnthropicMessagesFold:
         if not self._blocks and self._finish is None:
             return Answer((), self._model, b"")
         message = {"role": self._role, "content": [block.whole() for _, block in sorted(self._blocks.items())]}
-        return Answer((Choice(0, dumps(message), self._finish),), self._model, b"")
+        choice = Choice(0, dumps(message), self._finish)
+        return Answer((choice,), self._model, b"", usage=usage_of(self._usage))
 
     def unfinished(self) -> int:
         return int(self._finish is None)

@@ -29,6 +29,7 @@ class ChoicesFold(Generic[B]):
         self._n, self._asked, self._kind, self._new = request.n, request.said, kind, building
         self._choices: dict[int, B] = {}
         self._model: str | None = None
+        self._usage: Any = None
 
     def read(self, event: bytes, data: bytes) -> Part:
         if data == DONE:

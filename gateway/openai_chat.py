@@ -29,6 +29,7 @@ from gateway.reply_body import (
 )
 from gateway.request_body import check_messages, error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
+from gateway.usage import usage_of
 
 
 class OpenAIChat:
@@ -68,7 +69,7 @@ class OpenAIChat:
                 body = orjson.dumps(said)
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no chat completion: {error!r}")
-        return Answer(choices, model, body)
+        return Answer(choices, model, body, usage=usage_of(said.get("usage")))
 
     def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:
         return OpenAIChatFold(request, kind)
@@ -253,7 +254,12 @@ class OpenAIChatFold(ChoicesFold[_Building]):
     def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
         choices = array(chunk.get("choices"))
         pieces = [_piece(choice, choices, self._kind) for choice in choices]
-        payload = (text_or_none(chunk.get("model")), array_or_none(chunk.get("prompt_token_ids")), pieces)
+        payload = (
+            text_or_none(chunk.get("model")),
+            array_or_none(chunk.get("prompt_token_ids")),
+            pieces,
+            chunk.get("usage"),
+        )
         if self._kind == "vllm":  # the pieces have what is taken out
             event = self._shown(chunk, event)
         return Part(payload, event, ends=any(p.finish_reason for p in pieces))
@@ -267,8 +273,8 @@ class OpenAIChatFold(ChoicesFold[_Building]):
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
 
     def add(self, payload: Any) -> None:
-        model, prompt_ids, pieces = payload
-        self._model = model or self._model
+        model, prompt_ids, pieces, usage = payload
+        self._model, self._usage = model or self._model, usage or self._usage
         if prompt_ids is not None:
             self._prompt_ids = prompt_ids
         for piece in pieces:
@@ -276,4 +282,4 @@ class OpenAIChatFold(ChoicesFold[_Building]):
 
     def answer(self) -> Answer:
         choices = tuple(b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items()))
-        return Answer(choices, self._model, b"")
+        return Answer(choices, self._model, b"", usage=usage_of(self._usage))

@@ -19,6 +19,7 @@ from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Par
 from gateway.reply_body import array, array_or_none, dumps, error_of, loads, mapping, place_of, text_or_none
 from gateway.request_body import error_text, model_of, n_of, object_of, stream_of, with_fields
 from gateway.tokens import packed_tokens
+from gateway.usage import usage_of
 
 ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
 NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
@@ -61,7 +62,7 @@ class OpenAICompletions:
                 body = orjson.dumps(said)
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no completion: {error!r}")
-        return Answer(tuple(choices), model, body)
+        return Answer(tuple(choices), model, body, usage=usage_of(said.get("usage")))
 
     def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:
         return OpenAICompletionsFold(request, kind)
@@ -187,17 +188,17 @@ class OpenAICompletionsFold(ChoicesFold[_Building]):
     def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
         choices = array(chunk.get("choices"))
         pieces = [_piece(choice, choices, self._asked, self._kind) for choice in choices]
-        payload = (text_or_none(chunk.get("model")), pieces)
+        payload = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
         if self._kind == "vllm" and _strip(choices, self._asked):  # the pieces have what is taken out
             event = b"data: " + orjson.dumps(chunk) + b"\n\n"
         return Part(payload, event, ends=any(p.finish_reason for p in pieces))
 
     def add(self, payload: Any) -> None:
-        model, pieces = payload
-        self._model = model or self._model
+        model, pieces, usage = payload
+        self._model, self._usage = model or self._model, usage or self._usage
         for piece in pieces:
             self._building(piece.which).add(piece)
 
     def answer(self) -> Answer:
         choices = (b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items()))
-        return Answer(tuple(choices), self._model, b"")
+        return Answer(tuple(choices), self._model, b"", usage=usage_of(self._usage))

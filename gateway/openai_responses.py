@@ -18,6 +18,7 @@ from gateway.errors import BadRequest, GatewayError
 from gateway.protocol import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
 from gateway.reply_body import array, dumps, error_of, loads, mapping, number, text, text_or_none
 from gateway.request_body import error_text, model_of, object_of, stream_of
+from gateway.usage import usage_of
 
 DONE = b"[DONE]"
 CLIENT_CALLS = frozenset(
@@ -74,7 +75,7 @@ class OpenAIResponses:
                 return Answer((), None, body, failure=error_text(error))
             output = [mapping(item) for item in said["output"]]
             choice = Choice(0, dumps({"output": output}), finish_of(said, output))
-            return Answer((choice,), text_or_none(said.get("model")), body)
+            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no response: {error!r}")
 
@@ -181,7 +182,7 @@ class OpenAIResponsesFold:
             return Answer(choices, self._model, b"")
         output = self._output or output  # some providers leave it empty in the last event
         choice = Choice(0, dumps({"output": output}), finish_of(self._response, output))
-        return Answer((choice,), self._model, b"")
+        return Answer((choice,), self._model, b"", usage=usage_of(self._response.get("usage")))
 
     def unfinished(self) -> int:
         return int(self._response is None)

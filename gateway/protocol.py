@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from gateway.errors import GatewayError
-from schemas.events import VersionSpan
+from schemas.events import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 """What reading a reply raises that is not what its protocol says."""
@@ -63,6 +63,7 @@ class Answer:
     """A whole reply. body: for the client, without what we added; empty for a stream.
 
     unread: why the reply could not be read; the body is the engine's. failure: the engine's own error, told with a status of 200.
+    usage: what the reply says of it.
     """
 
     choices: tuple[Choice, ...]
@@ -70,6 +71,7 @@ class Answer:
     body: bytes
     unread: str | None = None
     failure: str | None = None
+    usage: Usage | None = None
 
 
 class Part(NamedTuple):

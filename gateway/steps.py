@@ -11,7 +11,8 @@ from gateway.sampling import asked_for
 from gateway.sessions import Origin
 from gateway.tokens import Captured
 from gateway.unread import Unread
-from schemas.events import Step, StepStatus, Tag
+from gateway.usage import merged
+from schemas.events import Step, StepStatus, Tag, Usage
 from schemas.ids import step_id
 
 BROKEN_OFF = ("abort", "error")
@@ -57,7 +58,7 @@ def steps_of(
             replace(choice, index=at) for at, choice in enumerate(choices)
         )  # some providers number all of them 0
     steps = [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in choices]
-    return _with_usage(steps, captured)
+    return _with_usage(steps, merged(captured.usage(), answer.usage))
 
 
 def unreadable_steps(
@@ -65,7 +66,9 @@ def unreadable_steps(
 ) -> list[Step]:
     """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
-    return _with_usage([_step(call, choice, captured, engine, status, "", finished_at) for choice in choices], captured)
+    return _with_usage(
+        [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices], captured.usage()
+    )
 
 
 def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
@@ -86,9 +89,8 @@ def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
     return unreadable_steps(call, nothing, engine, "aborted", finished_at)
 
 
-def _with_usage(steps: list[Step], captured: Captured) -> list[Step]:
+def _with_usage(steps: list[Step], usage: Usage | None) -> list[Step]:
     """The usage of a call stands on its first step, so that a sum over steps counts it once."""
-    usage = captured.usage()
     if usage is not None and steps:
         steps[0] = replace(steps[0], usage=usage)
     return steps
