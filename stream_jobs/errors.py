@@ -43,7 +43,26 @@ class NotCoPartitioned(StreamJobError):
     """The inputs' partitions were not assigned together: they differ in number, or the group has a foreign member."""
 
 
-class SqlError(StreamJobError):
+class LakeError(StreamJobError):
+    """Root of what goes wrong with the lake."""
+
+
+class LakeDamaged(LakeError):
+    """A table has a file that can't be read. The message names both, and the command that repairs the table.
+
+    Other tables are not concerned: the writer goes on with them, and reads again what this one lacks once it is repaired.
+    """
+
+    def __init__(self, table: str, flaw: str) -> None:
+        super().__init__(f"table {table} of the lake is damaged: {flaw}; run `clawstream tables repair {table}`")
+        self.table, self.flaw = table, flaw
+
+
+class LakeRepaired(LakeDamaged):
+    """A repair has taken rows of a table back, which are still to be read again."""
+
+
+class SqlError(LakeError):
     """A query got no answer. It is wrong, asks for what a query may not do or for too much, or the lake can't be read.
 
     The message says which, in DuckDB's words where the query is wrong.

@@ -15,6 +15,10 @@ The protocol:
    land in one commit. A conflict: open again, check again, write again.
 5. Then the positions are committed to Kafka, as advice for those who watch the lag. Nothing resumes from them.
 
+A table that is damaged (a file of it can't be read) takes no rows and its marks stay where they are; the others go on. Once
+`stream_jobs.lake_repair` has taken it back to a version that can be read, its topics are read again from the marks of that version:
+each of the other tables drops what is below its own marks.
+
 A table without new rows is not committed at every flush. Its mark follows by an empty commit when there is none yet, when it is
 MARK_OFFSETS behind or MARK_S old, and when the writer is told to stop: so that is the most a restart reads again.
 """
@@ -40,6 +44,10 @@ from stream_jobs.lake_positions import made_anew, positions
 from stream_jobs.lake_rows import Schemas
 from stream_jobs.lake_writer import Lake
 
+RECOVER_S = 5.0
+"""Between two looks whether a damaged table can be read again."""
+REPAIR_LOOK_S = 30.0
+"""Between two looks whether a table was repaired; a commit to it notices that at once."""
 MAX_WAIT_S = 30.0
 """Between two looks whether there is room again."""
 
@@ -76,7 +84,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
 
 def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
     """A wiped broker must not look like a quiet one."""
-    stored = positions(settings, cluster)
+    stored = [p for p in positions(settings, cluster) if p.flaw is None]
     ids = cluster.topic_ids(sorted({p.topic for p in stored if not p.topic.endswith("*")}))
     for topic, former in made_anew(stored, ids):
         logger().warning(
@@ -87,8 +95,16 @@ def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
 
 def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, stop: threading.Event) -> None:
     """Read and flush until `stop`, or until a followed topic is another one."""
-    flushed_at = float("-inf")
+    flushed_at, recover_at = float("-inf"), time.monotonic() + RECOVER_S
+    look_at = time.monotonic() + REPAIR_LOOK_S
     while not stop.is_set():
+        if time.monotonic() >= look_at:
+            lake.look_for_repairs()
+            look_at = time.monotonic() + REPAIR_LOOK_S
+        if lake.damaged and time.monotonic() >= recover_at:
+            if lake.recover():
+                return  # the topics of these tables are read from their marks again
+            recover_at = time.monotonic() + RECOVER_S
         if feed.full or time.monotonic() - flushed_at >= interval_s:
             same = _topics_same(feed)
             if same is False:

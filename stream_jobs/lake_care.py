@@ -26,6 +26,7 @@ import pyarrow as pa
 from runtime.die_with_parent import bonded
 from runtime.telemetry import configure, logger
 from schemas.settings import Settings
+from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake_delta import (
     FILE_BYTES,
     CommitCollided,
@@ -65,13 +66,16 @@ def care(settings: Settings, names: Iterable[str] | None = None, now: datetime |
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
         except LakeMissing:
             continue
+        except LakeDamaged as e:
+            yield Cared(name, put_off=str(e))
+            continue
         done = Cared(name)
         try:
             done = done._replace(deleted_rows=_delete_old(settings, name, table, now or datetime.now(UTC)))
             if small_files(table) >= SMALL_FILES:
-                merged, made = compact(table)
+                merged, made = compact(table, name, settings.lake.storage_options)
                 done = done._replace(merged_files=merged, made_files=made)
-        except (CommitCollided, LakeFull) as e:
+        except (CommitCollided, LakeFull, LakeDamaged) as e:
             done = done._replace(put_off=str(e))
         try:
             done = done._replace(deleted_files=vacuum(settings, name))

@@ -19,6 +19,8 @@ from runtime.kafka import Fenced
 LAYOUT = "layout"
 """App id whose version is 1,000 times how often the number of writers has changed, and that number. None: one writer, never changed."""
 _STRIDE = 1_000
+REPAIR = "repair"
+"""App id whose version is how often a table was repaired. A writer that finds another one than it claimed reads its topics again."""
 
 
 class LakeTaken(Fenced):

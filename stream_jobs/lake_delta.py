@@ -21,18 +21,16 @@ from deltalake import (
 )
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 
-from stream_jobs.errors import StreamJobError
-from stream_jobs.lake_log import committed_at, filesystem, table_uri
+from stream_jobs.errors import LakeDamaged
+from stream_jobs.errors import LakeError as LakeError
+from stream_jobs.lake_damage import flaw_of_files, flaws_of_log
+from stream_jobs.lake_log import committed_at, filesystem, first_line, table_uri
 
 CommitCollided = CommitFailedError
 """Another commit came between this one's snapshot and itself, and both can't be. Open again and look."""
 Delta = DeltaTable
 FILE_BYTES = 128 << 20
 """Files are merged up to this size."""
-
-
-class LakeError(StreamJobError):
-    """Root of what goes wrong with the lake."""
 
 
 class LakeMissing(LakeError):
@@ -49,6 +47,9 @@ class LakeFull(LakeError):
 
 _NO_ROOM = ("os error 28", "os error 122")
 """How the Delta library says ENOSPC and EDQUOT, in errors of several types."""
+
+_LOG_REFUSED = "Kernel error"
+"""How the message begins when the log is not what the protocol says."""
 
 _NO_SUCH_SCHEMA = "Schema error"
 """How it says that a table can't have such columns (two names that differ in case only, a type of Arrow's), in a plain Exception."""
@@ -77,9 +78,66 @@ def open_table(uri: str, name: str, storage_options: Mapping[str, str], version:
     except TableNotFoundError as e:
         raise LakeMissing(f"no table {name} at {where}: run `clawstream lake` or `clawstream up` first") from e
     except DeltaError as e:
+        _raise_damaged(uri, name, storage_options, e, newest=version is None)
         if version is None:
             raise
         raise LakeMissing(f"table {name} at {where} has no version {version}: {e}") from e
+
+
+def refresh(table: DeltaTable, uri: str, name: str, storage_options: Mapping[str, str]) -> None:
+    """Go on to the newest version from the one that the table is at. Raises LakeDamaged."""
+    try:
+        table.update_incremental()
+    except DeltaError as e:
+        _raise_damaged(uri, name, storage_options, e)
+        raise
+
+
+def _raise_damaged(
+    uri: str, name: str, storage_options: Mapping[str, str], error: DeltaError, newest: bool = True
+) -> None:
+    """Raise LakeDamaged when a file of the log is at fault, which the library does not name."""
+    flaws = flaws_of_log(filesystem(table_uri(uri, name), storage_options))
+    if flaws:
+        raise LakeDamaged(name, str(flaws[-1])) from error
+    if newest and str(error).startswith(_LOG_REFUSED):
+        raise LakeDamaged(name, f"its log is refused: {first_line(error)}") from error
+
+
+@contextmanager
+def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> Iterator[None]:
+    """Around a scan: raises LakeDamaged, which names the file, when one of the table's files is the cause of an error."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as e:
+        flaw = flaw_of_table(table, storage_options)
+        if flaw is None:
+            raise
+        raise LakeDamaged(name, flaw) from e
+
+
+def flaw_of_table(table: DeltaTable, storage_options: Mapping[str, str], whole: bool = True) -> str | None:
+    """What is wrong with the first data file of this version that can't be read; None: all can. whole: decode all of each file."""
+    flaws = flaw_of_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
+    return next((str(flaw) for flaw in flaws), None)
+
+
+def sizes(table: DeltaTable) -> dict[str, int]:
+    """The data files of this version with their sizes in bytes."""
+    files = pa.table(table.get_add_actions(flatten=True))
+    return dict(zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True))
+
+
+def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> None:
+    """Commit that the table is as it was at a former version. versions: app id to version, in the same commit, lower ones too.
+
+    Raises CommitCollided, LakeFull.
+    """
+    with _room(table.table_uri):
+        table.restore(
+            version,
+            commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
+        )
 
 
 def dataset(table: DeltaTable, storage_options: Mapping[str, str]) -> Any:
@@ -191,17 +249,25 @@ def writer_properties(schema: pa.Schema) -> WriterProperties:
 # -- care, beside the writer
 
 
-def compact(table: DeltaTable) -> tuple[int, int]:
+def compact(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> tuple[int, int]:
     """Make large files of small ones, never of those that are large already. Returns (files gone, files made).
 
-    Beside a writer's commits; raises CommitCollided when rows were deleted meanwhile. Killed: the table is as it was.
+    Beside a writer's commits; raises CommitCollided when rows were deleted meanwhile, LakeDamaged. Killed: the table is as it was.
     """
-    with _room(table.table_uri):
-        done = table.optimize.compact(
-            target_size=FILE_BYTES,
-            max_concurrent_tasks=1,
-            writer_properties=writer_properties(pa.schema(table.schema())),
-        )
+    try:
+        with _room(table.table_uri):
+            done = table.optimize.compact(
+                target_size=FILE_BYTES,
+                max_concurrent_tasks=1,
+                writer_properties=writer_properties(pa.schema(table.schema())),
+            )
+    except CommitFailedError:
+        raise
+    except DeltaError as e:
+        flaw = flaw_of_table(table, storage_options)
+        if flaw is None:
+            raise
+        raise LakeDamaged(name, flaw) from e
     return done["numFilesRemoved"], done["numFilesAdded"]
 
 

@@ -68,9 +68,13 @@ class Feed:
         if any(ids.get(topic) != f.topic_id for topic, f in self._followed.items()):
             return False
         there = self._cluster.topics()
-        kept = {t: self._share.partitions(n) for t, n in there.items() if tables_of(self._topics, t)}
+        kept = {t: self._share.partitions(n) for t, n in there.items() if self._written(t)}
         self._follow({t: own for t, own in kept.items() if own and t not in self._followed})
         return True
+
+    def _written(self, topic: str) -> list[str]:
+        """Tables that a topic feeds, without those that are damaged."""
+        return [name for name in tables_of(self._topics, topic) if name not in self._lake.damaged]
 
     def _follow(self, new: Mapping[str, range]) -> None:
         ids = self._cluster.topic_ids(list(new))
@@ -84,7 +88,7 @@ class Feed:
                 topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
             )
             sources = [(topic_id, p) for p in new[topic]]
-            marks = [self._lake.marks(table, sources) for table in followed.tables]
+            marks = [m for t in followed.tables for m in [self._lake.marks(t, sources)] if t not in self._lake.damaged]
             for p, (low, high) in ends[topic].items():
                 start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)
             positions = {p: o for (t, p), o in start.items() if t == topic}
@@ -114,6 +118,8 @@ class Feed:
         if REPLAYS in record.headers:
             self._lake.again.add((followed.topic_id, record.partition, record.offset))
         for table, rows in found:
+            if table in self._lake.damaged:
+                continue
             self.rows[table] += rows
             self._buffered_rows += len(rows)
             self._buffered_bytes += len(value) // (_PART_KEPT if self._lake.tables[table].omit else 1)
@@ -167,12 +173,16 @@ class Feed:
         )  # fmt: skip
 
     def taken(self) -> None:
-        """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is."""
+        """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is.
+
+        Of a topic that feeds a damaged table Kafka is told nothing: its lag is what that table lacks.
+        """
         for rows in self.rows.values():
             rows.clear()
         self._buffered_rows = self._buffered_bytes = 0
         self._lake.again.clear()
-        moved = {s: o for s, o in self._reader.positions.items() if self._committed.get(s) != o}
+        behind = {t for t, f in self._followed.items() if len(self._written(t)) < len(f.tables)}
+        moved = {s: o for s, o in self._reader.positions.items() if s[0] not in behind and self._committed.get(s) != o}
         self._reader.commit(moved)
         self._committed |= moved
 
@@ -201,8 +211,12 @@ def records_of(topics: Topics, topic: str) -> frozenset[str]:
 def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:
     """Where to begin, given the marks of the topic's tables: at the lowest, or at the log's start when a table has none.
 
+    No marks at all: no table takes the topic's rows now.
+
     Raises SourceTruncated when the log ends before a mark or begins after it: something was lost that the lake has never seen.
     """
+    if not marks:
+        return high
     known = [m for m in marks if m is not None]
     for wrong in (m for m in known if not low <= m <= high):
         side = f"ends at {high}" if wrong > high else f"starts at {low}"

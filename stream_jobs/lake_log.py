@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake_window import Source
 
 _CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
@@ -48,9 +51,9 @@ def app_id(table: str, source: Source) -> str:
 
 
 def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[Source, int]:
-    """Every position that the table has ever stored, of topics that are no more too; empty when there is no table."""
+    """Every position that the table has ever stored, of topics that are no more too; empty when there is no table. Raises LakeDamaged."""
     found = {}
-    for name, version in _transactions(filesystem(table_uri(uri, table), storage_options)):
+    for name, version in _transactions(table, filesystem(table_uri(uri, table), storage_options)):
         parts = name.split(":")
         if len(parts) == 3 and parts[0] == table and parts[2].isdecimal():
             found[parts[1], int(parts[2])] = version
@@ -69,7 +72,20 @@ def committed_at(uri: str, table: str, version: int, storage_options: Mapping[st
     return None if made is None else datetime.fromtimestamp(made / 1000, UTC)
 
 
-def _transactions(log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
+@contextmanager
+def _named(table: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, pa.ArrowException, OSError) as e:
+        raise LakeDamaged(table, f"{file} can't be read: {first_line(e)}") from e
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of a library's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _transactions(table: str, log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
     """(app id, version) of all `txn` actions in log order, those before the newest checkpoint as the checkpoint sums them up."""
     listed = log.get_file_info(pafs.FileSelector("_delta_log", allow_not_found=True))
     names = sorted(f.base_name for f in listed if f.is_file)
@@ -78,12 +94,14 @@ def _transactions(log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
     start = -1
     if checkpoints:
         start = int(checkpoints[-1].removesuffix(_CHECKPOINT))
-        with log.open_input_file(f"_delta_log/{checkpoints[-1]}") as file:
+        path = f"_delta_log/{checkpoints[-1]}"
+        with _named(table, path), log.open_input_file(path) as file:
             for txn in pq.read_table(file, columns=["txn"]).column("txn").drop_null().to_pylist():
                 yield txn["appId"], txn["version"]
     for number, name in sorted(numbered.items()):
         if number > start:
-            with log.open_input_stream(f"_delta_log/{name}") as stream:
+            path = f"_delta_log/{name}"
+            with _named(table, path), log.open_input_stream(path) as stream:
                 for line in stream.read().splitlines():
                     if (txn := json.loads(line).get("txn")) is not None:
                         yield txn["appId"], txn["version"]

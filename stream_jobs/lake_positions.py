@@ -8,17 +8,24 @@ from runtime.doctor import StoredPosition
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 from schemas.topics import Topics
+from stream_jobs.errors import LakeDamaged
+from stream_jobs.lake_delta import LakeMissing, flaw_of_table, open_table
 from stream_jobs.lake_log import marks_in
 from stream_jobs.lake_tables import catalog, tables_of
+from stream_jobs.lake_window import Source
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """How far each table is in each partition it was ever fed from."""
+    """How far each table is in each partition it was ever fed from; of a damaged table, why that can't be read."""
     topics = settings.kafka.topics
     there = [t for t in cluster.topics() if tables_of(topics, t)]
     names = {topic_id: topic for topic, topic_id in cluster.topic_ids(there).items()}
     found = []
     for table in catalog():
+        flaw = _flaw(settings, table)
+        if flaw is not None:
+            found.append(StoredPosition("lake", f"table {table}", _former(topics, table), None, 0, 0, flaw))
+            continue
         for (topic_id, partition), mark in sorted(
             marks_in(settings.lake_uri, table, settings.lake.storage_options).items()
         ):
@@ -30,7 +37,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
     """Of each partition the offset below which every table that it feeds has all; those that some table knows nothing of are left out."""
     there = {t: n for t, n in cluster.topics().items() if tables_of(settings.kafka.topics, t)}
-    marks = {name: marks_in(settings.lake_uri, name, settings.lake.storage_options) for name in catalog()}
+    marks = {name: _marks(settings, name) for name in catalog()}
     found = {}
     for topic, topic_id in cluster.topic_ids(sorted(there)).items():
         tables = tables_of(settings.kafka.topics, topic)
@@ -39,6 +46,26 @@ def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
             if len(known) == len(tables):
                 found[topic, partition] = min(known)
     return found
+
+
+def _marks(settings: Settings, table: str) -> dict[Source, int]:
+    """The marks of a table; none of a damaged one, so that no record is given up that it may have to read again."""
+    try:
+        return marks_in(settings.lake_uri, table, settings.lake.storage_options)
+    except LakeDamaged:
+        return {}
+
+
+def _flaw(settings: Settings, table: str) -> str | None:
+    """Why a table can't be read, as far as its log and the sizes of its files tell."""
+    options = settings.lake.storage_options
+    try:
+        wrong = flaw_of_table(open_table(settings.lake_uri, table, options), options, whole=False)
+    except LakeDamaged as e:
+        return str(e)
+    except LakeMissing:
+        return None
+    return None if wrong is None else str(LakeDamaged(table, wrong))
 
 
 def _former(topics: Topics, table: str) -> str:

@@ -19,13 +19,15 @@ import pyarrow.fs as pafs
 from runtime.durable_file import create_durably, fsync_path
 from runtime.moments import moment_of
 from schemas.settings import Settings
-from stream_jobs.lake_delta import LakeError, LakeMissing, open_table, version_at
+from stream_jobs.errors import LakeDamaged
+from stream_jobs.lake_delta import LakeError, LakeMissing, flaw_of_table, open_table, version_at
 from stream_jobs.lake_log import filesystem
 from stream_jobs.lake_tables import catalog
 
 Versions = Mapping[str, int | None]
 """Table to Delta version; None: it was not there, so it is empty."""
 _PINS = "_pins"
+_LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -34,12 +36,17 @@ class PinError(LakeError):
 
 
 def tables(settings: Settings) -> list[dict[str, Any]]:
-    """Of each table its rows, files, bytes, version, and the log time of its newest row; by the log alone, no data is read."""
+    """Of each table its rows, files, bytes, version, the log time of its newest row, and what is wrong with its log or the sizes of
+    its files; no data is read."""
     found = []
     for name in catalog():
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
+            flaw = flaw_of_table(table, settings.lake.storage_options, whole=False)
         except LakeMissing:
+            continue
+        except LakeDamaged as e:
+            found.append(dict.fromkeys(_LISTED) | {"table": name, "damage": e.flaw})
             continue
         files = pa.table(table.get_add_actions(flatten=True))
         newest = None
@@ -53,6 +60,7 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
                 "bytes": sum(files.column("size_bytes").to_pylist()) if files.num_rows else 0,
                 "version": table.version(),
                 "newest_row": None if newest is None else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
+                "damage": flaw,
             }
         )
     if not found:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from runtime.telemetry import logger
-from stream_jobs.lake_claims import ALONE, Hold, LakeTaken, Share, claim
+from stream_jobs.errors import LakeDamaged, LakeRepaired
+from stream_jobs.lake_claims import ALONE, REPAIR, Hold, LakeTaken, Share, claim
 from stream_jobs.lake_delta import (
     CommitCollided,
     Delta,
@@ -23,6 +25,8 @@ from stream_jobs.lake_delta import (
     create,
     dataset,
     open_table,
+    reading,
+    refresh,
     widen,
 )
 from stream_jobs.lake_keys import present
@@ -81,22 +85,68 @@ class Lake:
         self._marked_at: dict[str, float] = {}
         self._asked: dict[str, set[Source]] = {name: set() for name in catalog()}
         """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
+        self.damaged: dict[str, LakeDamaged] = {}
+        """Tables that can't be read now, and why: nothing is written to them, and their marks stay where they are."""
+        self._repairs: dict[str, int | None] = {}
+        """How often each table had been repaired when it was claimed."""
         self._unsure: set[str] = set()
         """Tables of which it is not known whether the last commit landed: their windows are read again before the next."""
 
     def claim(self) -> None:
-        """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back."""
+        """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back.
+
+        A table that is damaged is left out. Raises LakeDamaged when all of them are.
+        """
+        before = []
         for name, table in self.tables.items():
-            create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
-        before = [self._latest(name) for name in self.tables]
+            with self._setting_aside(name):
+                create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
+                before.append(self._latest(name))
 
         def highest(app: str) -> int | None:
             return max((v for t in before if (v := t.transaction_version(app)) is not None), default=None)
 
-        for name, table in self.tables.items():
-            self._claim(name, highest)
-            self._windows[name] = self._window(self._latest(name), table)
-            self._marked_at[name] = time.monotonic()
+        for name in self.tables:
+            if name not in self.damaged:
+                with self._setting_aside(name):
+                    self._begin(name, highest)
+        if len(self.damaged) == len(self.tables):
+            raise next(iter(self.damaged.values()))
+
+    def _begin(self, name: str, highest: Callable[[str], int | None]) -> None:
+        """Claim a table, and read back what its newest rows are."""
+        self._claim(name, highest)
+        self._windows[name] = self._window(self._latest(name), self.tables[name])
+        self._unsure.discard(name)
+        self._marked_at[name] = time.monotonic()
+
+    @contextmanager
+    def _setting_aside(self, name: str) -> Iterator[None]:
+        """Go on without a table that turns out to be damaged."""
+        try:
+            yield
+        except LakeDamaged as e:
+            self._forget(name)
+            if isinstance(e, LakeRepaired):
+                logger().info("lake_table_repaired", table=name, action="its topics are read again from its marks")
+            elif str(self.damaged.get(name)) != str(e):
+                action = (
+                    "the other tables are written; this one's rows stay on Kafka and are read again after the repair"
+                )
+                logger().error("lake_table_damaged", table=name, error=str(e), action=action)
+            self.damaged[name] = e
+
+    def recover(self) -> bool:
+        """Claim the damaged tables that can be read again. True: some were; their topics must be read from their marks."""
+        before = list(self.damaged)
+        for name in before:
+            with self._setting_aside(name):
+                self._forget(name)
+                self._marks[name] = {}
+                self._begin(name, lambda app: None)
+                del self.damaged[name]
+                logger().info("lake_table_back", table=name, version=self._latest(name).version())
+        return len(self.damaged) < len(before)
 
     def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
         """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew.
@@ -127,6 +177,7 @@ class Lake:
         if collided:
             logger().info("lake_claim_collided", table=name, collided=collided)
         self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
+        self._repairs[name] = table.transaction_version(REPAIR)
 
     def _latest(self, name: str) -> Delta:
         """The table at its newest version. To go on from the last version is cheaper than to open."""
@@ -134,7 +185,7 @@ class Lake:
         if opened is None or opened.commits >= REOPEN_COMMITS or time.monotonic() - opened.at > REOPEN_S:
             opened = _Opened(open_table(self._uri, name, self._options), time.monotonic(), 0)
         else:
-            opened.table.update_incremental()
+            refresh(opened.table, self._uri, name, self._options)
         self._opened[name] = opened
         return opened.table
 
@@ -144,9 +195,21 @@ class Lake:
         epoch = self._claimed.get(self.share.app_id, 0)
         if table.transaction_version(self.share.app_id) != epoch:
             raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
+        self._check_not_repaired(name, table)
         opened = self._opened[name]
         self._opened[name] = opened._replace(commits=opened.commits + 1)
         return table
+
+    def _check_not_repaired(self, name: str, table: Delta) -> None:
+        if table.transaction_version(REPAIR) != self._repairs.get(name):
+            raise LakeRepaired(name, "until now: a repair has taken rows back")
+
+    def look_for_repairs(self) -> None:
+        """Set tables aside that were repaired since they were claimed: one without new rows would not be noticed by a commit."""
+        for name in self.tables:
+            if name not in self.damaged:
+                with self._setting_aside(name):
+                    self._check_not_repaired(name, self._latest(name))
 
     def _until_committed(self, name: str, attempt: Callable[[], bool]) -> bool:
         for n in range(_ATTEMPTS):
@@ -172,7 +235,8 @@ class Lake:
         window = Window(self._window_size)
         if not table.key or not (self.share.writers == 1 or self._has_marks(table.name)):
             return window
-        rows = self._newest(snapshot, table).sort_by("kafka_timestamp")
+        with reading(snapshot, table.name, self._options):
+            rows = self._newest(snapshot, table).sort_by("kafka_timestamp")
         rows = rows.slice(max(0, rows.num_rows - self._window_size))
         values = zip(*(rows.column(c).to_pylist() for c in table.key), strict=True)
         window.add(digest(v) for v in values)
@@ -198,8 +262,11 @@ class Lake:
             rows, before = 4 * rows, since
 
     def marks(self, name: str, sources: Iterable[Source]) -> Positions:
-        """How far a table is in each source; sources it knows nothing of are left out."""
-        return self._read_marks(self._latest(name), name, list(sources))
+        """How far a table is in each source; sources it knows nothing of are left out, and so are all of a damaged table."""
+        if name not in self.damaged:
+            with self._setting_aside(name):
+                return self._read_marks(self._latest(name), name, list(sources))
+        return {}
 
     def _read_marks(self, table: Delta, name: str, sources: Iterable[Source]) -> dict[Source, int]:
         asked = list(sources)
@@ -217,6 +284,8 @@ class Lake:
 
     def mark_due(self, name: str, positions: Positions) -> bool:
         """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
+        if name in self.damaged:
+            return False
         known = self._marks[name]
         if any(offset and source not in known for source, offset in positions.items()):
             return True  # the first mark comes early: without one a restart can't tell what retention has taken since
@@ -229,6 +298,7 @@ class Lake:
     def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
         """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
 
+        A damaged table takes none, and its marks stay: `recover` says when they are to be read again.
         positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
         """
         table = self.tables[name]
@@ -254,7 +324,14 @@ class Lake:
             commit(snapshot, storable, {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}})
             return True
 
-        if self._until_committed(name, attempt):
+        if name in self.damaged:
+            return 0
+        committed = False
+        with self._setting_aside(name):
+            committed = self._until_committed(name, attempt)
+        if name in self.damaged:
+            return 0
+        if committed:
             self._marks[name] |= moved
             self._marked_at[name] = time.monotonic()
             self._windows[name].add(digests)
@@ -267,21 +344,26 @@ class Lake:
         sought = {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
         if not sought:
             return rows, digests
-        there = {digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)}
+        with reading(snapshot, table.name, self._options):
+            there = {digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)}
         kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
         return [row for row, _ in kept], [one for _, one in kept]
 
     def widen(self, wider: Table) -> bool:
-        """Add columns to a table. False when they do not fit those that it has: all stays as it was."""
+        """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was."""
 
         def attempt() -> bool:
             widen(self._held(wider.name), wider.arrow([]), self._claimed)
             return True
 
         try:
-            self._until_committed(wider.name, attempt)
+            if wider.name not in self.damaged:
+                with self._setting_aside(wider.name):
+                    self._until_committed(wider.name, attempt)
         except SchemaRefused as e:
             logger().warning("lake_columns_refused", table=wider.name, error=str(e))
+            return False
+        if wider.name in self.damaged:
             return False
         new = wider.schema.names
         logger().info("lake_widened", table=wider.name, new=[n for n in new if n not in self.tables[wider.name].index])
@@ -318,6 +400,8 @@ def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
 
 def oldest_of_newest(files: pa.Table, rows: int) -> Any:
     """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
+    if "min.kafka_timestamp" not in files.column_names:
+        return None
     newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
         [("max.kafka_timestamp", "descending")]
     )

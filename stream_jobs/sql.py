@@ -17,6 +17,7 @@ A connection can read nothing else: no files, no network, no settings. Memory an
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ import pyarrow.dataset as ds
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import Settings
 from stream_jobs import lineage, quality_views
-from stream_jobs.errors import SqlError
+from stream_jobs.errors import LakeDamaged, SqlError
 from stream_jobs.lake_columns import TIME, merged
 from stream_jobs.lake_delta import LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake_tables import Table, catalog
@@ -62,14 +63,22 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
     if unknown:
         raise LakeMissing(f"no table {', '.join(sorted(unknown))}; there are {', '.join(catalog())}")
     absent = {name for name, version in versions.items() if version is None}
-    tables = {name: None if name in absent else _open(settings, name, versions.get(name)) for name in catalog()}
-    if all(t is None for t in tables.values()):
+    damaged: dict[str, LakeDamaged] = {}
+    tables: dict[str, Any] = {}
+    for name in catalog():
+        try:
+            tables[name] = None if name in absent else _open(settings, name, versions.get(name))
+        except LakeDamaged as e:
+            damaged[name] = e
+    if not damaged and all(t is None for t in tables.values()):
         raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
     memory = {"memory_limit": f"{settings.lake.sql_memory_mb}MiB"}
     connection = duckdb.connect(":memory:", config=_AT_CONNECT | memory)
     connection.execute("SET TimeZone = 'UTC'")
     for name, found in tables.items():
         connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
+    for name, why in damaged.items():
+        _register_damaged(connection, name, why)
     for name, table in catalog().items():
         connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
     for name, query in (*lineage.VIEWS.items(), *quality_views.VIEWS.items()):
@@ -77,6 +86,15 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
     for statement in _AT_LAST:
         connection.execute(statement)
     return connection
+
+
+def _register_damaged(connection: Any, name: str, why: LakeDamaged) -> None:
+    """A table that can't be read: a query that needs a row of it fails and says why, others do not notice."""
+    none = catalog()[name].schema
+    connection.register(f"{name}_damaged", pa.Table.from_pylist([{}], schema=none))
+    told = str(why).replace("'", "''")
+    fails = f"CASE WHEN kafka_offset IS NULL THEN error('{told}')::BOOLEAN ELSE true END"
+    connection.execute(f"CREATE TEMP VIEW {name}_raw AS SELECT * FROM {name}_damaged WHERE {fails}")
 
 
 def _open(settings: Settings, name: str, version: int | None) -> Any | None:
@@ -214,6 +232,12 @@ def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[
     with _told():
         found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
     return found
+
+
+def table_at_fault(error: SqlError) -> str | None:
+    """The table whose files could not be read; None: it was not that."""
+    found = re.search(r"registered as '(\w+)_raw' failed", str(error))
+    return found[1] if found is not None else None
 
 
 @contextmanager

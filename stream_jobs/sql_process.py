@@ -19,15 +19,16 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import SqlError
-from stream_jobs.lake_delta import LakeError
+from stream_jobs.errors import LakeDamaged, LakeError, SqlError
+from stream_jobs.lake_delta import flaw_of_table, open_table
 from stream_jobs.lake_versions import versions_of
-from stream_jobs.sql import THREADS, batches_of, connect
+from stream_jobs.sql import THREADS, batches_of, connect, table_at_fault
 from stream_jobs.sql_query import too_large
 
 BATCH_ROWS = 1024
@@ -63,6 +64,18 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
         out.flush()
     except MemoryError as e:
         raise SqlError(too_large(settings.lake)) from e
+    except SqlError as e:
+        table = table_at_fault(e)
+        if table is not None:
+            _raise_damaged(settings.lake_uri, table, settings.lake.storage_options)
+        raise
+
+
+def _raise_damaged(uri: str, table: str, storage_options: Mapping[str, str]) -> None:
+    """Raise LakeDamaged with the file that can't be read, if there is one: not every error names it."""
+    flaw = flaw_of_table(open_table(uri, table, storage_options), storage_options)
+    if flaw is not None:
+        raise LakeDamaged(table, flaw)
 
 
 def limit(lake: LakeSettings) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.cli.words import Config, Form, Words, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, settings_of
 
 app = group("The tables of the lake.")
 Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
@@ -21,7 +21,7 @@ def _errors() -> Iterator[None]:
     try:
         with plain_errors():
             yield
-    except load("stream_jobs.lake").LakeError as e:
+    except load("stream_jobs.errors").LakeError as e:
         fail(str(e))
 
 
@@ -57,6 +57,42 @@ def history(
     if output == "table":
         entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
     _print(entries, output)
+
+
+@app.command()
+def repair(
+    table: Annotated[str, typer.Argument(help="Table.")],
+    words: Words = None,
+    sets: Set = None,
+    config: Config = None,
+    check: Annotated[bool, typer.Option("--check", help="Only say which files can't be read.")] = False,
+    accept_loss: Annotated[
+        bool,
+        typer.Option("--accept-loss", help="Give up records that are in no readable version and no more on Kafka."),
+    ] = False,
+) -> None:
+    """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
+    settings = settings_of(config, [*(words or ()), *(sets or ())])
+    module = load("stream_jobs.lake_repair")
+    with _errors():
+        if check:
+            flaws = module.check(settings, table)
+            typer.echo("\n".join(flaws) or f"{table}: every file can be read")
+            raise SystemExit(1 if flaws else 0)
+        done = module.repair(settings, table, cluster_of(settings), accept_loss)
+    for flaw in done.flaws:
+        typer.echo(flaw)
+    if done.restored is None:
+        typer.echo(f"{table}: no row had to be taken back")
+        return
+    typer.echo(
+        f"{table}: restored version {done.restored}; {done.rows} rows are read again by the writer, or by its next start"
+    )
+    for back in done.back:
+        given_up = f", {back.lost} offsets are given up" if back.lost else ""
+        typer.echo(f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}")
+    if done.pins:
+        typer.echo(f"pins that lack what the lost commits had: {', '.join(done.pins)}")
 
 
 @app.command()

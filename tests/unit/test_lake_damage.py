@@ -1,0 +1,278 @@
+"""A table with a file that can't be read: the others go on, the file is named, a repair takes the table back and nothing comes twice."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import duckdb
+import pytest
+
+from runtime.kafka import Cluster
+from schemas import events
+from schemas.settings import Settings
+from stream_jobs.errors import LakeDamaged, SqlError
+from stream_jobs.lake_care import care
+from stream_jobs.lake_delta import CommitCollided, commit, dataset, open_table
+from stream_jobs.lake_log import app_id
+from stream_jobs.lake_positions import held, positions
+from stream_jobs.lake_repair import NotRepaired, check, repair
+from stream_jobs.lake_tables import Placed, Row, catalog
+from stream_jobs.lake_versions import pin, tables
+from stream_jobs.lake_writer import Lake
+from stream_jobs.sql import connect
+from stream_jobs.sql_query import run_sql
+
+SOURCE = ("T", 0)
+COMMITS, EACH = 25, 4
+
+
+class OneTopic:
+    """What a repair and a doctor ask of Kafka: a topic `claw.rewards` of one partition, whose log has offsets [low, 100)."""
+
+    def __init__(self, low: int = 0) -> None:
+        self.low = low
+
+    def topics(self) -> Mapping[str, int]:
+        return {"claw.rewards": 1}
+
+    def topic_ids(self, names: Sequence[str]) -> Mapping[str, str]:
+        return {"claw.rewards": "T"} if "claw.rewards" in names else {}
+
+    def watermarks(self, topic: str, partitions: Sequence[int] | None = None) -> Mapping[int, tuple[int, int]]:
+        return {0: (self.low, 100)}
+
+
+KAFKA = cast(Cluster, OneTopic())
+
+
+def rewards(first: int, last: int) -> list[Row]:
+    table = catalog()["rewards"]
+    made = [
+        events.Reward(
+            event_id=f"e{n}", run_id="r", trajectory_key=f"k{n}", source="rule", name="f", function_version="1", value=float(n),
+            reward_revision=0, created_at=n,
+        )
+        for n in range(first, last)
+    ]  # fmt: skip
+    return [row for n, r in enumerate(made, first) for row in table.rows_of(Placed(*SOURCE, n, n, {}, r))]
+
+
+def feed(lake: Lake, table: str = "rewards", until: int = 100) -> int:
+    """What the feed does: read from the table's mark on, and write some at a time."""
+    mark = lake.marks(table, [SOURCE]).get(SOURCE, 0)
+    return sum(
+        lake.append(table, rewards(n, min(n + EACH, until)), {SOURCE: min(n + EACH, until)}, lambda *_: None)
+        for n in range(mark, until, EACH)
+    )
+
+
+def claimed(settings: Settings) -> Lake:
+    lake = Lake(settings.lake_uri, {}, 1000)
+    lake.claim()
+    return lake
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lake with 100 rewards in 25 commits, a checkpoint among them."""
+    path = tmp_path_factory.mktemp("whole")
+    assert feed(claimed(Settings(data_dir=path))) == 100
+    assert len(list((path / "lake" / "rewards" / "_delta_log").glob("*.checkpoint.parquet"))) == 1
+    return path
+
+
+@pytest.fixture
+def settings(whole: Path, tmp_path: Path) -> Settings:
+    shutil.copytree(whole / "lake", tmp_path / "lake")
+    return Settings(data_dir=tmp_path)
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def last_commit(table: Path) -> Path:
+    return max((table / "_delta_log").glob("*.json"))
+
+
+def data_file(table: Path) -> Path:
+    """One of the first of the data files."""
+    return min(table.glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns)
+
+
+def truncated_commit(table: Path) -> Path:
+    path = last_commit(table)
+    path.write_bytes(path.read_bytes()[:200])
+    return path
+
+
+def garbled_commit(table: Path) -> Path:
+    path = last_commit(table)
+    path.write_bytes(b"\x00\xff no JSON")
+    return path
+
+
+def missing_commit(table: Path) -> Path:
+    path = sorted((table / "_delta_log").glob("*.json"))[-3]
+    path.unlink()
+    return path
+
+
+def damaged_checkpoint(table: Path) -> Path:
+    (path,) = (table / "_delta_log").glob("*.checkpoint.parquet")
+    path.write_bytes(path.read_bytes()[:100])
+    return path
+
+
+def missing_data(table: Path) -> Path:
+    path = data_file(table)
+    path.unlink()
+    return path
+
+
+def flipped_data(table: Path) -> Path:
+    path = data_file(table)
+    flipped(path, -6)  # the length of the footer
+    return path
+
+
+Damage = Callable[[Path], Path]
+DAMAGES: tuple[tuple[Damage, int], ...] = (
+    (truncated_commit, 96), (garbled_commit, 96), (missing_commit, 88), (damaged_checkpoint, 100), (missing_data, 0), (flipped_data, 0),
+)  # fmt: skip
+"""With how many of the 100 rewards the repaired table still has."""
+
+
+@pytest.mark.parametrize(("damage", "left"), DAMAGES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
+    settings: Settings, damage: Damage, left: int
+) -> None:
+    file = damage(settings.data_dir / "lake" / "rewards").name
+    lake = claimed(settings)
+    assert lake.damaged.keys() == {"rewards"} and file in str(lake.damaged["rewards"])
+    assert "run `clawstream tables repair rewards`" in str(lake.damaged["rewards"])
+    assert feed(lake) == 0 and lake.marks("rewards", [SOURCE]) == {} and not lake.mark_due("rewards", {SOURCE: 10**6})
+    for name in catalog().keys() - {"rewards"}:
+        assert lake.append(name, [], {SOURCE: 7}, lambda *_: None, mark=True) == 0
+        assert lake.marks(name, [SOURCE]) == {SOURCE: 7}, name
+    assert not lake.recover()
+
+    assert file in "".join(check(settings, "rewards"))
+    seen = [] if damage is flipped_data else ["rewards"]  # a file with its length is believed until it is read
+    assert [t["table"] for t in tables(settings) if t["damage"] is not None] == seen
+    flaws = [p.flaw for p in positions(settings, KAFKA) if p.flaw is not None]
+    assert len(flaws) == len(seen) and all(
+        f"table rewards of the lake is damaged: {file}" in f.replace("_delta_log/", "") for f in flaws
+    )
+    assert all(c.put_off is None for c in care(settings) if c.table != "rewards")
+    sql = connect(settings)
+    assert [sql.execute(f"SELECT count(*) FROM {name}_raw").fetchall() for name in ("steps", "candidates")] == [
+        [(0,)]
+    ] * 2
+    with pytest.raises(duckdb.Error, match="rewards"):
+        sql.execute("SELECT count(*), sum(value) FROM rewards").fetchall()
+
+    done = repair(settings, "rewards", KAFKA)
+    assert file in "".join(done.flaws) and check(settings, "rewards") == ()
+    assert lake.recover() and not lake.damaged
+    kept = dataset(open_table(settings.lake_uri, "rewards", {}), {}).count_rows()
+    assert kept >= left and lake.marks("rewards", [SOURCE]) == {SOURCE: kept}
+    assert feed(lake) == 100 - kept
+    assert connect(settings).execute("SELECT count(*), count(DISTINCT event_id) FROM rewards_raw").fetchall() == [
+        (100, 100)
+    ]
+    assert feed(claimed(settings)) == 0
+
+
+def test_a_query_names_the_table_and_the_file(settings: Settings) -> None:
+    file = flipped_data(settings.data_dir / "lake" / "rewards").name
+    with pytest.raises(SqlError, match=f"table rewards of the lake is damaged: {file} .*tables repair rewards"):
+        run_sql(settings, "SELECT sum(value) FROM rewards")
+    assert run_sql(settings, "SELECT count(*) AS n FROM steps", "csv") == "n\n0"
+    garbled = garbled_commit(settings.data_dir / "lake" / "rewards").name
+    with pytest.raises(SqlError, match=f"table rewards of the lake is damaged: _delta_log/{garbled} "):
+        run_sql(settings, "SELECT count(*) FROM rewards_raw")
+
+
+def test_a_repair_while_the_writer_runs_is_noticed_at_its_next_commit(settings: Settings) -> None:
+    lake = claimed(settings)
+    assert lake.append("rewards", rewards(100, 104), {SOURCE: 104}, lambda *_: None) == 4
+    under_way = open_table(settings.lake_uri, "rewards", {})
+    missing_data(settings.data_dir / "lake" / "rewards")
+    done = repair(settings, "rewards", KAFKA)
+    with pytest.raises(CommitCollided):
+        empty = catalog()["rewards"].arrow([])
+        commit(under_way, empty, {"writer": 2, app_id("rewards", SOURCE): 108})
+    assert lake.append("rewards", rewards(104, 108), {SOURCE: 108}, lambda *_: None) == 0
+    assert lake.recover()
+    assert feed(lake, until=108) == done.rows + 4
+    assert connect(settings).execute("SELECT count(*), count(DISTINCT event_id) FROM rewards_raw").fetchall() == [
+        (108, 108)
+    ]
+
+
+def test_a_writer_without_new_rows_notices_a_repair_too(settings: Settings) -> None:
+    lake = claimed(settings)
+    lake.look_for_repairs()
+    assert not lake.damaged
+    missing_data(settings.data_dir / "lake" / "rewards")
+    repair(settings, "rewards", KAFKA)
+    lake.look_for_repairs()
+    assert lake.damaged.keys() == {"rewards"} and lake.recover() and not lake.damaged
+
+
+def test_a_table_that_breaks_while_the_writer_runs_is_set_aside(settings: Settings) -> None:
+    lake = claimed(settings)
+    other = open_table(settings.lake_uri, "rewards", {})
+    commit(other, catalog()["rewards"].arrow([]), {"other": 1})
+    garbled_commit(settings.data_dir / "lake" / "rewards")
+    assert lake.append("rewards", rewards(100, 104), {SOURCE: 104}, lambda *_: None) == 0
+    assert lake.damaged.keys() == {"rewards"}
+
+
+def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Settings) -> None:
+    missing_data(settings.data_dir / "lake" / "rewards")
+    late = cast(Cluster, OneTopic(low=60))
+    with pytest.raises(NotRepaired, match=r"Kafka has no more what came after it: 60 of claw\.rewards-0 from offset 0"):
+        repair(settings, "rewards", late)
+    assert check(settings, "rewards") != ()
+    done = repair(settings, "rewards", late, accept_loss=True)
+    assert [(b.was, b.to, b.low, b.lost) for b in done.back] == [(100, 0, 60, 60)]
+    lake = claimed(settings)
+    assert lake.marks("rewards", [SOURCE]) == {SOURCE: 60} and feed(lake) == 40
+
+
+def test_a_lost_commit_and_pins(settings: Settings) -> None:
+    pin(settings, keep="now")
+    path = garbled_commit(settings.data_dir / "lake" / "rewards")
+    assert repair(settings, "rewards", KAFKA).pins == ("now",)
+    aside = list((settings.data_dir / "lake" / "_damaged" / "rewards").rglob(path.name))
+    assert [p.read_bytes() for p in aside] == [b"\x00\xff no JSON"]
+    assert repair(settings, "rewards", KAFKA).restored is None, "there is nothing to do any more"
+
+
+def test_a_topic_keeps_what_a_damaged_table_may_have_to_read_again(settings: Settings) -> None:
+    lake = claimed(settings)
+    for name in ("curation", "assessments"):
+        lake.append(name, [], {SOURCE: 50}, lambda *_: None, mark=True)
+    assert held(settings, KAFKA) == {("claw.rewards", 0): 50}
+    garbled_commit(settings.data_dir / "lake" / "rewards")
+    assert held(settings, KAFKA) == {}
+
+
+def test_nothing_that_can_be_read(settings: Settings) -> None:
+    log = settings.data_dir / "lake" / "rewards" / "_delta_log"
+    for path in log.glob("*"):
+        path.write_bytes(b"?")
+    with pytest.raises(
+        NotRepaired, match=r"no version of table rewards can be read whole: stop all writers, move .* away"
+    ):
+        repair(settings, "rewards", KAFKA)
+    assert {path.read_bytes() for path in log.glob("*")} == {b"?"}
+    with pytest.raises(LakeDamaged, match="damaged: _delta_log/0"):
+        open_table(settings.lake_uri, "rewards", {})
