@@ -84,6 +84,8 @@ class Tally:
     candidates: int = 0
     answers: int = 0
     """Of rules, made by the replay."""
+    no_rewards: Counter[str] = field(default_factory=Counter)
+    """Answers without a reward, by reason."""
     newest_attempt: int | None = None
     """The highest attempt of this run's version ids that steps name; None: they name none."""
     buried: Counter[str] = field(default_factory=Counter)
@@ -212,6 +214,8 @@ class _Partition:
             yield Out("rewards", self._partition, name, reward, None, time)
             self._reward(time, name, reward)
             replay.tally.answers += 1
+            if isinstance(reward, Reward) and reward.value is None:
+                replay.tally.no_rewards[reward.reason or "no reason"] += 1
 
     def _payload(self, key: Key, trajectory: Open, closed: Closed) -> dict[int, Kept]:
         """All that the trajectory needs; where retention has taken some of it, it closes as lost."""

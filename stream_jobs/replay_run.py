@@ -28,15 +28,17 @@ from runtime.topic_copy import Choice, Writer
 from runtime.window import Window, window_of
 from schemas.codec import Codec
 from schemas.errors import SettingsError
-from schemas.events import RunEnded, Tick, Trajectory
+from schemas.events import AdmissionPolicy, RunEnded, Tick, Trajectory
 from schemas.ids import check_run_id
 from schemas.named_function import of_run
-from schemas.settings import Settings
+from schemas.settings import PolicySettings, Settings
 from stream_jobs.admission import Desk
 from stream_jobs.answers import Answers
 from stream_jobs.assembler import limits_of
+from stream_jobs.errors import PolicyRefused
 from stream_jobs.index import STEPS
 from stream_jobs.policy import policy_of
+from stream_jobs.policy_log import PolicyLog
 from stream_jobs.replay import Moments, Out, Replay
 from stream_jobs.replay_outcome import Outcome, journal
 from stream_jobs.replay_topics import TopicMoments
@@ -105,7 +107,7 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
     target = replay_settings(settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions)
     fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
     with closing(Answers(settings)) as answers, fresh.held():
-        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order))
+        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order, answers))
         if begun.result is not None:
             return {**begun.result, "was_done": True}
         target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
@@ -113,7 +115,8 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
         _keep_settings(target)
         source = _source(settings, cluster, order, begun.plan, answers)
         report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
-        report |= _assemble(target, cluster, order, source, answers, settings.run_id)
+        policy = replace(policy_of(target, 1, now_micros()), **_fields(begun.plan["policy"]))
+        report |= _assemble(target, cluster, order, source, answers, settings.run_id, policy)
         if report["newest_attempt"] is not None:
             _keep_settings(_with_ids_above(target, report["newest_attempt"]))
         report |= _admit(target, cluster)
@@ -148,20 +151,54 @@ def _fresh(settings: Settings, cluster: Cluster, name: str) -> FreshPrefix:
     return FreshPrefix(cluster, f"replay-{name}", home_of(settings, name) / "replay.json")
 
 
-def _plan(settings: Settings, cluster: Cluster, order: Order) -> dict[str, Any]:
+def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
     """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
+    policy = {"policy": _recorded_policy(settings, cluster, order, answers)}
     if order.pins is not None:
         from stream_jobs.replay_lake import partitions_of, pinned
 
         versions = pinned(settings, order.pins)
-        return {"from": "lake", "versions": versions, "partitions": partitions_of(settings, versions)}
+        return {"from": "lake", "versions": versions, "partitions": partitions_of(settings, versions), **policy}
     topics = settings.kafka.topics
     windows = [window_of(cluster, t, order.since_ms, order.until_ms) for t in (topics.steps, topics.rewards)]
     return {
         "from": "topics",
         "windows": [w.plain() for w in windows],
         "partitions": max(len(w.ranges) for w in windows),
+        **policy,
     }
+
+
+def _recorded_policy(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
+    """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
+
+    All of them where the settings have no policy of their own. What it awaits, wherever recorded answers count: these
+    come after their trajectory has closed, and the settings need not name the functions that gave them.
+    """
+    said, run = settings.admit.policy, settings.run_id
+    names = set(PolicySettings.model_fields) if said == PolicySettings() else set[str]()
+    names |= {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"} if names else set()
+    for name, is_set, is_asked in (
+        ("required_rewards", said.required_rewards is not None, answers.rewards(run)),
+        ("require_assessment", said.require_assessment is not None, answers.assesses(run)),
+    ):
+        if is_set or (is_asked and not order.keep_rules):
+            names.discard(name)
+        else:
+            names.add(name)
+    try:
+        newest = PolicyLog(settings, cluster).newest
+    except PolicyRefused:  # there is no such topic any more: the lake may have what it held
+        return {}
+    if newest is None:
+        return {}
+    # The trainer of the replay has sync_every from the settings, and would refuse another one.
+    return {n: v for n, v in asdict(newest.policy).items() if n in names - {"sync_every"}}
+
+
+def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a policy, as they were before they became JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in policy.items()}
 
 
 def _source(
@@ -184,7 +221,7 @@ def _source(
 
 
 def _assemble(
-    target: Settings, cluster: Cluster, order: Order, source: Moments, answers: Answers, source_run: str
+    target: Settings, cluster: Cluster, order: Order, source: Moments, answers: Answers, source_run: str, policy: AdmissionPolicy
 ) -> dict[str, Any]:  # fmt: skip
     """Everything up to the candidates. source_run: whose rules are asked."""
 
@@ -200,7 +237,7 @@ def _assemble(
         run, target.kafka.partitions, limits, pen.codec, rules, cluster.topic_id(topics.trajectories),
         target.jobs.cache_mb << 20, source.payload,
     )  # fmt: skip
-    pen.write([Out("candidates", replay.candidates_at, run.encode(), policy_of(target, 1, now_micros()), None, 0)])
+    pen.write([Out("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
     said_at = began
     for moment in source.moments():
         if order.with_steps and moment.source == STEPS and not isinstance(moment.event, Tick):

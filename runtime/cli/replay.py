@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 app = group("Recorded data again: with other rewards, another policy, other code. Live topics are only read.")
 
+REASONS = 3
+"""Most frequent reasons of missing rewards that a report shows."""
+
 Name = Annotated[str, typer.Argument(help="What to call the replay: its topics begin with replay-NAME.")]
 Since = Annotated[
     str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d.")
@@ -93,6 +96,8 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
         f"steps {report['steps']}, rewards {report['rewards']}, answers of rules {report['answers']}",
         f"trajectories: {ended}; still open {report['open']}",
     ]
+    no_rewards = sorted(report["no_rewards"].items(), key=lambda item: -item[1])
+    lines += [f"  no reward {count} times: {reason}" for reason, count in no_rewards[:REASONS]]
     for channel, said in report["channels"].items():
         lines += _channel(channel, said)
     lines.append(

@@ -237,6 +237,15 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     jobs = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/tests_rewards.py:contrary@2",)}})
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
+    # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
+    words = [w for w in words_of(settings) if not w.startswith(("admit.policy", "admit=", "jobs="))]
+    told = CliRunner().invoke(app, ["replay", "run", "again", *words, 'admit.channels=["train"]', "--format", "json"])
+    assert told.exit_code == 0, told.output
+    again = json.loads(told.stdout)
+    assert len(hashes(again)) >= 4 and again["answers"] == 0
+    bare = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/own_functions.py:fails@1",)}})
+    failed = run_replay(with_policy(settings, required_rewards=None).model_copy(update={"jobs": bare}), Order("bare"))
+    assert hashes(failed) == [] and failed["no_rewards"] == {"ValueError: no": 4 * GROUPS + 1}
     kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))
     steps = sum(high for _, high in recorded.cluster.watermarks("replay-kept.steps").values())
     assert steps == kept["steps"] + 2 * 4 * GROUPS  # opened and completed
