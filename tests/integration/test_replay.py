@@ -238,9 +238,10 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
-    words = [w for w in words_of(settings) if not w.startswith(("admit.policy", "admit=", "jobs="))]
-    told = CliRunner().invoke(app, ["replay", "run", "again", *words, 'admit.channels=["train"]', "--format", "json"])
-    assert told.exit_code == 0, told.output
+    words = [w for w in words_of(settings) if not w.startswith(("admit=", "jobs="))]
+    command = [sys.executable, "-m", "runtime.cli", "replay", "run", "again", *words, 'admit={"channels": ["train"]}']
+    told = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
     again = json.loads(told.stdout)
     assert len(hashes(again)) >= 4 and again["answers"] == 0
     bare = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/own_functions.py:fails@1",)}})
@@ -258,9 +259,9 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     # With the straggler, if its time was out before the second half came.
     assert part["trajectories"] == Counter(c.outcome for c in last if c.closed_at < middle)
     assert "run_ended" not in part["channels"]["train"]["refused"]
-    assert [r["name"] for r in list_replays(settings)] == ["kept", "one", "other", "part", "two"]
+    assert [r["name"] for r in list_replays(settings)] == ["again", "bare", "kept", "one", "other", "part", "two"]
     said = CliRunner().invoke(app, ["replay", "list", *words_of(settings)])
-    assert said.exit_code == 0 and said.output.count("from topics") == 5
+    assert said.exit_code == 0 and said.output.count("from topics") == 7
     assert recorded.untouched()
 
 
