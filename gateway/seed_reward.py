@@ -64,6 +64,8 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
     """The number. Raises Unprocessable with the reason when the function gives none."""
     try:
         said = rule.function(trajectory)
+    except MemoryError:
+        raise
     except Exception as error:  # a user's function: what it raises is the reply
         raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
     if isinstance(said, Mapping):

@@ -34,7 +34,7 @@ MAX_STEPS = 4096
 """Of a request: each becomes a record, whatever little it says."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
-LogProb = Annotated[float, Field(ge=-3e38, le=3e38, allow_inf_nan=False)]
+LogProb = Annotated[float, Field(ge=-3e38, le=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Index = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 

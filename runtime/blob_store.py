@@ -46,6 +46,8 @@ class BlobStore:
                 _write(self._directory / digest[:2] / digest, data)
             else:
                 self._write_remote(digest, data)
+        except MemoryError:
+            raise
         except Exception as e:  # every file system of fsspec has errors of its own
             raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
         return digest
@@ -63,6 +65,8 @@ class BlobStore:
                 data = fs.cat_file(f"{root}/{digest[:2]}/{digest}")
         except FileNotFoundError as e:
             raise BlobMissing(f"no blob {where}") from e
+        except MemoryError:
+            raise
         except Exception as e:  # as above
             raise BlobStoreAway(f"blob {where}: {type(e).__name__}: {e}") from e
         if sha256(data).hexdigest() != digest:

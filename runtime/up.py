@@ -7,6 +7,7 @@ lag, then admission, trainer and rollout, then the lake, and the broker last.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -50,6 +51,12 @@ def wanted(settings: Settings) -> list[str]:
     if settings.trainer.model_path is None:
         names = [n for n in names if n not in NEED_MODEL or (n == "rollout" and settings.rollout.attach_url)]
     return names
+
+
+def of_children(settings: Settings) -> Settings:
+    """Name the workers of stream jobs, one of each on this machine: started again, they get their partitions back at once."""
+    worker = settings.jobs.worker_id or f"up-{socket.gethostname()}"
+    return settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})})
 
 
 class Installation:
@@ -101,7 +108,7 @@ class Installation:
 
     def start(self, *names: str) -> None:
         """Start processes by name."""
-        settings = self.settings.model_dump_json().encode()
+        settings = of_children(self.settings).model_dump_json().encode()
         for name in names:
             self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings))
 

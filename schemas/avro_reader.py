@@ -24,7 +24,7 @@ Read = Callable[[bytes, int], Any]
 ClassOf = Callable[[str], type]
 """The dataclass of a record, by its name in the schema: frozen, with slots, with the fields of the schema in its order."""
 
-MALFORMED = (IndexError, ValueError, struct.error, MemoryError, OverflowError)
+MALFORMED = (IndexError, ValueError, struct.error, OverflowError)
 """What a `Read` raises for bytes that are no such record."""
 ITEMS_MAX = 100_000
 """Records in one array. What we write has far fewer: its records have a bound of bytes."""
@@ -91,7 +91,11 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
     source = "def read(data, at):\n" + "\n".join(code.lines)
     try:
         exec(compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names)
-    except (SyntaxError, RecursionError, MemoryError) as e:  # Python nests at most 20 loops, and two are an array
+    except (
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as e:  # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that is full a MemoryError
         raise ValueError(f"types nested so deeply are not read here: {e}") from e
     return names["read"]  # type: ignore[no-any-return]
 

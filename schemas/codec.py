@@ -230,7 +230,7 @@ class Codec:
                 check_extent(parsed)
                 self._writers[header] = _Writer(parsed, named, plain_name(parsed["name"]))
         except (
-            ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError, fastavro.schema.SchemaParseException,
+            ValueError, TypeError, KeyError, OverflowError, RecursionError, fastavro.schema.SchemaParseException,
         ) as e:  # fmt: skip
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
@@ -277,7 +277,7 @@ class Codec:
         try:
             return (writer.read or self._reading(writer))(value, body)
         except (
-            EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, MemoryError, RecursionError,
+            EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, RecursionError,
         ) as e:  # fmt: skip
             raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
         except fastavro.read.SchemaResolutionError as e:

@@ -227,7 +227,11 @@ class FunctionSettings(_Section):
 class JobsSettings(_Section):
     """The stream jobs `assemble` and `reward`."""
 
-    worker_id: Name = Field("0", description="several workers: one fixed name each")
+    worker_id: Name | None = Field(
+        None,
+        description="one fixed name each, under which a worker that is started again gets its partitions back at once; default: "
+        "host and process id, so that no two are the same",
+    )
     batch_records: Count = Field(500, description="latency against throughput")
     snapshot_min_bytes: Count = Field(4 << 20, description="shorter recovery against more state log")
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")

@@ -57,7 +57,7 @@ from runtime.records import cluster_of, create_topics
 from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
 from stream_jobs.answers import Answers
-from stream_jobs.assembler import Assembler
+from stream_jobs.assembler import Assembler, worker_name
 from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
 from stream_jobs.inbox import Fetched, Inbox
 from stream_jobs.rewarder import Rewarder
@@ -290,7 +290,7 @@ def _record(r: Any) -> Record:
 def _make_app(settings: Settings, group: str) -> Any:
     """The Faust app, embedded: no worker of Faust's, so no web server, no signal handlers, no redirected output."""
     kafka, jobs = settings.kafka, settings.jobs
-    directory = settings.data_dir / "faust" / f"{group}-{jobs.worker_id}"
+    directory = settings.data_dir / "faust" / group  # nothing is kept there: the store is in memory
     directory.mkdir(parents=True, exist_ok=True)
     return faust.App(
         f"{kafka.topic_prefix}-{group}",
@@ -303,7 +303,7 @@ def _make_app(settings: Settings, group: str) -> Any:
         topic_allow_declare=False,
         topic_disable_leader=True,
         table_standby_replicas=1,  # without it the inputs are not assigned together
-        consumer_group_instance_id=f"{group}-{jobs.worker_id}",  # a killed worker gets its partitions back at once
+        consumer_group_instance_id=f"{group}-{worker_name(jobs)}",  # a killed worker gets its partitions back at once
         consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
         consumer_auto_offset_reset="earliest",  # a first start. Where the log was cut ahead of us, too, and silently: the jobs look (`input_log.refuse_truncated`)

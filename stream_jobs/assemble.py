@@ -65,6 +65,8 @@ class Fold:
         except (Refusal, InvalidId, ValueError) as e:
             reason = e.reason if isinstance(e, Refusal) else "invalid"
             entries, kept = [[op.BURIED, source, offset, reason, str(e)[:TRACE_CHARS]]], None
+        except MemoryError:
+            raise  # the machine's fault, not the record's: the next process may have more
         except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
             entries, kept = [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]], None
         self._do(entries)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Mapping, Sequence
 
 from runtime.kafka import Cluster, Record
 from runtime.records import Decoder, now_micros
 from runtime.telemetry import logger
 from schemas.events import Tick
-from schemas.settings import Settings
+from schemas.settings import JobsSettings, Settings
 from stream_jobs.errors import Overtaken
 from stream_jobs.index import REWARDS, STEPS
 from stream_jobs.judge import Limits
@@ -36,6 +38,11 @@ def limits_of(settings: Settings) -> Limits:
     )
 
 
+def worker_name(jobs: JobsSettings) -> str:
+    """Under what name a worker is a member of its group. Two that live at once must differ: else Kafka fences one after the other."""
+    return jobs.worker_id if jobs.worker_id is not None else f"{socket.gethostname()}-{os.getpid()}"
+
+
 class Assembler:
     """A job of `stream_jobs.app`. Every exception out of it must end the process."""
 
@@ -50,7 +57,7 @@ class Assembler:
             decoder=Decoder(cluster, topics.schemas),
             topics=topics,
             limits=limits_of(settings),
-            worker=jobs.worker_id,
+            worker=worker_name(jobs),
             cache_bytes=(jobs.cache_mb << 20) // settings.kafka.partitions,
             snapshot_min_bytes=jobs.snapshot_min_bytes,
         )

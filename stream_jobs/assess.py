@@ -38,6 +38,8 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
             scores = _scores(rule, trajectory)
             own = _by_step(scores, trajectory) if scores else {}
             found = [_finding(rule, score) for score in scores if score.value < 1]
+        except MemoryError:
+            raise
         except Exception as e:  # noqa: BLE001 - a user's rule: what it raises is the reason, on the record
             findings.append(_finding(rule, Score(0.0, reason_text(e)), failed=True))
             continue

@@ -219,6 +219,8 @@ def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> Non
         raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")
     try:
         commit(table, rows, versions)
+    except MemoryError:
+        raise  # Arrow's is an ArrowException too
     except Exception as e:  # the library says what a schema lacks by many kinds, some only by their text
         if not (isinstance(e, SchemaMismatchError | pa.ArrowException | TypeError) or _NO_SUCH_SCHEMA in str(e)):
             raise

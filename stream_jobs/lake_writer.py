@@ -375,12 +375,16 @@ def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
     """The rows in Arrow; those with a value that no column can hold are buried and taken out of `rows`."""
     try:
         return table.arrow(rows)
+    except MemoryError:
+        raise  # Arrow's is an ArrowException too
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         good = []
         for row in rows:
             try:
                 table.arrow([row])
                 good.append(row)
+            except MemoryError:
+                raise
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as e:
                 bury(row, f"table {table.name}: {type(e).__name__}: {e}")
         rows[:] = good

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from schemas import tokens
@@ -87,11 +87,13 @@ def _why_not(
             return "log-probabilities of redacted tokens"  # NaN is what tells the trainer which ones not to train
         if len(redacted) == count:
             return "all sampled tokens were redacted"
-        finite = math.isfinite(sum(p for i, p in enumerate(logprobs) if i not in redacted))
+        sampled: Sequence[float] = [p for i, p in enumerate(logprobs) if i not in redacted]
     else:
-        finite = math.isfinite(sum(array("f", step.response_logprobs)))  # twice as fast; the byte order of this machine
-    if not finite:
+        sampled = array("f", step.response_logprobs)  # twice as fast; the byte order of this machine
+    if not math.isfinite(sum(sampled)):
         return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
+    if max(sampled) > 0:
+        return "log-probabilities above 0"
     if not spans:
         return "version not certain"
     if len({str(v) for v in known}) != len(labels):

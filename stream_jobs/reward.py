@@ -37,6 +37,8 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
         said = rule.function(trajectory)
         values = {None: said} if not isinstance(said, Mapping) else dict(said)
         checked = {step: _checked(step, value, steps) for step, value in values.items()}
+    except MemoryError:
+        raise  # of this process; a child that ran out of it says so otherwise
     except Exception as e:  # noqa: BLE001 - a user's function: what it raises is the reason, on the record
         yield _reward(trajectory, rule, created_at, reason=reason_text(e))
         return

@@ -66,7 +66,7 @@ class Redaction:
         self._redactor, self._vocabularies, self._failed = redactor, vocabularies, failed
 
     async def redacted(self, record: R) -> R:
-        """What is kept of a record. Never raises, except when it is cancelled."""
+        """What is kept of a record. Raises nothing but MemoryError, except when it is cancelled."""
         if _size(record) > THREAD_BYTES or (isinstance(record, Step) and self._must_load(record)):
             return await asyncio.to_thread(self.redacted_at_once, record)
         return self.redacted_at_once(record)
@@ -75,6 +75,8 @@ class Redaction:
         """The same on the caller's thread: for small records without tokens."""
         try:
             return self._redactor.redact(record)
+        except MemoryError:
+            raise  # nothing is kept, and nobody is told that it was
         except Exception as error:  # noqa: BLE001 - a rule may be anybody's; nothing it saw may be kept, not even its message
             self._failed()
             return emptied(record, type(error).__name__)

@@ -43,6 +43,8 @@ class Vocabulary:
             said = orjson.loads(file.read_bytes())
             within = {name: _within_a_text(said.get(name)) for name in ("normalizer", "pre_tokenizer")}
             tokenizer = Tokenizer.from_buffer(orjson.dumps(said | within))
+        except MemoryError:
+            raise
         except Exception as error:  # the library raises nothing more exact, and the file may be anything
             raise TokenizerUnusable(f"{file}: {type(error).__name__}: {error}") from error
         tokenizer.no_padding()

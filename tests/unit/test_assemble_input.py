@@ -50,6 +50,7 @@ def test_what_would_make_our_own_records_too_large_is_buried(source: Source, eve
         ({"version_first": "q/3.0", "version_last": "q/3.0"}, "sampled by version q/3.0 of another run"),
         ({"response_token_ids": b"", "response_logprobs": b""}, "no sampled tokens"),
         ({"response_logprobs": pack_logprobs([float("nan")])}, "log-probabilities that are not finite"),
+        ({"response_logprobs": pack_logprobs([0.5])}, "log-probabilities above 0"),
         ({"response_logprobs": pack_logprobs([float("-inf")])}, "log-probabilities that are not finite"),
     ],
 )

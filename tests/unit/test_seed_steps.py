@@ -164,6 +164,8 @@ BAD: list[tuple[Any, int, str]] = [
     ({"steps": [step(rollout_log_probs=[-1.0])]}, 422, "steps.0.rollout_log_probs"),
     ({"steps": [step(rollout_log_probs=[float("-inf"), -1.0, -1.0])]}, 422, "steps.0.rollout_log_probs.0"),
     ({"steps": [step(rollout_log_probs=[1e300, -1.0, -1.0])]}, 422, "steps.0.rollout_log_probs.0"),
+    ({"steps": [step(rollout_log_probs=[-1.0, 0.5, -1.0])]}, 422, "steps.0.rollout_log_probs.1"),
+    ({"steps": [step(rollout_log_probs=[-1.0, -1.0, float("nan")])]}, 422, "steps.0.rollout_log_probs.2"),
     ({"steps": [step(reward=1e9)]}, 422, "steps.0.reward"),
     ({"steps": [step(), step(reward=1e9, is_last=True)]}, 422, "steps.1.reward"),
     ({"steps": [step(reward=float("nan"))]}, 422, "steps.0.reward"),

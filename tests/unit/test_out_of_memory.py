@@ -1,0 +1,74 @@
+"""Out of memory is no fault of a record: it ends the process, and never becomes a dead letter, a missing reward or an emptied record."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+import pyarrow as pa
+import pytest
+
+from gateway.seed_reward import score_of
+from schemas.codec import Codec
+from schemas.named_function import Named
+from stream_jobs.assess import assessment_of
+from stream_jobs.index import STEPS
+from stream_jobs.lake_writer import storable_rows
+from stream_jobs.reward import rewards_of
+from stream_jobs.trial import Worker, session, step
+
+
+def hungry(*_: Any) -> Never:
+    raise MemoryError
+
+
+class Key(bytes):
+    """A Kafka key for which there is no memory."""
+
+    __hash__ = bytes.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        hungry()
+
+
+class Table:
+    """A table whose rows do not fit into memory."""
+
+    name = "steps"
+
+    def arrow(self, _: Any) -> Never:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+
+def test_the_fold_of_assemble_does_not_bury_the_record() -> None:
+    worker = Worker()
+    with pytest.raises(MemoryError):
+        worker.fold.record(STEPS, 0, 0, Key(b"k"), step("k", 0))
+    assert not worker.fold.seal()
+
+
+def test_rules_do_not_give_their_answer() -> None:
+    trajectory = Worker().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed"))).trajectories["k"]
+    rule: Named[Any] = Named("hungry", "1", hungry)
+    with pytest.raises(MemoryError):
+        list(rewards_of(trajectory, rule, 0))
+    with pytest.raises(MemoryError):
+        assessment_of(trajectory, [rule], 0)
+    with pytest.raises(MemoryError):
+        score_of(rule, trajectory)
+
+
+def test_the_lake_does_not_bury_the_rows() -> None:
+    buried: list[Any] = []
+    with pytest.raises(MemoryError):
+        storable_rows(Table(), [], lambda *letter: buried.append(letter))  # type: ignore[arg-type]
+    assert buried == []
+
+
+def test_a_record_is_not_taken_for_undecodable() -> None:
+    class Value(bytes):
+        def __getitem__(self, at: Any) -> Any:
+            return hungry() if at == slice(None, 2) else bytes.__getitem__(self, at)
+
+    codec = Codec()
+    with pytest.raises(MemoryError):
+        codec.decode(Value(codec.encode(step("k", 0))))
