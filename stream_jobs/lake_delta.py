@@ -157,12 +157,8 @@ def create(
     history: timedelta,
     storage_options: Mapping[str, str],
 ) -> None:
-    """Make a table unless it is there. stats: columns with file statistics.
-
-    They come first: deltalake 1.6 loses the statistics of every column behind a struct column.
-    """
+    """Make a table unless it is there. stats: columns with file statistics."""
     where = table_uri(uri, name)
-    schema = pa.schema(sorted(schema, key=lambda field: field.name not in stats))
     if exists(where, storage_options):
         return
     try:
