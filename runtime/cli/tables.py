@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, settings_of
 
+if TYPE_CHECKING:
+    from schemas.settings import Settings
+
 app = group("The tables of the lake.")
 Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
+
+
+def _settings(config: Path | None, words: list[str] | None, sets: list[str] | None) -> Settings:
+    """The settings of words and of `--set`, which every command takes: some have an optional TABLE where words would be."""
+    return settings_of(config, [*(words or ()), *(sets or ())])
 
 
 @contextmanager
@@ -35,9 +44,9 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
 
 
 @app.command("list")
-def tables_list(words: Words = None, config: Config = None, output: Form = "table") -> None:
+def tables_list(words: Words = None, config: Config = None, sets: Set = None, output: Form = "table") -> None:
     """Rows, files, bytes, version and newest row of each table."""
-    settings = settings_of(config, words)
+    settings = _settings(config, words, sets)
     with _errors():
         _print(load("stream_jobs.lake_versions").tables(settings), output)
 
@@ -47,11 +56,12 @@ def history(
     table: Annotated[str, typer.Argument(help="Table.")],
     words: Words = None,
     config: Config = None,
+    sets: Set = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
     output: Form = "table",
 ) -> None:
     """The newest commits of a table."""
-    settings = settings_of(config, words)
+    settings = _settings(config, words, sets)
     with _errors():
         entries = load("stream_jobs.lake_versions").history(settings, table, limit)
     if output == "table":
@@ -63,8 +73,8 @@ def history(
 def repair(
     table: Annotated[str, typer.Argument(help="Table.")],
     words: Words = None,
-    sets: Set = None,
     config: Config = None,
+    sets: Set = None,
     check: Annotated[bool, typer.Option("--check", help="Only say which files can't be read.")] = False,
     accept_loss: Annotated[
         bool,
@@ -72,7 +82,7 @@ def repair(
     ] = False,
 ) -> None:
     """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
-    settings = settings_of(config, [*(words or ()), *(sets or ())])
+    settings = _settings(config, words, sets)
     module = load("stream_jobs.lake_repair")
     with _errors():
         if check:
@@ -98,7 +108,7 @@ def repair(
 @app.command()
 def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
     """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
-    settings = settings_of(config, sets)
+    settings = _settings(config, None, sets)
     care = load("stream_jobs.lake_care")
     with _errors():
         for done in care.care(settings, None if table is None else [_known(table)]):
@@ -112,7 +122,7 @@ def compact(table: Name = None, sets: Set = None, config: Config = None) -> None
 @app.command()
 def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
     """Delete files that no version within lake.history_days and no kept pin needs."""
-    settings = settings_of(config, sets)
+    settings = _settings(config, None, sets)
     care, versions = load("stream_jobs.lake_care"), load("stream_jobs.lake_versions")
     with _errors():
         for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
@@ -123,20 +133,21 @@ def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
 def pin(
     words: Words = None,
     config: Config = None,
+    sets: Set = None,
     keep: Annotated[
         str | None, typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`.")
     ] = None,
 ) -> None:
     """Print the versions of all tables now, as JSON: what `sql --at` takes."""
-    settings = settings_of(config, words)
+    settings = _settings(config, words, sets)
     with _errors():
         typer.echo(json.dumps(load("stream_jobs.lake_versions").pin(settings, keep)))
 
 
 @app.command()
-def pins(words: Words = None, config: Config = None) -> None:
+def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
     """The kept pins."""
-    settings = settings_of(config, words)
+    settings = _settings(config, words, sets)
     with _errors():
         for name, found in sorted(load("stream_jobs.lake_versions").pins(settings).items()):
             typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
@@ -144,10 +155,13 @@ def pins(words: Words = None, config: Config = None) -> None:
 
 @app.command()
 def unpin(
-    name: Annotated[str, typer.Argument(help="Of `pin --keep`.")], words: Words = None, config: Config = None
+    name: Annotated[str, typer.Argument(help="Of `pin --keep`.")],
+    words: Words = None,
+    config: Config = None,
+    sets: Set = None,
 ) -> None:
     """Let the files of a kept pin go."""
-    settings = settings_of(config, words)
+    settings = _settings(config, words, sets)
     with _errors():
         load("stream_jobs.lake_versions").unpin(settings, name)
 

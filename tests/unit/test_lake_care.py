@@ -8,12 +8,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deltalake import DeltaTable
 
+from runtime.cli.tables import app
 from schemas import events
 from schemas.avro_types import expanded
 from schemas.codec import shipped
@@ -424,3 +426,12 @@ def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("make room: the lake goes on by itself") >= 3
+
+
+def test_every_tables_command_takes_set() -> None:
+    without = [
+        c.callback.__name__
+        for c in app.registered_commands
+        if c.callback and "sets" not in signature(c.callback).parameters
+    ]
+    assert len(app.registered_commands) >= 8 and without == []
