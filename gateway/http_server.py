@@ -43,6 +43,8 @@ MIN_BYTES_PER_S = 4096
 """A body that comes faster may take longer than gateway.client_timeout_s."""
 LINGER_S = 5.0
 """So long a client may go on sending behind its reply what nobody reads. Closing at once could cost it the reply."""
+CONNECTION = (b"connection", b"proxy-connection")
+"""The parser reads the second like the first."""
 LOOK_S = 0.05
 """How often a client that sends no more is looked at: whether it has left altogether."""
 
@@ -256,7 +258,7 @@ class ServerConnection(asyncio.Protocol):
         method, self._parser, self._upgrades = self._parser.get_method(), httptools.HttpRequestParser(self), False
         lines = [method + b" " + self._url + b" HTTP/1.1"]
         for name, value in self._headers:
-            if name == b"connection":
+            if name in CONNECTION:
                 value = b",".join(
                     t for t in value.split(b",") if t.strip().lower() not in (b"upgrade", b"http2-settings")
                 )

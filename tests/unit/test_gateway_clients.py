@@ -217,6 +217,16 @@ def test_javas_offer_of_http2_is_ignored(play: Play, split: bool) -> None:
     play(scenario, Script([HI]))
 
 
+@pytest.mark.parametrize("line", [b"Proxy-Connection: Upgrade", b"Connection: ,upgrade\t", b"CONNECTION: a, UPGRADE"])
+def test_an_offer_to_upgrade_is_ignored_however_it_is_written(play: Play, line: bytes) -> None:
+    async def scenario(w: Trial) -> None:
+        async with connected(w.url) as client:
+            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n" + line + b"\r\n" + H2C + b"\r\n")
+            assert b" 200 " in (await client.reply())[0]
+
+    play(scenario, Script([HI]))
+
+
 def test_a_websocket_is_still_refused_with_426(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with connected(w.url) as client:
