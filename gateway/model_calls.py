@@ -42,9 +42,8 @@ class ModelCalls:
             return
         if scope["method"] == "HEAD":  # the server leaves the body out
             scope = {**scope, "method": "GET"}
-        for name, value in scope["headers"]:
-            if name == b"content-encoding":
-                receive = decoded(receive, value.decode("latin-1"))
+        if encodings := [value for name, value in scope["headers"] if name == b"content-encoding"]:
+            receive = decoded(receive, b", ".join(encodings).decode("latin-1"))
         path = scope["path"]
         if self._base_path and f"{path}/".startswith(f"{self._base_path}/"):
             path = path[len(self._base_path) :] or "/"
