@@ -29,6 +29,7 @@ from stream_jobs.errors import LakeDamaged, LakeError, SqlError
 from stream_jobs.lake_delta import flaw_of_table, open_table
 from stream_jobs.lake_versions import versions_of
 from stream_jobs.sql import THREADS, batches_of, connect, table_at_fault
+from stream_jobs.sql_columns import ASKS
 from stream_jobs.sql_query import too_large
 
 BATCH_ROWS = 1024
@@ -53,7 +54,8 @@ def main() -> None:
 
 
 def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
-    connection = connect(settings, None if at is None else versions_of(settings, at))
+    versions = None if at is None else versions_of(settings, at)
+    connection = connect(settings, versions, with_comments=ASKS.search(query) is not None)
     limit(settings.lake)
     os.dup2(1, 2)  # nor are a library's last words when its memory ends
     try:

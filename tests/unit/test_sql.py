@@ -24,7 +24,8 @@ from stream_jobs.errors import SqlError
 from stream_jobs.lake import LakeMissing, LakeTaken
 from stream_jobs.lake_delta import commit, create, open_table
 from stream_jobs.lake_tables import catalog
-from stream_jobs.sql import connect
+from stream_jobs.sql import connect, connect_empty
+from stream_jobs.sql_columns import VIEW_COLUMNS
 from stream_jobs.sql_query import run_sql, write_sql
 
 
@@ -93,6 +94,29 @@ def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
     ]
     assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [{"oldest_sync_index": 1, "avg(reward)": 0.75}]
     assert run_sql(settings, f"{query} limit 1", "csv") == "oldest_sync_index,avg(reward)\n1,0.75"
+
+
+def test_duckdb_shows_what_each_column_means(settings: Settings, lake: SmallLake) -> None:
+    query = "select table_name, column_name, comment from duckdb_columns() where not internal"
+    said = json.loads(run_sql(settings, query, "json"))
+    comments = {(row["table_name"], row["column_name"]): row["comment"] for row in said}
+    assert comments["steps_raw", "version_first"] == "Engine's label when the call began; used when there are no spans."
+    assert comments["steps", "version_first"] == comments["steps_raw", "version_first"]
+    assert comments["trajectories", "steps"] == "Number of steps."
+    assert comments["trajectories_raw", "steps"] == "Steps by index."
+    assert comments["lineage_steps", "trained"] == "True: its tokens were trained."
+    assert [column for column, comment in comments.items() if not comment] == []
+
+
+def test_a_damaged_table_leaves_the_comments(settings: Settings, lake: SmallLake) -> None:
+    (settings.data_dir / "lake" / "rewards" / "_delta_log" / f"{0:020}.json").write_text("{")
+    query = "select comment from duckdb_columns() where table_name = 'trajectories' and column_name = 'steps'"
+    assert json.loads(run_sql(settings, query, "json")) == [{"comment": "Number of steps."}]
+
+
+def test_every_described_column_of_a_view_is_there() -> None:
+    for view, columns in VIEW_COLUMNS.items():
+        assert columns.keys() <= set(connect_empty().table(view).columns), view
 
 
 def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
