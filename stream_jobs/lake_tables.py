@@ -78,7 +78,7 @@ class Table:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        return (*(avro_columns(self.record) if self.record is not None else ()), *self.more, *_PLACE)
+        return (*(avro_columns(self.record) if self.record is not None else ()), *self.more, *PLACE)
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -150,7 +150,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
     return fed or ()
 
 
-_PLACE = (
+PLACE = (
     column("kafka_topic_id", pa.string(), "Id of the topic the record was read from: a topic made anew has another."),
     column("kafka_partition", pa.int32(), "Partition it was read from."),
     column("kafka_offset", pa.int64(), "Its offset."),
