@@ -19,7 +19,7 @@ from runtime.kafka import Ack
 from runtime.records import Decoder, cluster_of, now_micros
 from schemas.codec import Event
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import AdmissionPolicy, Candidate, DeadLetterResolved, SchemaPublished
+from schemas.events import AdmissionPolicy, Candidate, DeadLetterResolved, FailedCall, SchemaPublished
 from schemas.record_json import from_json, to_json
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
@@ -70,6 +70,8 @@ def key_of(event: Event) -> bytes:
     """The Kafka key that a record of ours has."""
     if isinstance(event, SchemaPublished):
         return event.fingerprint.encode()
+    if isinstance(event, FailedCall) and event.trajectory_key is None:
+        return event.event_id.encode()
     key: str = (
         event.trajectory_key if hasattr(event, "trajectory_key") and not isinstance(event, Candidate) else event.run_id
     )

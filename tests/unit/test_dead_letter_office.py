@@ -1,0 +1,18 @@
+"""What may be sent again from the dead letters."""
+
+from __future__ import annotations
+
+import pytest
+
+from schemas.settings import Settings
+from stream_jobs.dead_letter_office import NotSendable, check, key_of
+from stream_jobs.trial import failed_call
+
+
+@pytest.mark.parametrize(("trajectory", "key"), [("t", b"t"), (None, b"None~F0")])
+def test_a_failed_call_goes_back_under_the_key_that_it_had(trajectory: str | None, key: bytes) -> None:
+    event = failed_call(trajectory)
+    assert key_of(event) == key
+    check(Settings(), "claw.steps", key, event, None)
+    with pytest.raises(NotSendable, match="repair it"):
+        check(Settings(), "claw.steps", b"another", event, None)
