@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runtime.errors import InUse, PlumbingError
 from schemas.errors import SettingsError
 
 
@@ -126,7 +127,7 @@ class SpoolFull(NotRecorded):
     """Kafka is away and the spool has no room: see gateway.spool_max_bytes, and the free space of its disk."""
 
 
-class SpoolFailed(NotRecorded):
+class SpoolFailed(NotRecorded, PlumbingError):
     """The disk under the spool refused to write."""
 
 
@@ -134,7 +135,7 @@ class RecordTooLarge(NotRecorded):
     """The record is larger than Kafka takes."""
 
 
-class SpoolTaken(GatewayError):
+class SpoolTaken(GatewayError, InUse):
     """Another process uses this spool directory. Give every gateway its own gateway.gateway_id."""
 
 

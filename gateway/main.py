@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from gateway.bus import KafkaBus, Message
 from gateway.demand_feed import DemandFeed
 from gateway.errors import GatewayError
 from gateway.http_server import server_config
+from gateway.spool import lock
 from gateway.worker_feed import WorkerFeed
 from gateway.workers import WorkerTable
 from runtime.lifecycle import run_async
@@ -60,6 +62,8 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
 
     Kafka need not be there at the start: after a short wait for it calls are spooled until it is.
     """
+    # The web server takes it too, but ends with a code and a traceback of its own when it cannot.
+    os.close(lock(settings.spool_dir / settings.gateway.gateway_id))
     listening = listen(settings.gateway.host, settings.gateway.port)
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
     bus = KafkaBus(cluster, topics.steps, settings.gateway.produce_timeout_s)

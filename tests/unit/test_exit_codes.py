@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gateway.errors import SpoolFailed, SpoolTaken
+from gateway.spool import lock
 from runtime.errors import PlumbingError
 from runtime.exit_codes import MEANINGS, NO_RESTART, exit_code
 from runtime.kafka import Fenced, KafkaError, SourceTruncated, Unavailable
@@ -23,6 +26,7 @@ ROOT = Path(__file__).parents[2]
     [
         (SettingsError(), 2), (Unavailable(), 69), (KafkaError(), 1), (PlumbingError(), 1), (AlreadyRunning(), 75), (PortTaken(), 75),
         (Fenced(), 78), (SourceTruncated(), 79), (ValueError(), 70), (MemoryError(), 70),
+        (SpoolTaken(""), 75), (SpoolFailed(""), 1),
     ],
 )  # fmt: skip
 def test_each_error_has_its_code(error: Exception, code: int) -> None:
@@ -55,3 +59,16 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code and '"error": "why"' in done.stderr
     assert ('"exception": ' in done.stderr) == has_traceback
+
+
+def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path) -> None:
+    held = lock(tmp_path / "spool" / "gateway-0")
+    try:
+        words = ["gateway", f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
+        done = subprocess.run(
+            [sys.executable, "-m", "runtime.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    finally:
+        os.close(held)
+    assert done.returncode == 75
+    assert "give every gateway its own gateway.gateway_id" in done.stderr and "Traceback" not in done.stderr
