@@ -27,7 +27,7 @@ from runtime.broker_directory import format_new, last_lines, new_cluster_id, wri
 from runtime.broker_process import BrokerError, Jvm, ask_cluster
 from runtime.durable_file import fsync_path
 from runtime.jars import Java, jars_stamp
-from runtime.ports import check_free
+from runtime.ports import PortTaken, check_free
 from runtime.telemetry import logger
 
 _HEAP_MB = 200
@@ -186,7 +186,7 @@ def _free_port() -> int:
         try:
             check_free(config.LOOPBACK, port, "the training run", "broker.port")
             check_free(config.LOOPBACK, port + 1, "the training run", "broker.port")
-        except BrokerError:
+        except PortTaken:
             continue
         return port
     raise StartCacheError(f"no start cache: found no free port for its training run in {_PORT_TRIES} tries")

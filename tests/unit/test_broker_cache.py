@@ -1,7 +1,9 @@
 """The start cache: what it is named by, and that a failed making leaves nothing. No real Java."""
 
 import fcntl
+import random
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -113,3 +115,12 @@ def test_one_process_makes_it(tmp_path: Path, java: Callable[[str], Java]) -> No
 def test_a_build_of_java_is_told_from_others() -> None:
     told = "Property settings:\n    java.home = /opt/java\n    java.vm.vendor = V\n    java.vm.name = N\n    user.name = me\n"
     assert java_build(told + "    java.vm.version = 17.0.1+2\n") == "/opt/java V N 17.0.1+2"
+
+
+def test_a_training_run_takes_another_port_where_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = random.sample(broker_cache._PORTS, 50)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        monkeypatch.setattr(random, "sample", lambda *_: [busy.getsockname()[1], *others])
+        assert broker_cache._free_port() in others
