@@ -27,6 +27,7 @@ from gateway.sessions import Origin
 from schemas.errors import InvalidId
 from schemas.events import Channel, Curation, Reward, RewardSource, SessionEvent
 from schemas.ids import check_trajectory_key, is_unnamed, key_of_step, new_event_id, new_ulid, stable_id
+from schemas.settings import GatewaySettings
 
 ULID = re.compile("[0-9A-HJKMNP-TV-Z]{26}")
 STEP_ID = re.compile(rf".+~{ULID.pattern}\.\d{{1,9}}")
@@ -251,6 +252,13 @@ def _of_one_trajectory(key: str, field: str) -> None:
         )
 
 
+def public_url(gateway: GatewaySettings, request: Request) -> str:
+    """What the base URLs that agents are given begin with, without a slash at its end."""
+    if gateway.public_url is not None:
+        return gateway.public_url.rstrip("/")
+    return str(request.base_url).rstrip("/") + gateway.base_path
+
+
 def control_routes(parts: Parts) -> APIRouter:
     """Routes of sessions, trajectories, rewards and curations."""
     router, recorder, door = APIRouter(), Recorder(parts), parts.door
@@ -273,10 +281,7 @@ def control_routes(parts: Parts) -> APIRouter:
         found = door.origin(caller, header_map(request.scope), key, said.group_id, run=said.run_id)
         new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
-        public = parts.settings.gateway.public_url
-        if public is None:
-            public = str(request.base_url).rstrip("/") + parts.settings.gateway.base_path
-        public = public.rstrip("/")
+        public = public_url(parts.settings.gateway, request)
         return {
             "session_key": door.mint(caller, new),
             "trajectory_key": key,

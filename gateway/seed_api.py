@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.calls import NO_TOKENS, Parts, header_map, read_body
-from gateway.control import Complete, GiveReward, Recorder, Register
+from gateway.control import Complete, GiveReward, Recorder, Register, public_url
 from gateway.disconnect import Client
 from gateway.door import Caller
 from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
@@ -142,8 +142,7 @@ def seed_routes(parts: Parts) -> APIRouter:
     async def init_trajectory(request: Request) -> dict[str, str]:
         parts.door.authenticate(header_map(request.scope), "agent")
         uid = uuid.uuid4().hex
-        base = (gateway.public_url or str(request.base_url)).rstrip("/")
-        return {"trajectory_uid": uid, "base_url": f"{base}/{uid}/{uid}/v1"}
+        return {"trajectory_uid": uid, "base_url": f"{public_url(gateway, request)}/{uid}/{uid}/v1"}
 
     return router
 

@@ -102,6 +102,9 @@ def test_a_base_path_stands_before_all_paths(play: Play) -> None:
         assert session["base_url"] == w.url + "/api/openai/v1"
         async with w.http.post(session["path_base_url"] + "/chat/completions", json=SAID) as reply:
             assert reply.status == 200
+        async with w.http.post(w.url + "/api/openai/init_trajectory") as reply:
+            begun = await reply.json()
+        assert begun["base_url"].startswith(f"{w.url}/api/openai/{begun['trajectory_uid']}/")
         async with w.http.get(w.url + "/api/openai/docs") as reply:
             assert reply.status == 200 and "/embeddings" in (await reply.json())["paths"]
         async with w.http.get(w.url + "/api/openai/nowhere") as reply:
