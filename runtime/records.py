@@ -85,16 +85,20 @@ class Decoder:
         self._read_to = 0
 
     def decode(self, value: bytes | None) -> Event:
-        """The record. Raises Undecodable, or UnknownSchema after a look-up."""
+        """The record. Raises Undecodable, or UnknownSchema after a look-up. Blocking: while Kafka is away, for 30 s."""
         try:
             return self.codec.decode(value)
         except UnknownSchema:
-            if not self._look_up():
+            if not self.look_up():
                 raise
             return self.codec.decode(value)
 
-    def _look_up(self) -> bool:
-        """Learn the schemas that were announced; False when there was nothing new to read."""
+    def knows(self, value: bytes | None) -> bool:
+        """Whether `codec` alone decodes the value, or tells why nothing does."""
+        return self.codec.knows(value)
+
+    def look_up(self) -> bool:
+        """Learn the schemas that were announced (blocking); False when there was nothing new to read. Raises Unavailable."""
         now = time.monotonic()
         if self._read_at is None or now - self._read_at >= REFRESH_INTERVAL_S:
             self._read_at, self._read_to = now, 0
@@ -146,7 +150,7 @@ def reason_of(error: Exception) -> str:
 
 
 def decode_all(
-    decoder: Decoder, records: Iterable[Record], bury: Callable[[Record, str, str], None]
+    decoder: Decoder | Codec, records: Iterable[Record], bury: Callable[[Record, str, str], None]
 ) -> list[tuple[Record, Event]]:
     """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. A tombstone says nothing: it is one."""
     out = []

@@ -261,6 +261,15 @@ class Codec:
         """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
         return self._writer_of(value)[0].name
 
+    def knows(self, value: bytes | None) -> bool:
+        """Whether the schema of a value's writer is known. True for what names none: no schema makes that readable."""
+        try:
+            return value is None or bool(self._writer_of(value))
+        except UnknownSchema:
+            return False
+        except Undecodable:
+            return True
+
     def is_tick(self, value: bytes | None) -> bool:
         """Whether the record is one, without decoding it. What can't be read is none."""
         try:

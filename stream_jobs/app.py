@@ -53,7 +53,7 @@ from faust.types import TP
 from runtime.kafka import Cluster, Record
 from runtime.lifecycle import die, run_async
 from runtime.readiness import ready
-from runtime.records import cluster_of, create_topics
+from runtime.records import Decoder, cluster_of, create_topics
 from runtime.telemetry import Seldom, logger
 from schemas.settings import Settings
 from stream_jobs.answers import Answers
@@ -61,6 +61,7 @@ from stream_jobs.assembler import Assembler, worker_name
 from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
 from stream_jobs.inbox import Fetched, Inbox
 from stream_jobs.rewarder import Rewarder
+from stream_jobs.schema_wait import SchemaWait
 
 FETCH_WAIT_MS = 250
 """aiokafka has one fetch in flight a broker; at Faust's fixed 1500 ms an idle partition would hold up the busy ones that long. Each fetch
@@ -81,10 +82,14 @@ NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Job(Protocol):
-    """What runs on the shell. inputs: topics with equal partition counts; all are read together. An exception ends the process."""
+    """What runs on the shell. An exception ends the process.
+
+    inputs: topics with equal partition counts; all are read together. decoder: looks up the schemas of records before `process` gets them.
+    """
 
     inputs: tuple[str, ...]
     tick_interval_s: float
+    decoder: Decoder
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """The worker has these partitions now. Returns (topic, partition) to first offset; committed offsets hold for the others."""
@@ -141,6 +146,7 @@ class Shell:
         self._done: dict[TP, int] = {}
         self._revokes = 0
         self._busy = asyncio.Lock()
+        self._schema_wait = SchemaWait(job.decoder, self._busy, self._process_partition, self._pause)
         self._stopping = False
         self._app = _make_app(settings, group)
         self._app.transport.Consumer = partial(_Consumer, positions=self._position, take=self._take)
@@ -172,6 +178,7 @@ class Shell:
             task.cancel()
         self._stopping = True
         self._job.stop()
+        self._schema_wait.drop()
         async with self._busy:
             logger().info("stopping")
         try:
@@ -210,6 +217,7 @@ class Shell:
         try:
             self._revokes += 1
             self._positions = {}
+            self._schema_wait.drop()
             await self._job.revoked()
             await self._commit()
         except Exception as e:  # noqa: BLE001 - protocol point 6
@@ -219,6 +227,7 @@ class Shell:
         """Awaited by Faust before it seeks and lets records flow."""
         try:
             before = (self._app.consumer_generation_id, self._revokes)
+            self._schema_wait.drop()
             await self._job.revoked()
             assignment = self._app.consumer.assignment()
             partitions = sorted({tp.partition for tp in assignment})
@@ -273,13 +282,20 @@ class Shell:
             if generation == now:
                 for tp, records in fetched.items():
                     by_partition.setdefault(tp.partition, []).extend(map(_record, records))
-        await asyncio.gather(*(self._process_partition(p, records) for p, records in by_partition.items()))
+        known = {p: records for p, records in by_partition.items() if not self._schema_wait.takes(p, records)}
+        await asyncio.gather(*(self._process_partition(p, records) for p, records in known.items()))
 
     async def _process_partition(self, partition: int, records: Sequence[Record]) -> None:
         generation = self._app.consumer_generation_id
         done = await self._job.process(partition, records)
         if generation == self._app.consumer_generation_id:
             self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
+
+    def _pause(self, partition: int, pause: bool) -> None:
+        """Stop or start fetching a partition of all inputs."""
+        consumer = self._app.consumer
+        places = {TP(topic, partition) for topic in self._job.inputs} & consumer.assignment()
+        (consumer.pause_partitions if pause else consumer.resume_partitions)(places)
 
 
 def _record(r: Any) -> Record:

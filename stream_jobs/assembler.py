@@ -51,10 +51,11 @@ class Assembler:
         self.inputs: tuple[str, ...] = (topics.steps, topics.rewards)
         self.tick_interval_s = jobs.tick_interval_s
         self._write_ticks = jobs.write_ticks
+        self.decoder = Decoder(cluster, topics.schemas)
         self._shared = Shared(
             cluster=cluster,
             producer=cluster.producer(),
-            decoder=Decoder(cluster, topics.schemas),
+            decoder=self.decoder,
             topics=topics,
             limits=limits_of(settings),
             worker=worker_name(jobs),

@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.kafka import Cluster, Record, SourceTruncated
 from runtime.records import Decoder, reason_of
+from schemas.codec import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.events import SessionEvent, Step
 from stream_jobs.judge import Bad
@@ -29,6 +30,14 @@ def refuse_truncated(cluster: Cluster, topic: str, partition: int, expected: int
         )
 
 
+def decoded(decoder: Decoder | Codec, record: Record) -> Any:
+    """What a record says, or Bad. With a Codec no schema is looked up: it never blocks."""
+    try:
+        return decoder.decode(record.value)
+    except (Undecodable, UnknownSchema) as e:
+        return Bad(reason_of(e), str(e))
+
+
 GAP = 64
 """Offsets: a longer gap is skipped and not read. To go to another offset costs about 3 ms, as much as reading so many records of 20 kB."""
 
@@ -42,17 +51,10 @@ class InputLog:
     topic: str
     partition: int
 
-    def decoded(self, record: Record) -> Any:
-        """What a record says, or Bad."""
-        try:
-            return self.decoder.decode(record.value)
-        except (Undecodable, UnknownSchema) as e:
-            return Bad(reason_of(e), str(e))
-
     def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, Kept]]:
         """Payload by offset, as far as it is still there, one record in memory at a time. starts: offset to `start` of `payload_of`."""
         for record in self.records(sorted(starts)):
-            event = self.decoded(record)
+            event = decoded(self.decoder, record)
             if isinstance(event, Step):
                 yield record.offset, payload_of(event, provenance(event), starts[record.offset])
             elif isinstance(event, SessionEvent):

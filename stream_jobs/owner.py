@@ -19,7 +19,7 @@ from stream_jobs import state_log
 from stream_jobs.assemble import Fold
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
 from stream_jobs.index import REWARDS, STEPS, Burial, Entry, Key, Open, Source
-from stream_jobs.input_log import InputLog, refuse_truncated
+from stream_jobs.input_log import InputLog, decoded, refuse_truncated
 from stream_jobs.judge import Limits
 from stream_jobs.payload import Kept, PayloadCache
 from stream_jobs.state_log import StateLog, counts, state_record
@@ -185,15 +185,17 @@ class Owner:
     # -- 2 to 5: a batch
 
     async def process(self, records: Iterable[tuple[Source, Record]]) -> None:
-        """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged."""
+        """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged.
+
+        No schema is looked up: the records have waited for theirs (`stream_jobs.schema_wait`).
+        """
+        codec = self._shared.decoder.codec
         for source, record in records:
             if not self._came[source] < record.offset <= self._log.state.applied[source] + 1:
                 await self._refuse_disorder(source, record)
             self._came[source] = record.offset
             self._batch[source, record.offset] = record
-            kept = self._fold.record(
-                source, record.offset, record.timestamp_ms, record.key, self._inputs[source].decoded(record)
-            )
+            kept = self._fold.record(source, record.offset, record.timestamp_ms, record.key, decoded(codec, record))
             if kept is not None:
                 self._cache.put(record.offset, kept)
         entries = self._fold.seal()

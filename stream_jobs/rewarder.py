@@ -103,7 +103,7 @@ class Rewarder:
         self._group = f"{settings.kafka.topic_prefix}-{GROUP}"
         self._cluster = cluster
         self._producer = cluster.producer()
-        self._decoder = Decoder(cluster, self._topics.schemas)
+        self.decoder = Decoder(cluster, self._topics.schemas)
         self._gathers: dict[int, Gather] = {}
         self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
         self._topic_id = ""
@@ -138,7 +138,7 @@ class Rewarder:
         """
         for record in self._cluster.read_all(self._topics.dead_letters, await_open=True):
             with suppress(Undecodable, UnknownSchema):
-                event = self._decoder.decode(record.value)
+                event = self.decoder.decode(record.value)
                 if isinstance(event, DeadLetterResolved) and (
                     (event.sent_topic_id, event.sent_partition, event.sent_offset)
                     == (self._topic_id, partition, offset - 1)
@@ -175,7 +175,7 @@ class Rewarder:
             return {}
         await self._refuse_hole(partition, records)
         buried: list[tuple[Record, str, str]] = []
-        decoded = decode_all(self._decoder, records, lambda *letter: buried.append(letter))
+        decoded = decode_all(self.decoder.codec, records, lambda *letter: buried.append(letter))
         for record, event in decoded:
             if not isinstance(event, Trajectory | StepMark):
                 buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
@@ -187,7 +187,7 @@ class Rewarder:
             acks = await self._answer(whole)
         except PoolStopped:
             return {}  # the job ends: whoever reads on begins here again
-        encode, send = self._decoder.codec.encode, self._producer.send_soon
+        encode, send = self.decoder.codec.encode, self._producer.send_soon
         for record, reason, detail in buried:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
             acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
@@ -216,7 +216,7 @@ class Rewarder:
         return acks
 
     def _send(self, answers: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
-        encode, send = self._decoder.codec.encode, self._producer.send_soon
+        encode, send = self.decoder.codec.encode, self._producer.send_soon
         return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
 
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:

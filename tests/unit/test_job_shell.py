@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from faust.types import TP
 
-from runtime.kafka import Record
+from runtime.kafka import Cluster, Record
+from runtime.records import Decoder
+from schemas.codec import MAGIC, Codec
+from schemas.events import Tick
 from schemas.settings import Settings
 from stream_jobs import app
 from stream_jobs.app import Shell
 from stream_jobs.errors import Overtaken
+
+
+class SchemasTopic:
+    """The schemas topic on a broker that is away until `back` is set."""
+
+    def __init__(self) -> None:
+        self.asked, self.back = threading.Event(), threading.Event()
+        self.records: list[Record] = []
+        self.questions = 0
+
+    def end(self, topic: str, partition: int) -> int:
+        self.questions += 1
+        self.asked.set()
+        self.back.wait(20)
+        return len(self.records)
+
+    def watermarks(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        return {0: (0, len(self.records))}
+
+    def read_all(self, topic: str, first: int) -> list[Record]:
+        return self.records[first:]
 
 
 class Job:
@@ -26,6 +53,8 @@ class Job:
 
     def __init__(self) -> None:
         self.owned: set[int] = set()
+        self.decoder = Decoder(cast(Cluster, SchemasTopic()), "schemas")
+        self.processed: asyncio.Queue[tuple[int, list[int]]] = asyncio.Queue()
         self.begun, self.go = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
 
@@ -42,7 +71,8 @@ class Job:
         self.owned = set()
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
-        return {}
+        self.processed.put_nowait((partition, [r.offset for r in records]))
+        return {r.topic: r.offset for r in records}
 
     async def tick(self) -> None: ...
 
@@ -54,8 +84,17 @@ class Job:
 class Group:
     """What the shell asks of Faust's consumer."""
 
+    def __init__(self) -> None:
+        self.paused: set[TP] = set()
+
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:
         return True
+
+    def pause_partitions(self, places: set[TP]) -> None:
+        self.paused |= places
+
+    def resume_partitions(self, places: set[TP]) -> None:
+        self.paused -= places
 
     def assignment(self) -> set[TP]:
         return {TP(t, p) for t in Job.inputs for p in (0, 1)}
@@ -67,6 +106,15 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     errors: list[BaseException] = []
     monkeypatch.setattr(app, "die", errors.append)
     return errors
+
+
+def fetched(offset: int, value: bytes) -> Any:
+    """A record as aiokafka gives it."""
+    return SimpleNamespace(topic="s", partition=0, offset=offset, timestamp=0, key=None, value=value, headers=())
+
+
+def batch(partitions: Mapping[int, Sequence[Any]], generation: int = 1) -> list[tuple[int, dict[TP, list[Any]]]]:
+    return [(generation, {TP("s", p): list(records) for p, records in partitions.items()})]
 
 
 def shell_of(job: Job, tmp_path: Path) -> Any:
@@ -118,7 +166,7 @@ def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
     async def main() -> None:
         shell = shell_of(Job(), tmp_path)
         place = TP("s", 0)
-        records = [SimpleNamespace(offset=i, key=None, value=b"v", headers=()) for i in range(shell._batch_records + 1)]
+        records = [fetched(i, b"v") for i in range(shell._batch_records + 1)]
         small = asyncio.create_task(shell._take({place: records[:1]}))
         assert await shell._inbox.batch() == [(1, {place: records[:1]})]
         assert not small.done()
@@ -126,3 +174,62 @@ def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
         await shell._take({place: records[1:]})  # a whole batch: there is more where it came from
 
     asyncio.run(main())
+
+
+POISON, KNOWN = MAGIC + b"12345678", Codec().encode(Tick(partition=0))
+
+
+def newer_tick() -> tuple[Record, bytes]:
+    """The announcement of a newer release's schema, and a record that it wrote."""
+    codec = Codec()
+    (published,) = (p for p in codec.published(0) if p.name == "clawstream.Tick")
+    schema = json.loads(published.schema_json)
+    schema["fields"].append({"name": "colour", "type": "string", "default": ""})
+    fingerprint = codec.announce(json.dumps(schema))
+    value = codec.encode(replace(published, fingerprint=fingerprint, schema_json=json.dumps(schema)))
+    return Record("schemas", 0, 0, 0, None, value, {}), MAGIC + bytes.fromhex(fingerprint) + KNOWN[10:] + b"\x06red"
+
+
+def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
+    tmp_path: Path, died: list[BaseException]
+) -> None:
+    """The broker of the schemas topic is away: the others go on, and ticks; what waits stays in order and is bounded."""
+    announcement, newer = newer_tick()
+
+    async def main() -> None:
+        job = Job()
+        schemas, shell = job.decoder._cluster, shell_of(job, tmp_path)
+        assert isinstance(schemas, SchemasTopic)
+        await shell._process(batch({0: [fetched(0, KNOWN), fetched(1, POISON)], 1: [fetched(0, KNOWN)]}))
+        assert await job.processed.get() == (1, [0])
+        assert await asyncio.to_thread(schemas.asked.wait, 20)
+        await shell._process(batch({0: [fetched(2, newer)], 1: [fetched(1, KNOWN)]}))
+        assert await job.processed.get() == (1, [1])
+        assert shell._app.consumer.paused == {TP("s", 0), TP("r", 0)} and job.processed.empty()
+        schemas.records.append(announcement)
+        schemas.back.set()
+        assert await job.processed.get() == (0, [0, 1, 2])
+        async with shell._busy:
+            assert not shell._app.consumer.paused and shell._done[TP("s", 0)] == 3
+        assert job.decoder.knows(newer) and not job.decoder.knows(POISON)
+        assert schemas.questions == 1
+
+    asyncio.run(main())
+    assert not died
+
+
+def test_what_waits_for_a_schema_is_dropped_with_its_partition(tmp_path: Path, died: list[BaseException]) -> None:
+    async def main() -> None:
+        job = Job()
+        schemas, shell = job.decoder._cluster, shell_of(job, tmp_path)
+        assert isinstance(schemas, SchemasTopic)
+        await shell._process(batch({0: [fetched(0, POISON)]}))
+        assert await asyncio.to_thread(schemas.asked.wait, 20)
+        await shell._revoked()
+        shell._app.consumer_generation_id = 2
+        schemas.back.set()
+        await shell._process(batch({0: [fetched(0, KNOWN)]}, generation=2))
+        assert await job.processed.get() == (0, [0]) and job.processed.empty()
+
+    asyncio.run(main())
+    assert not died
