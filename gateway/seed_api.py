@@ -238,6 +238,18 @@ class Generator:
 
     async def generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> Response:
         """The reply, an engine's own error included. Raises GatewayError."""
+        limits, key, tokens = self._parts.limits, caller.key, 0
+        if key is None or not key.limited:
+            return (await self._generate(caller, headers, said))[0]
+        limits.begin(key)
+        try:
+            reply, tokens = await self._generate(caller, headers, said)
+        finally:
+            limits.end(key, tokens)
+        return reply
+
+    async def _generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> tuple[Response, int]:
+        """The reply, and how many tokens it took."""
         asked = COMPLETIONS.request(self._completion(said))
         self._parts.memory.begin()
         held = self._parts.memory.replies.hold()
@@ -250,7 +262,7 @@ class Generator:
                 body = await response.read(held)
                 if response.status >= 400:
                     told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
-                    return Response(body, response.status, told, response.header("content-type"))
+                    return Response(body, response.status, told, response.header("content-type")), 0
                 captured = Captured(NO_TOKENS[response.worker.kind])
                 body = captured.trail(body, response.header(capture.OWN_BODY))
                 answer = COMPLETIONS.answer(asked, response.worker.kind, body)
@@ -263,7 +275,8 @@ class Generator:
         finish = captured.finish(0, asked)
         tokens = choice.tokens or captured.tokens(0, asked)
         reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
-        return Response(orjson.dumps(reply), media_type="application/json")
+        used = len(said.prompt_ids) + len(reply["token_ids"])
+        return Response(orjson.dumps(reply), media_type="application/json"), used
 
     def _completion(self, said: Generate) -> bytes:
         """The body of the completions call. Raises BadRequest or Unprocessable."""

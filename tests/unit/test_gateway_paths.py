@@ -182,6 +182,21 @@ def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None
         key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
 
 
+def test_generate_counts_for_the_limits_of_a_key(play: Play, tmp_path: Path) -> None:
+    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6, calls_at_once=1)
+    asked = {"prompt_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
+
+    async def scenario(w: Trial) -> None:
+        sent = {"authorization": f"Bearer {token}"}
+        async with w.http.post(w.url + "/generate", json=asked, headers=sent) as reply:
+            assert reply.status == 200 and len((await reply.json())["token_ids"]) == 3
+        for path in ("/generate", "/v1/chat/completions"):
+            async with w.http.post(w.url + path, json=asked | SAID, headers=sent) as reply:
+                assert reply.status == 429 and int(reply.headers["retry-after"]) > 0, path
+
+    play(scenario, Script([HI]))
+
+
 def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: Path) -> None:
     token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6)
 
