@@ -1,10 +1,11 @@
-"""The process that answers one query: `python -m stream_jobs.sql_process STATUS_FD`, started by `stream_jobs.sql_query`.
+"""The process that answers one query: `python -m stream_jobs.sql_process STATUS_FD`, started by `stream_jobs.sql_worker`.
 
 DuckDB's own settings close every file and the network (`stream_jobs.sql.connect`). They do not bound memory and time: one
 function call may allocate beyond `memory_limit` and hear no interrupt. So the operating system does: this process may take so
 much address space and processor time, may write no file, and ends with the process that started it.
 
 1. The request comes as JSON on standard input: not as arguments, which everyone can read, and it may hold credentials.
+   It may come long after the start: who asks starts this process first, so that both import their libraries at the same time.
 2. Tables are opened and views are made. From then on the limits hold, and only then the query is looked at.
 3. The answer goes to standard output as an Arrow stream, a batch at a time, as fast as it is read.
 4. An error goes to STATUS_FD as JSON, `{"message"}`; nothing there and exit code 0: the answer is whole.
@@ -41,7 +42,10 @@ _MESSAGE_BYTES = 16_000
 def main() -> None:
     """Answer the request on standard input."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    request = json.load(sys.stdin)
+    asked = sys.stdin.read()
+    if not asked:
+        return  # the one who started it has ended before it had a query
+    request = json.loads(asked)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is no part of the answer
     try:

@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ import pyarrow as pa
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 from stream_jobs.sql_format import Format, write
+from stream_jobs.sql_worker import SqlWorker
 
-_COMMAND = (sys.executable, "-P", "-m", "stream_jobs.sql_process")
-_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
-"""Address space is limited: allocators that reserve much of it in advance would use it up."""
 _END_S = 5.0
 """How long a process that has closed its answer may take to end."""
 
@@ -112,36 +109,33 @@ def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | Non
     return out.getvalue().decode().removesuffix("\n")
 
 
-def write_sql(settings: Settings, query: str, out: BinaryIO, fmt: Format = "table", at: str | None = None) -> None:
+def write_sql(
+    settings: Settings,
+    query: str,
+    out: BinaryIO,
+    fmt: Format = "table",
+    at: str | None = None,
+    worker: SqlWorker | None = None,
+) -> None:
     """Write the answer to a query while it comes.
 
     Args:
         at: a kept pin, a file with a pin, or a time; all tables are read as they were then.
+        worker: one that was started before and was not asked yet.
 
     Raises:
         SqlError: the query is wrong, asks for what a query may not do, takes too much memory or time, or the lake can't be read.
     """
-    with answer(settings, query, at) as reader:
+    with answer(settings, query, at, worker) as reader:
         write(out, reader.schema, reader, fmt)
 
 
 @contextmanager
-def answer(settings: Settings, query: str, at: str | None = None) -> Iterator[Answer]:
-    """The answer to a query; its process ends with the context. Raises SqlError here or while it is read."""
-    status, told = os.pipe()
-    with os.fdopen(status, "rb") as said:
-        process = subprocess.Popen(
-            [*_COMMAND, str(told)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(told,),
-            env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
-        )  # fmt: skip
-        os.close(told)
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with process.stdin as stdin:
-                request = {"settings": settings.model_dump(mode="json"), "query": query, "at": at}
-                stdin.write(json.dumps(request).encode())
-            yield Answer(process, said, settings)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+def answer(settings: Settings, query: str, at: str | None = None, worker: SqlWorker | None = None) -> Iterator[Answer]:
+    """The answer to a query; its process ends with the context. Raises SqlError here or while it is read.
+
+    worker: one that was started before and was not asked yet.
+    """
+    with worker or SqlWorker() as asked:
+        asked.ask({"settings": settings.model_dump(mode="json"), "query": query, "at": at})
+        yield Answer(asked.process, asked.told, settings)

@@ -197,15 +197,16 @@ def sql(
     ] = None,
 ) -> None:
     """Ask the lake."""
-    settings = settings_of(config, words)
-    module = load("stream_jobs.sql_query")
-    if output == "parquet" and sys.stdout.isatty():
-        fail("parquet is for a file: add `> answer.parquet`", 2)
-    try:
-        module.write_sql(settings, query, sys.stdout.buffer, output, at)
-        sys.stdout.buffer.flush()
-    except module.SqlError as e:
-        fail(str(e))
+    with load("stream_jobs.sql_worker").SqlWorker() as worker:  # it starts up while this process reads its settings
+        settings = settings_of(config, words)
+        module = load("stream_jobs.sql_query")
+        if output == "parquet" and sys.stdout.isatty():
+            fail("parquet is for a file: add `> answer.parquet`", 2)
+        try:
+            module.write_sql(settings, query, sys.stdout.buffer, output, at, worker)
+            sys.stdout.buffer.flush()
+        except module.SqlError as e:
+            fail(str(e))
 
 
 def main() -> None:

@@ -1,31 +1,13 @@
-"""What the Kafka client's errors mean to us."""
+"""What the Kafka client's errors mean to us. The classes are in `runtime.errors`, for those who do not need the client."""
 
 from __future__ import annotations
 
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
-from runtime.errors import PlumbingError
+from runtime.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 
-
-class KafkaError(PlumbingError):
-    """Root of what Kafka does not do for us."""
-
-
-class Unavailable(KafkaError):
-    """The cluster did not answer or did not acknowledge in time. Nothing is known of what was sent; retry with the same ids."""
-
-
-class Fenced(KafkaError):
-    """A newer producer with the same transactional id took over. This process must end and must not be restarted."""
-
-
-class SourceTruncated(KafkaError):
-    """A stored position lies outside of what the topic still has. Run `clawstream doctor`; never skipped silently."""
-
-
-class TooLarge(KafkaError):
-    """The record is larger than the topic takes."""
+__all__ = ["Fenced", "KafkaError", "SourceTruncated", "TooLarge", "Unavailable", "translated"]
 
 
 def translated(e: BaseException) -> KafkaError:

@@ -71,7 +71,9 @@ def test_file_is_a_noun_and_not_too_long(path: Path) -> None:
         ("gateway.app", {"torch", "transformers", "faust", "deltalake", "vllm"}),
         ("stream_jobs.admission", {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"}),
         ("stream_jobs.app", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
-        ("stream_jobs.sql_query", {"duckdb", "deltalake", "faust", "torch"}),
+        ("stream_jobs.sql_worker", {"pydantic", "pyarrow", "duckdb", "deltalake", "confluent_kafka"}),
+        ("stream_jobs.sql_query", {"duckdb", "deltalake", "faust", "torch", "confluent_kafka"}),
+        ("stream_jobs.sql_process", {"confluent_kafka", "structlog", "faust", "torch"}),
         ("rollout.worker", {"torch", "vllm", "transformers", "faust", "fastapi"}),
     ],
 )

@@ -21,6 +21,7 @@ from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 from stream_jobs.sql import connect
 from stream_jobs.sql_query import answer, run_sql
+from stream_jobs.sql_worker import SqlWorker
 
 ROOT = Path(__file__).parents[2]
 ESCAPES = (
@@ -126,6 +127,27 @@ def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Sign
     assert "Traceback" not in said and asked.returncode != 0
     psutil.wait_procs([child], timeout=60)
     assert not child.is_running()
+
+
+def test_a_process_can_be_started_before_it_is_asked(settings: Settings) -> None:
+    with SqlWorker() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
+        assert [batch.to_pydict() for batch in reader] == [{"a": [1]}]
+    assert worker.process.returncode is not None
+
+
+def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
+    """So it is when the one who started it is killed before it has a query."""
+    with SqlWorker() as worker:
+        said, _ = worker.process.communicate(timeout=60)  # closes its standard input
+        assert (worker.process.returncode, said, worker.told.read()) == (0, b"", b"")
+
+
+def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
+    command = [sys.executable, "-m", "runtime.cli", "sql", "SELECT 1", "lake.sql_memory_mb=lots"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "lake.sql_memory_mb" in line
 
 
 def test_a_statement_without_a_result_and_a_missing_lake(settings: Settings, tmp_path: Path) -> None:
