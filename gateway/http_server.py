@@ -269,7 +269,9 @@ class ServerConnection(asyncio.Protocol):
     # -- requests that do not come as they should
 
     def _late(self) -> None:
-        """The request has had its time."""
+        """The request has had its time. While it is not read, because another one is served first, it has not."""
+        if self._paused:
+            self._began_s = self._loop.time()
         elapsed = self._loop.time() - self._began_s
         allowed = self._timeout_s + self._received / MIN_BYTES_PER_S
         if elapsed < allowed:

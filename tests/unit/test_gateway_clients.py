@@ -104,6 +104,23 @@ def test_many_requests_in_one_packet_are_served_in_order_and_bounded(play: Play)
     play(scenario, Script([HI]))
 
 
+def test_a_body_that_waits_behind_another_request_has_its_time_later(play: Play) -> None:
+    gate = asyncio.Semaphore(0)
+
+    async def scenario(w: Trial) -> None:
+        second = request()
+        async with connected(w.url) as client:
+            await client.send(request() + second[:-1])
+            await asyncio.sleep(0.7)  # longer than a client may take
+            for _ in range(20):
+                gate.release()
+            assert b" 200 " in (await client.reply())[0]
+            await client.send(second[-1:])
+            assert b" 200 " in (await client.reply())[0]
+
+    play(scenario, Script([HI], gate=gate), client_timeout_s=0.5)
+
+
 def test_what_is_no_request_is_a_400_in_the_usual_shape(play: Play) -> None:
     wrong = [
         b"SSH-2.0-x\r\n\r\n",
