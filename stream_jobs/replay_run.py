@@ -138,7 +138,7 @@ def _asked(settings: Settings, order: Order) -> dict[str, Any]:
     """All that the outcome depends on: another of it under the same name is a mistake."""
     jobs = settings.jobs.model_dump(mode="json", include={
         "trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s", "bucket_inactivity_s", "agent_inactivity_s",
-        "reward_functions", "quality_functions",
+        "reward_functions", "quality_functions", "train_truncated", "tick_interval_s",
     })  # fmt: skip
     policy = settings.admit.policy.model_dump(mode="json")
     return {

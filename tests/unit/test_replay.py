@@ -36,7 +36,7 @@ from stream_jobs.provenance import provenance
 from stream_jobs.replay import Moment, Out, Replay
 from stream_jobs.replay_check import first_difference
 from stream_jobs.replay_lake import READ, LakeMoments, Span, partitions_of, pinned
-from stream_jobs.replay_run import home_of, replay_settings
+from stream_jobs.replay_run import Order, _asked, home_of, replay_settings
 from stream_jobs.trial import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
 
 Log = list[tuple[int, Any]]
@@ -357,3 +357,10 @@ def test_times_and_differences() -> None:
     assert first_difference([one], [one, two]) is None
     assert first_difference([one, two], [one]) == {"index": 1, "recorded": two, "replayed": None}
     assert first_difference([one, two], [one, one]) == {"index": 1, "recorded": two, "replayed": one}
+
+
+@pytest.mark.parametrize("changed", [{"train_truncated": True}, {"tick_interval_s": 7.0}])
+def test_another_outcome_is_not_taken_for_the_one_that_was_done(changed: dict[str, Any]) -> None:
+    settings = Settings()
+    other = settings.model_copy(update={"jobs": settings.jobs.model_copy(update=changed)})
+    assert _asked(settings, Order("x")) != _asked(other, Order("x"))
