@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -162,6 +164,13 @@ class _Child:
             )
         self._loaded = set[str]()
 
+    def _limit_sending(self, timeout_s: float) -> None:
+        """A child that has stopped to read, between two calls for instance, must not hold up who sends it a large request."""
+        seconds, rest = divmod(timeout_s, 1)
+        limit = struct.pack("@ll", int(seconds), max(1, int(rest * 1e6)))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as sender:
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def load(self, target: str) -> None:
         """Load a function, once. Raises FunctionNotFound or _Lost."""
         if target in self._loaded:
@@ -174,10 +183,13 @@ class _Child:
     def ask(self, request: tuple[Any, ...], timeout_s: float) -> tuple[str, Any]:
         """Send a request and wait for its answer. Raises _Lost."""
         try:
+            self._limit_sending(timeout_s)
             self._connection.send(request)
             if not self._connection.poll(timeout_s):
                 raise _Lost(TIMEOUT, f"no answer in {timeout_s:g} s")
             kind, said = self._connection.recv()
+        except BlockingIOError as e:
+            raise _Lost(TIMEOUT, f"the request was not read in {timeout_s:g} s") from e
         except (EOFError, OSError) as e:
             self.kill()
             raise _Lost(CRASHED, f"the process ended with exit code {self._process.wait()}") from e

@@ -83,6 +83,16 @@ def test_a_function_keeps_its_process_until_it_fails(pool: FunctionPool) -> None
     assert process(trajectory()) != before
 
 
+def test_a_process_that_reads_no_more_holds_nobody_up() -> None:
+    with FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=1, processes=1)) as pool:
+        process, stops = (pool.find(f"own_functions.py:{name}") for name in ("says_its_process", "stops_later"))
+        pid = int(stops(trajectory()))
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with pytest.raises(NoAnswer, match="timeout"):
+            process(trajectory(padding="x" * (4 << 20)))
+        assert process(trajectory()) != pid
+
+
 def ended(pid: int) -> bool:
     """Whether a process is no more, or has ended and waits for nobody."""
     try:
