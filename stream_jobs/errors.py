@@ -62,6 +62,16 @@ class LakeRepaired(LakeDamaged):
     """A repair has taken rows of a table back, which are still to be read again."""
 
 
+class TooManyFields(LakeError):
+    """A record has more fields that its table lacks than the table takes. Dead-letter it, whole: it can be sent again later."""
+
+    def __init__(self, table: str, more: int, most: int) -> None:
+        super().__init__(
+            f"table {table} of the lake would have {more} fields that this release does not know; at most {most} are added "
+            "(MORE_FIELDS): replay this dead letter under a release that knows them"
+        )
+
+
 class SqlError(LakeError):
     """A query got no answer. It is wrong, asks for what a query may not do or for too much, or the lake can't be read.
 

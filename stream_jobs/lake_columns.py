@@ -115,6 +115,15 @@ def merged(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
     return pa.schema(_merged_fields(list(ours), list(theirs)))
 
 
+def fields_of(kind: pa.Schema | pa.DataType) -> int:
+    """How many fields columns have, those of structs in them included."""
+    if isinstance(kind, pa.Schema) or pa.types.is_struct(kind):
+        return sum(1 + fields_of(f.type) for f in kind)
+    if pa.types.is_list(kind):
+        return fields_of(kind.value_type)
+    return fields_of(kind.item_type) if pa.types.is_map(kind) else 0
+
+
 def _merged_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list[pa.Field]:
     other = {f.name: f for f in theirs}
     both = [f.with_type(_merged_type(f.type, other[f.name].type)) if f.name in other else f for f in ours]

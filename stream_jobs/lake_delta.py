@@ -21,14 +21,18 @@ from deltalake import (
 )
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 
-from stream_jobs.errors import LakeDamaged
+from stream_jobs.errors import LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
+from stream_jobs.lake_columns import fields_of, merged
 from stream_jobs.lake_damage import flaw_of_files, flaws_of_log
 from stream_jobs.lake_log import committed_at, filesystem, first_line, table_uri
 
 CommitCollided = CommitFailedError
 """Another commit came between this one's snapshot and itself, and both can't be. Open again and look."""
 Delta = DeltaTable
+MORE_FIELDS = 100
+"""Fields of other releases that a table may have, structs' own included. They stay for good, and each costs statistics in every file and
+a place in each checkpoint of the log. Our largest table has 67 fields: no release doubles it."""
 FILE_BYTES = 128 << 20
 """Files are merged up to this size."""
 
@@ -204,12 +208,16 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
         )
 
 
-def widen(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
+def widen(table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema) -> None:
     """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there.
 
+    own: columns by this release; beside them the table gets at most MORE_FIELDS, whoever added them. Raises TooManyFields.
     What else goes wrong is no fault of the columns and is raised as it is.
     """
     there = pa.schema(table.schema())
+    more = fields_of(merged(there, merged(own, rows.schema)))
+    if more > max(fields_of(there), fields_of(own) + MORE_FIELDS):
+        raise TooManyFields(name, more - fields_of(own), MORE_FIELDS)
     wrong = [f.name for f in rows.schema if f.name in there.names and not _agree(f.type, there.field(f.name).type)]
     if wrong:
         raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")

@@ -11,6 +11,7 @@ from runtime.telemetry import logger
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
+from stream_jobs.errors import TooManyFields
 from stream_jobs.lake_rows import Rows, Schemas
 from stream_jobs.lake_tables import Row, Table, catalog, tables_of
 from stream_jobs.lake_window import Positions
@@ -111,6 +112,10 @@ class Feed:
             name, found = self._parse(record, followed.topic_id, followed.tables)
         except (Undecodable, UnknownSchema) as e:
             self._skip(record, reason_of(e), str(e))
+            return
+        except TooManyFields as e:
+            self.skipped += 1
+            self._bury(record, "invalid", str(e))  # on any topic: its owner may have taken it
             return
         if name not in followed.records:
             self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")

@@ -12,6 +12,7 @@ from schemas.avro_reader import MALFORMED, Read
 from schemas.avro_types import Schema, expanded
 from schemas.codec import MAGIC, Codec
 from schemas.errors import Undecodable
+from stream_jobs.errors import TooManyFields
 from stream_jobs.lake_tables import Placed, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5
@@ -51,7 +52,7 @@ class _Route(NamedTuple):
 class Rows:
     """A function from a record of Kafka to its name and, for each table that takes it, the rows.
 
-    tables: by name, as they are now. widen: adds columns to one of them; False when that can't be.
+    tables: by name, as they are now. widen: adds columns to one of them; False when that can't be; raises TooManyFields.
     """
 
     def __init__(
@@ -59,14 +60,15 @@ class Rows:
     ) -> None:
         self._schemas, self._decoder, self._tables, self._widen = schemas, decoder, tables, widen
         self._routes: dict[bytes, _Route] = {}
+        self._refused: dict[bytes, TooManyFields] = {}
 
     def __call__(self, record: Record, topic_id: str, names: Sequence[str]) -> tuple[str, list[tuple[str, list[Row]]]]:
-        """names: tables that the record's topic feeds. Raises Undecodable, or UnknownSchema after a look-up."""
+        """names: tables that the record's topic feeds. Raises Undecodable, TooManyFields, or UnknownSchema after a look-up."""
         value = record.value or b""
         body = _HEADER if value[:2] == MAGIC else _CONFLUENT
         route = self._routes.get(value[:body])
         if route is None:
-            route = self._routes[value[:body]] = self._route(record.value)
+            route = self._routes[value[:body]] = self._new_route(record.value, value[:body])
         place = (topic_id, record.partition, record.offset, record.timestamp_ms)
         out: list[tuple[str, list[Row]]] = []
         for name, read in route.plain:
@@ -80,6 +82,16 @@ class Rows:
             placed = Placed(*place, record.headers, self._decoder.decode(value))
             out += [(name, self._tables[name].rows_of(placed)) for name in wanted]
         return route.name, out
+
+    def _new_route(self, value: bytes | None, header: bytes) -> _Route:
+        """A table is asked once about a schema: to ask takes a look at its log."""
+        if header in self._refused:
+            raise self._refused[header].with_traceback(None)
+        try:
+            return self._route(value)
+        except TooManyFields as e:
+            self._refused[header] = e
+            raise
 
     def _route(self, value: bytes | None) -> _Route:
         event: Any = self._decoder.decode(value)  # looks an unknown schema up

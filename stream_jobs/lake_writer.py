@@ -350,10 +350,14 @@ class Lake:
         return [row for row, _ in kept], [one for _, one in kept]
 
     def widen(self, wider: Table) -> bool:
-        """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was."""
+        """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was.
+
+        Raises TooManyFields.
+        """
+        name = wider.name
 
         def attempt() -> bool:
-            widen(self._held(wider.name), wider.arrow([]), self._claimed)
+            widen(self._held(name), name, wider.arrow([]), self._claimed, catalog()[name].schema)
             return True
 
         try:

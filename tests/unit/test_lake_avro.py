@@ -24,6 +24,7 @@ from schemas.avro_types import expanded
 from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
 from schemas.errors import Undecodable
 from schemas.events import Reward, Trajectory, TrajectoryStep
+from stream_jobs.errors import TooManyFields
 from stream_jobs.lake_avro import reader_of
 from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
 from stream_jobs.lake_rows import Rows, Schemas
@@ -228,6 +229,29 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     name, [(table, [row])] = rows_of(record, "T", ["rewards", "curation"])
     assert (name, table, row[catalog()["rewards"].index["event_id"]], row[-2]) == ("Reward", "rewards", "e", 7)
     assert bool(asked) is column
+
+
+def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_asked_once() -> None:
+    schemas, asked = Schemas(), list[Table]()
+    schema = copy.deepcopy(dict(shipped("Reward")))
+    schema["fields"] = [*schema["fields"], {"name": "team", "type": "string", "default": "", "doc": "Who."}]
+    fingerprint = schemas.announce(json.dumps(schema))
+
+    def widen(wider: Table) -> bool:
+        asked.append(wider)
+        raise TooManyFields(wider.name, 101, 100)
+
+    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), widen)
+    reward = Reward(
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
+    )  # fmt: skip
+    value = MAGIC + bytes.fromhex(fingerprint) + CODEC.encode(reward)[10:] + b"\6red"
+    for offset in (7, 8):
+        with pytest.raises(TooManyFields, match="at most 100"):
+            rows_of(Record("rewards", 0, offset, 1_000, None, value, {}), "T", ["rewards"])
+    assert len(asked) == 1
+    own = Record("rewards", 0, 9, 1_000, None, CODEC.encode(reward), {})
+    assert rows_of(own, "T", ["rewards"])[0] == "Reward"
 
 
 def test_a_schema_nested_beyond_all_reading_is_no_schema() -> None:

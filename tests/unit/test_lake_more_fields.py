@@ -1,0 +1,97 @@
+"""Fields of other releases widen a table of the lake up to a limit; a record beyond that is a dead letter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from runtime.kafka import Cluster, Record
+from runtime.records import Decoder
+from schemas import events
+from schemas.avro_types import expanded
+from schemas.codec import MAGIC, Codec, shipped
+from schemas.settings import Settings
+from stream_jobs.errors import TooManyFields
+from stream_jobs.lake_delta import MORE_FIELDS
+from stream_jobs.lake_feed import Feed
+from stream_jobs.lake_rows import Schemas
+from stream_jobs.lake_tables import catalog
+from stream_jobs.lake_writer import Lake
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path)
+
+
+@pytest.fixture
+def lake(settings: Settings) -> Lake:
+    lake = Lake(settings.lake_uri, {}, 100)
+    lake.claim()
+    return lake
+
+
+def with_fields(names: list[str], inside: bool = False) -> Any:
+    """The schema of a reward with more fields; inside: those of one struct."""
+    schema = expanded(shipped("Reward"))
+    more = [{"name": n, "type": ["null", "string"], "default": None, "doc": "New."} for n in names]
+    if inside:
+        struct = {"type": "record", "name": "More", "fields": more}
+        more = [{"name": "more", "type": ["null", struct], "default": None, "doc": "New."}]
+    return {**schema, "fields": [*schema["fields"], *more]}
+
+
+def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(settings: Settings, lake: Lake) -> None:
+    """Fields of structs count, and those that a former writer added; what is there already is no more."""
+    many = [f"n{i}" for i in range(MORE_FIELDS)]
+    with pytest.raises(TooManyFields, match=f"rewards .* {MORE_FIELDS + 1} fields .* at most {MORE_FIELDS} "):
+        lake.widen(lake.tables["rewards"].widened(with_fields(many, inside=True)))
+    assert lake.tables["rewards"] is catalog()["rewards"]
+    assert lake.widen(lake.tables["rewards"].widened(with_fields(many[1:], inside=True)))
+    later = Lake(settings.lake_uri, {}, 100)
+    later.claim()
+    with pytest.raises(TooManyFields):
+        later.widen(later.tables["rewards"].widened(with_fields(["team"])))
+    assert later.widen(later.tables["rewards"].widened(with_fields(many[1:3], inside=True)))
+
+
+def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(settings: Settings, lake: Lake) -> None:
+    sent: list[bytes] = []
+
+    class OneTopic:
+        def reader(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(positions={}, add=lambda start: None)
+
+        def producer(self) -> Any:
+            return SimpleNamespace(put=lambda topic, key, value: sent.append(value), flush=lambda: None)
+
+        def topic_ids(self, topics: list[str]) -> dict[str, str]:
+            return dict.fromkeys(topics, "T")
+
+        def topics(self) -> dict[str, int]:
+            return {topic: 1}
+
+        def watermarks(self, topic: str, partitions: Any) -> dict[int, tuple[int, int]]:
+            return {0: (0, 1)}
+
+    topic, schemas, codec = settings.kafka.topics.rewards, Schemas(), Codec()
+    schema = {**shipped("Reward")}
+    new = [{"name": f"n{i}", "type": ["null", "string"], "default": None} for i in range(MORE_FIELDS + 1)]
+    schema["fields"] = [*schema["fields"], *new]
+    fingerprint = schemas.announce(json.dumps(schema))
+    reward = events.Reward(
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0,
+        created_at=1,
+    )  # fmt: skip
+    value = MAGIC + bytes.fromhex(fingerprint) + codec.encode(reward)[10:] + bytes(len(new))
+    feed = Feed(cast(Cluster, OneTopic()), settings, schemas, cast(Decoder, schemas), lake)
+    assert feed.look()
+    feed._take(Record(topic, 0, 0, 1_000, b"k", value, {}))
+    (letter,) = (codec.decode(v) for v in sent)
+    assert isinstance(letter, events.DeadLetter)
+    assert (letter.value, letter.process, letter.reason) == (value, "lake", "invalid")
+    assert "MORE_FIELDS" in letter.detail and not feed.rows["rewards"]
