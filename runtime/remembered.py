@@ -86,10 +86,19 @@ def _functions(settings: Settings) -> tuple[object, ...]:
 
 
 def withheld_from(settings: Settings) -> list[str]:
-    """Return the paths of secrets that were given to `up` once and that these settings lack."""
-    _, paths = _read(settings.data_dir)
-    tree = settings.model_dump(mode="json")
-    return [".".join(path) for path in paths if _at(tree, path) is None]
+    """Return the paths of secrets that were given to `up` once and that these settings lack.
+
+    An engine or options that were given otherwise since have the secrets that they were given with, or none.
+    """
+    kept, paths = _read(settings.data_dir)
+    if not paths:
+        return []
+    before, now = judged(kept).model_dump(mode="json"), settings.model_dump(mode="json")
+    return [
+        ".".join(path)
+        for path in paths
+        if _at(now, path) is None and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
+    ]
 
 
 def changes(settings: Settings) -> Iterator[tuple[str, Any, Any]]:

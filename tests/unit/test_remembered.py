@@ -90,6 +90,21 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("word", "missing"),
+    [
+        ("gateway.upstreams=[{url: 'http://c:1'}]", "gateway.upstreams.1.api_key"),
+        ("gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key_env: K}]", "gateway.upstreams.1.api_key"),
+        ("kafka.client_options={security.protocol: PLAINTEXT}", "kafka.client_options.sasl.password"),
+    ],
+)
+def test_a_secret_of_what_was_replaced_is_not_asked_for(tmp_path: Path, word: str, missing: str) -> None:
+    kept(tmp_path, *SECRETS)
+    before = withheld_from(recalled(None, [f"data_dir={tmp_path}"], {}))
+    now = withheld_from(recalled(None, [f"data_dir={tmp_path}", word], {}))
+    assert now == [path for path in before if path != missing] != before
+
+
+@pytest.mark.parametrize(
     ("was", "now"), [("kafka.partitions=3", "kafka.partitions=4"), ("broker.nodes=1", "broker.nodes=3")]
 )
 def test_what_the_data_was_made_with_cannot_change(tmp_path: Path, was: str, now: str) -> None:
