@@ -139,6 +139,27 @@ def _merged_type(ours: pa.DataType, theirs: pa.DataType) -> pa.DataType:
     return ours
 
 
+def commented(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
+    """Our schema with their comments, down to the fields of structs, on what both have."""
+    return pa.schema(_commented_fields(list(ours), list(theirs)), ours.metadata)
+
+
+def _commented_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list[pa.Field]:
+    other = {f.name: f for f in theirs}
+    return [
+        pa.field(f.name, _commented_type(f.type, t.type), f.nullable, t.metadata) if (t := other.get(f.name)) else f
+        for f in ours
+    ]
+
+
+def _commented_type(ours: pa.DataType, theirs: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
+        return pa.struct(_commented_fields(list(ours), list(theirs)))
+    if pa.types.is_list(ours) and pa.types.is_list(theirs):
+        return pa.list_(ours.value_field.with_type(_commented_type(ours.value_type, theirs.value_type)))
+    return ours
+
+
 def named(schema: Schema, value: Any) -> Any:
     """A value of tuples as dicts with the names of the `expanded` schema."""
     schema = not_null(schema)

@@ -23,7 +23,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchEr
 
 from stream_jobs.errors import LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
-from stream_jobs.lake_columns import fields_of, merged
+from stream_jobs.lake_columns import commented, fields_of, merged
 from stream_jobs.lake_damage import flaw_of_files, flaws_of_log
 from stream_jobs.lake_log import committed_at, filesystem, first_line, table_uri
 
@@ -194,8 +194,13 @@ def _structs_last(schema: pa.Schema) -> pa.Schema:
 def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
     """Append on exactly this snapshot; columns that the table lacks are added. versions: app id to version, in the same commit.
 
+    Columns keep the comments that the table has: the client takes no others, and another release may have written them.
+
     Raises CommitCollided when another commit has raised one of the versions since, or has changed the columns; LakeFull.
     """
+    schema = commented(rows.schema, pa.schema(table.schema()))
+    if not schema.equals(rows.schema, check_metadata=True):
+        rows = rows.cast(schema)
     with _room(table.table_uri):
         write_deltalake(
             table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from schemas import events
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.lake import Lake, LakeMissing, LakeTaken, dataset, open_table
 from stream_jobs.lake_care import care
+from stream_jobs.lake_delta import create
 from stream_jobs.lake_tables import Placed, Row, catalog
 from stream_jobs.lake_writer import MARK_OFFSETS, oldest_of_newest
+from stream_jobs.sql_columns import comment_of
 
 SOURCE = ("T", 0)
 
@@ -91,6 +94,35 @@ def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> Non
         files = pa.table(open_table(str(tmp_path), name, {}).get_add_actions(flatten=True))
         assert {"min.kafka_timestamp", "max.kafka_timestamp"} <= set(files.column_names), name
         assert again.marks(name, [SOURCE]) == {SOURCE: 8}
+
+
+def in_other_words(schema: pa.Schema) -> pa.Schema:
+    """The schema with other comments, inside structs too."""
+
+    def field(f: pa.Field) -> pa.Field:
+        return pa.field(f.name, kind(f.type), metadata={"comment": "In other words."})
+
+    def kind(t: pa.DataType) -> pa.DataType:
+        if pa.types.is_list(t):
+            return pa.list_(kind(t.value_type))
+        return pa.struct([field(f) for f in t]) if pa.types.is_struct(t) else t
+
+    return pa.schema([field(f) for f in schema])
+
+
+def test_a_lake_of_a_release_with_other_comments_is_written(tmp_path: Path) -> None:
+    """It keeps its comments; a column that it lacks comes with ours."""
+    for name, table in catalog().items():
+        columns = [f for f in table.schema if f.name != "by"]
+        create(str(tmp_path), name, in_other_words(pa.schema(columns)), table.stats, timedelta(days=2), {})
+    lake = claimed(tmp_path)
+    for name, table in catalog().items():
+        place = {"kafka_topic_id": "T", "kafka_partition": 0, "kafka_offset": 7, "kafka_timestamp": 5_000}
+        row = tuple(place.get(c.field.name) for c in table.columns)
+        assert lake.append(name, [row], {SOURCE: 8}, never) == 1, name
+    comments = {f.name: f.metadata["comment"] for f in open_table(str(tmp_path), "rewards", {}).schema().fields}
+    assert comments["source"] == "In other words."
+    assert comments["by"] == comment_of(catalog()["rewards"].schema.field("by"))
 
 
 def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
