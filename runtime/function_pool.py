@@ -75,12 +75,14 @@ class FunctionPool:
             self._stopped = True
             for child in self._children:
                 child.kill()
-        for _ in range(self.processes):
-            with suppress(queue.Empty):
-                idle = self._slots.get_nowait()
-                if idle is not None:
-                    self._drop(idle)
-                self._slots.put(None)  # who waits for a child goes on, and sees that there is none
+        idle = list[_Child | None]()
+        with suppress(queue.Empty):
+            while True:
+                idle.append(self._slots.get_nowait())
+        for slot in idle:
+            if slot is not None:
+                self._drop(slot)
+            self._slots.put(None)  # who waits for a child goes on, and sees that there is none
         self._starter.shutdown(wait=False)
 
     def __enter__(self) -> Self:

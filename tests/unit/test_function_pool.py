@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_a_process_that_reads_no_more_holds_nobody_up() -> None:
         with pytest.raises(NoAnswer, match="timeout"):
             process(trajectory(padding="x" * (4 << 20)))
         assert process(trajectory()) != pid
+
+
+def test_to_stop_ends_all_processes_that_are_idle() -> None:
+    pool = FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=60, processes=2))
+    process, both = pool.find("own_functions.py:says_its_process"), threading.Barrier(2)
+
+    def call(_: int) -> int:
+        both.wait()
+        return int(process(trajectory()))
+
+    with ThreadPoolExecutor(2) as threads:
+        found = set[int]()
+        while len(found) < 2:
+            found |= set(threads.map(call, range(2)))
+    pool.stop()
+    assert [pid for pid in found if Path(f"/proc/{pid}").exists()] == []
 
 
 def ended(pid: int) -> bool:
