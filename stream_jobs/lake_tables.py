@@ -152,9 +152,9 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
 
 PLACE = (
     column("kafka_topic_id", pa.string(), "Id of the topic the record was read from: a topic made anew has another."),
-    column("kafka_partition", pa.int32(), "Partition it was read from."),
-    column("kafka_offset", pa.int64(), "Its offset."),
-    column("kafka_timestamp", TIME, "The log's timestamp.", partial(time, "ms")),
+    column("kafka_partition", pa.int32(), "Partition the record was read from."),
+    column("kafka_offset", pa.int64(), "Offset of the record in its partition."),
+    column("kafka_timestamp", TIME, "Time of the record by Kafka's log.", partial(time, "ms")),
 )
 
 
@@ -338,9 +338,9 @@ def _admission_tables() -> Iterable[Table]:
 def _group_columns() -> tuple[Column, ...]:
     (members,) = avro_columns({"fields": [{"name": "members", "type": _members(), "doc": _MEMBERS}]})
     return (
-        column("run_id", pa.string(), "Run."),
-        column("channel", pa.string(), "Channel."),
-        column("group_id", pa.string(), "Group."),
+        column("run_id", pa.string(), "Run the row belongs to."),
+        column("channel", pa.string(), "Channel: train or val."),
+        column("group_id", pa.string(), "Group the row is of."),
         column("round", pa.int32(), "Round; null: refused before it had one."),
         column("n", pa.int32(), "Admitted: size the group was to have. Refused: replacements asked for."),
         column("admitted", pa.bool_(), "True: in a batch. False: refused."),
@@ -356,8 +356,8 @@ def _group_columns() -> tuple[Column, ...]:
         column("trajectory_ids", pa.list_(pa.string()), "Members, or who is refused."),
         column("revisions", pa.list_(pa.int64()), "Candidate revision of each, same order."),
         column("rewards", pa.list_(pa.float64()), "Training reward of each, same order; null: it has none."),
-        column("reward_mean", pa.float64(), "Mean of those that are there."),
-        column("trainable_tokens", pa.int64(), "Sum over members."),
+        column("reward_mean", pa.float64(), "Mean of the training rewards that are there."),
+        column("trainable_tokens", pa.int64(), "Trainable tokens of all members."),
         column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
         column(
             "staleness",
@@ -375,7 +375,7 @@ _MEMBERS = "Members in full: revision, place of the payload, rewards."
 
 def _other_tables() -> Iterable[Table]:
     columns = (
-        column("run_id", pa.string(), "Run."),
+        column("run_id", pa.string(), "Run the row belongs to."),
         column("kind", pa.string(), "policy: published; policy_applied: in force for a channel; ended."),
         column("channel", pa.string(), "Channel, of policy_applied."),
         column(
@@ -384,7 +384,7 @@ def _other_tables() -> Iterable[Table]:
         column("policy_json", pa.string(), "The policy in full.", text),
         column("from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."),
         column("reason", pa.string(), "Why the run ended."),
-        column("created_at", TIME, "Writer's clock.", partial(time, "us")),
+        column("created_at", TIME, "Writer's wall clock.", partial(time, "us")),
     )
     makers = dict.fromkeys((events.AdmissionPolicy, events.PolicyApplied, events.RunEnded), _policy_rows)
     yield Table("run_events", None, columns, makers, stats=("run_id",))
