@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from gateway.clock import Clock
 from gateway.control import control_routes
 from gateway.demand import DemandSource, MemoryDemand
 from gateway.demand_routes import demand_routes
-from gateway.disconnect import Receive, Stalls
+from gateway.disconnect import Receive
 from gateway.door import Door
 from gateway.error_reply import OPENAI, kind_of, reply_of
 from gateway.event_log import EventLog
@@ -104,18 +103,15 @@ def create_app(
     failed = FailedCalls(
         settings.kafka.topics.steps, settings.gateway.gateway_id, codec, bus, door, redaction, clock, metrics
     )
-    stalls = Stalls(settings.gateway.client_timeout_s)
     limits = KeyLimits(clock)
-    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, stalls, failed, limits)
+    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, failed, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await journal.start()
         await upstream.open()
-        watching = asyncio.create_task(stalls.watch())
         async with door.watching():
             yield
-        watching.cancel()
         await upstream.close()
         await journal.close()
 

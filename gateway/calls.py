@@ -18,7 +18,7 @@ from typing import Any
 
 from gateway.api_keys import ApiKey
 from gateway.clock import Clock
-from gateway.disconnect import Client, Receive, Stalls
+from gateway.disconnect import Client, Receive
 from gateway.door import Caller, Door
 from gateway.error_reply import Reply, ending_of, reply_of
 from gateway.errors import (
@@ -82,7 +82,6 @@ class Parts:
     clock: Clock
     metrics: Metrics
     memory: Memory
-    stalls: Stalls
     failed: FailedCalls
     limits: KeyLimits
 
@@ -334,12 +333,7 @@ class Exchange:
 
     async def _tell(self, message: MutableMapping[str, Any]) -> None:
         """Send to the client. Inside of `async with self._client`, for it may stop reading."""
-        stalls = self._parts.stalls
-        stalls.begin(self._client)
-        try:
-            await self._send(message)
-        finally:
-            stalls.end(self._client)
+        await self._send(message)
 
     async def _pass_error(self, response: Response) -> None:
         body = said = await response.read(self._held)

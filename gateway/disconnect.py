@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -55,30 +54,6 @@ class Client:
         ours = self._fired and victim is not None and victim.uncancel() <= self._cancelling
         if ours and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise ClientGone("the client closed its connection") from error
-
-
-class Stalls:
-    """Clients that do not take what they are sent. One look for all of them, for a timer a send would cost more than the send."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since: dict[Client, float] = {}
-
-    def begin(self, client: Client) -> None:
-        """It is being sent something."""
-        self._since[client] = time.monotonic()
-
-    def end(self, client: Client) -> None:
-        """It has taken it."""
-        self._since.pop(client, None)
-
-    async def watch(self) -> None:
-        """Lets go of those that take nothing for so long, as if they had left. Until it is cancelled."""
-        while True:
-            await asyncio.sleep(self._limit_s / 4)
-            now = time.monotonic()
-            for client in [c for c, since in self._since.items() if now - since > self._limit_s]:
-                client.done()
 
 
 async def _until_disconnect(receive: Receive) -> None:

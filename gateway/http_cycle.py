@@ -15,10 +15,11 @@ Message = MutableMapping[str, Any]
 
 
 class Connection(Protocol):
-    """What a request needs of its connection. app: the ASGI application. state: the server's."""
+    """What a request needs of its connection. app: the ASGI application. state: the server's. timeout_s: see gateway.client_timeout_s."""
 
     app: Any
     state: Any
+    timeout_s: float
     transport: asyncio.Transport | None
     writable: asyncio.Event
 
@@ -132,7 +133,12 @@ class Cycle:
         """Write a part of the reply, as soon as the client takes it."""
         connection = self._connection
         if not connection.writable.is_set():
-            await connection.writable.wait()
+            try:
+                async with asyncio.timeout(connection.timeout_s):
+                    await connection.writable.wait()
+            except TimeoutError:  # it takes nothing: as if it had left
+                self.lose()
+                connection.abort()
         if self._gone or connection.transport is None:
             return
         if message["type"] == "http.response.start":

@@ -78,7 +78,7 @@ class ServerConnection(asyncio.Protocol):
         timeout_s: float,
     ) -> None:
         self.app, self.state, self._app_state = config.loaded_app, server_state, app_state
-        self._keep_alive_s, self._timeout_s = float(config.timeout_keep_alive), timeout_s
+        self._keep_alive_s, self.timeout_s = float(config.timeout_keep_alive), timeout_s
         self._linger_s = min(LINGER_S, timeout_s)
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -106,7 +106,7 @@ class ServerConnection(asyncio.Protocol):
         self.state.connections.add(cast(Any, self))
         self._local, self._remote = get_local_addr(self.transport), get_remote_addr(self.transport)
         self._idle = True
-        self._arm(self._timeout_s, self.abort)
+        self._arm(self.timeout_s, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.state.connections.discard(cast(Any, self))
@@ -137,7 +137,7 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(_too_large())
         elif (self._in_head or self._reading is not None) and not self._awaited:
             self._awaited, self._began_s = True, self._loop.time()
-            self._arm(self._timeout_s, self._late)
+            self._arm(self.timeout_s, self._late)
         if self._waiting or self._reading is not None:
             self.flow()
 
@@ -273,12 +273,12 @@ class ServerConnection(asyncio.Protocol):
         if self._paused:
             self._began_s = self._loop.time()
         elapsed = self._loop.time() - self._began_s
-        allowed = self._timeout_s + self._received / MIN_BYTES_PER_S
+        allowed = self.timeout_s + self._received / MIN_BYTES_PER_S
         if elapsed < allowed:
             self._arm(allowed - elapsed, self._late)
         else:
             where = "body" if self._reading is not None else None
-            limit = f"gateway.client_timeout_s={self._timeout_s:g}"
+            limit = f"gateway.client_timeout_s={self.timeout_s:g}"
             self._refuse(TooSlow(f"{where or 'the request'}: did not come within {limit}", where))
 
     def _refuse(self, error: GatewayError) -> None:
@@ -361,7 +361,7 @@ class ServerConnection(asyncio.Protocol):
             self._arm(self._linger_s, self.abort)
         else:
             transport.close()
-            self._arm(self._timeout_s, self.abort)  # in case that nobody takes what is written
+            self._arm(self.timeout_s, self.abort)  # in case that nobody takes what is written
 
     def abort(self) -> None:
         """End it at once."""

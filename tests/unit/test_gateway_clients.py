@@ -121,6 +121,20 @@ def test_a_body_that_waits_behind_another_request_has_its_time_later(play: Play)
     play(scenario, Script([HI], gate=gate), client_timeout_s=0.5)
 
 
+def test_a_client_that_takes_no_reply_is_let_go_whatever_it_asked_for(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with connected(w.url) as client:
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            with pytest.raises(ConnectionError):
+                async with asyncio.timeout(SOON_S):
+                    while True:
+                        await client.send(request("GET", "/openapi.json", b"") * 20)
+        async with w.http.get(w.url + "/health") as reply:
+            assert reply.status == 200
+
+    play(scenario, Script([HI]), client_timeout_s=0.3)
+
+
 def test_what_is_no_request_is_a_400_in_the_usual_shape(play: Play) -> None:
     wrong = [
         b"SSH-2.0-x\r\n\r\n",
