@@ -55,7 +55,7 @@ class Replies:
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
         self._exceeding: Held | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # first come, first served
 
     def check(self) -> None:
         """Raises Overloaded when the limit is reached."""
@@ -77,11 +77,11 @@ class Replies:
     async def room(self) -> None:
         """Until some reply has ended."""
         woken = asyncio.get_running_loop().create_future()
-        self._waiting.add(woken)
+        self._waiting[woken] = None
         try:
             await woken
         finally:
-            self._waiting.discard(woken)
+            del self._waiting[woken]
 
     def release(self, who: Held) -> None:
         """A call has ended."""

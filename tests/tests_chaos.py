@@ -43,6 +43,7 @@ def installation(home: Path, processes: tuple[str, ...], rng: random.Random, **m
         "kafka": {"partitions": 4},
         "broker": {"port": free_port()},
         "jobs": {
+            "worker_id": "0",
             "reward_functions": {"*": ["exact_match@1"]},
             "tick_interval_s": 0.3,
             "trajectory_timeout_s": DEADLINE_S,

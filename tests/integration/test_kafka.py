@@ -32,7 +32,7 @@ def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings)
     assert cluster.topics(steps) == {steps: 4}
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
-    assert "clawstream.Step" in names and len(names) == 23
+    assert "clawstream.Step" in names and len(names) == 24
 
 
 def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
@@ -42,9 +42,9 @@ def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Sett
     cluster.create_topic(topic, 1, spec.config)
     create_topics(cluster, settings)
     first, codec = list(cluster.read_all(topic)), Codec()
-    assert len({r.key for r in first}) == len(first) == 23
+    assert len({r.key for r in first}) == len(first) == 24
     create_topics(cluster, settings)
-    assert len(list(cluster.read_all(topic))) == 23, "nothing is said twice"
+    assert len(list(cluster.read_all(topic))) == 24, "nothing is said twice"
     producer = cluster.producer()
     producer.put(topic, first[0].key, None)
     producer.put(topic, first[1].key, b"garbage")

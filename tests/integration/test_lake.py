@@ -118,14 +118,14 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(settings: Settings, cl
     lake = Lake(settings.lake_uri, {}, 40)
     lake.claim()
     small = settings.model_copy(update={"lake": LakeSettings(dedupe_window=40)})
-    for name in ("steps", "session_events"):
+    for name in ("steps", "session_events", "failed_calls"):
         start = {(cluster.topic_id(topic), p): 1 for _, p in ends}
         lake.append(name, [], start, lambda *_: None, mark=True)
     tell(cluster, group, ends)
     assert cluster.committed(group) == ends
     with pytest.raises(LakeBehind, match="records behind on"):
         check_not_behind(small, cluster, topic)
-    for name in ("steps", "session_events"):
+    for name in ("steps", "session_events", "failed_calls"):
         lake.append(
             name, [], {(cluster.topic_id(topic), p): end for (_, p), end in ends.items()}, lambda *_: None, mark=True
         )

@@ -47,11 +47,12 @@ from tests_engine import (
 from demo.agent import TOOLS
 from demo.model import make_random_model
 from rollout.capture import BEAM_SEARCH
-from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights, ServerFailed
+from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
 from rollout.server import VllmServer
 from rollout.weight_files import verify
 from rollout.weight_loader import PATH
 from rollout.weights import engine_label, load_version
+from runtime.ports import PortTaken
 from schemas import capture
 from schemas.events import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
@@ -464,7 +465,7 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
 def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
     port = int(engine.url.rsplit(":", 1)[1])
     rival = VllmServer(RolloutSettings(port=port), random_version(engine.work, 0), engine.work / "rival.log")
-    with pytest.raises(ServerFailed, match=r"rollout\.port"):
+    with pytest.raises(PortTaken, match=r"rollout\.port"):
         engine.run(rival.start())
 
 
