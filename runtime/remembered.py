@@ -28,6 +28,10 @@ _SECRET = re.compile(
     r"(secret|password|passphrase|token|credential|key|jaas|connection_string|\bsas\b)(?!.*location$)", re.IGNORECASE
 )
 """Names of options, of libraries that are not ours, whose values are not written."""
+_SECRET_WORD = re.compile(r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE)
+"""How the name of a secret vLLM argument ends: `--api-key`, and not `--tokenizer` or `--max-num-batched-tokens`."""
+_ARGUMENTS = ("rollout", "extra_args")
+_JSON_NAME = re.compile(r'"([^"]+)"\s*:')
 _OPTIONS = (("kafka", "client_options"), ("gateway", "blob_options"), ("lake", "storage_options"))
 
 
@@ -42,8 +46,7 @@ def remember(settings: Settings) -> bytes | None:
     """
     path = settings.data_dir / FILE
     before = path.read_bytes() if path.exists() else None
-    withheld: list[list[str]] = []
-    tree = _public(_absolute(settings.model_dump(exclude_defaults=True)), withheld)
+    tree, withheld = public(settings)
     tree.pop("data_dir", None)  # it is where the file is found
     content = {"settings": tree, "withheld": withheld}
     write_durably(path, json.dumps(content, indent=1).encode(), 0o600)
@@ -157,7 +160,9 @@ def _check_fixed(before: Settings, now: Settings, directory: Path) -> None:
 
 def _at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
-        if isinstance(tree, list | tuple):
+        if isinstance(tree, list | tuple) and name.startswith("-"):  # an argument, found by its name
+            tree = next((word for word in tree if _argument(word) == name), None)
+        elif isinstance(tree, list | tuple):
             tree = tree[int(name)] if int(name) < len(tree) else None
         else:
             tree = tree.get(name) if isinstance(tree, Mapping) else None
@@ -175,16 +180,45 @@ def _absolute(value: Any) -> Any:
     return value
 
 
-def _public(tree: dict[str, Any], withheld: list[list[str]]) -> dict[str, Any]:
-    """The tree without its secrets. withheld: takes their paths."""
+def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return the settings in the form that may be written to a file, and the paths of the secrets that it leaves out.
+
+    The form has no default values, its paths are absolute, and JSON can hold it.
+    """
+    tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
     paths = [["gateway", "session_secret"]]
     paths += [
         ["gateway", "upstreams", str(n), "api_key"] for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))
     ]
     for section, options in _OPTIONS:
         paths += [[section, options, name] for name in _at(tree, (section, options)) or () if _SECRET.search(name)]
-    for path in paths:
-        if _at(tree, path) is not None:
-            del _at(tree, path[:-1])[path[-1]]
-            withheld.append(path)
-    return tree
+    withheld = [path for path in paths if _at(tree, path) is not None]
+    for path in withheld:
+        del _at(tree, path[:-1])[path[-1]]
+    if (arguments := _at(tree, _ARGUMENTS)) is not None:
+        kept, secret = _public_arguments(arguments)
+        _at(tree, _ARGUMENTS[:-1])[_ARGUMENTS[-1]] = kept
+        withheld += [[*_ARGUMENTS, name] for name in secret]
+    return tree, withheld
+
+
+def _public_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line without secret arguments and their values, and the names of these arguments."""
+    given: list[list[str]] = []  # each argument with its values
+    for word in words:
+        if given and not word.startswith("-"):
+            given[-1].append(word)
+        else:
+            given.append([word])
+    kept, secret = list[str](), list[str]()
+    for argument in given:
+        names = [_argument(argument[0]), *_JSON_NAME.findall(" ".join(argument))]
+        if any(map(_SECRET_WORD.search, names)):
+            secret.append(names[0])
+        else:
+            kept += argument
+    return kept, secret
+
+
+def _argument(word: str) -> str:
+    return word.partition("=")[0]

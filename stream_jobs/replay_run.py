@@ -23,6 +23,7 @@ from runtime.durable_file import write_durably
 from runtime.fresh_prefix import FreshPrefix
 from runtime.kafka import Cluster
 from runtime.records import Decoder, cluster_of, create_topics, now_micros
+from runtime.remembered import public, remember
 from runtime.telemetry import logger
 from runtime.topic_copy import Choice, Writer
 from runtime.window import Window, window_of
@@ -112,13 +113,13 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
             return {**begun.result, "was_done": True}
         target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
         fresh.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
-        _keep_settings(target)
+        keep_settings(target)
         source = _source(settings, cluster, order, begun.plan, answers)
         report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
         policy = replace(policy_of(target, 1, now_micros()), **_fields(begun.plan["policy"]))
         report |= _assemble(target, cluster, order, source, answers, settings.run_id, policy)
         if report["newest_attempt"] is not None:
-            _keep_settings(_with_ids_above(target, report["newest_attempt"]))
+            keep_settings(_with_ids_above(target, report["newest_attempt"]))
         report |= _admit(target, cluster)
         fresh.done(report)
     return {**report, "was_done": False}
@@ -130,8 +131,11 @@ def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
     return target.model_copy(update={"trainer": target.trainer.model_copy(update={"first_attempt": first})})
 
 
-def _keep_settings(target: Settings) -> None:
-    write_durably(target.data_dir / "settings.yaml", target.model_dump_json(exclude_defaults=True).encode(), 0o600)
+def keep_settings(target: Settings) -> None:
+    """Write the settings of a replay into its directory, without secrets: a command that lacks one then names it."""
+    tree, _ = public(target)
+    write_durably(target.data_dir / "settings.yaml", json.dumps(tree).encode(), 0o600)
+    remember(target)
 
 
 def _asked(settings: Settings, order: Order) -> dict[str, Any]:

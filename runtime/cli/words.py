@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0
 """How long a command that a person waits for looks for Kafka."""
+_OF_A_PROCESS = ("gateway.", "rollout.")
+"""Settings whose secrets one process alone needs, so that other commands do not miss them."""
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
@@ -44,7 +46,7 @@ def settings_of(config: Path | None, words: list[str] | None, fresh: bool = Fals
             return read(config, words or ())
         settings = recalled(config, words or ())
         for path in withheld_from(settings):
-            if not path.startswith("gateway."):
+            if not path.startswith(_OF_A_PROCESS):
                 _tell_withheld(path)
         return settings
     except SettingsError as e:
@@ -110,8 +112,9 @@ def run(target: str, config: Path | None, words: list[str] | None, fresh: bool =
 
     settings = settings_of(config, words, fresh)
     module, _, function = target.partition(":")
-    if module.startswith("gateway."):
+    own = f"{module.partition('.')[0]}."
+    if own in _OF_A_PROCESS:
         for path in withheld_from(settings):
-            if path.startswith("gateway."):
+            if path.startswith(own):
                 _tell_withheld(path)
     getattr(load(module), function)(settings)

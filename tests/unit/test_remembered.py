@@ -18,6 +18,7 @@ SECRETS = [
     "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key: hunter2}]",
     "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN, ssl.key.location: /k}",
     "lake.storage_options={AWS_SECRET_ACCESS_KEY: hunter2, AWS_REGION: eu}",
+    "rollout.extra_args=['--api-key', hunter2, '--max-num-batched-tokens', '512', '--hf_token=hunter2']",
 ]
 
 
@@ -85,6 +86,8 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
         "gateway.upstreams.1.api_key",
         "kafka.client_options.sasl.password",
         "lake.storage_options.AWS_SECRET_ACCESS_KEY",
+        "rollout.extra_args.--api-key",
+        "rollout.extra_args.--hf_token",
     ]
     assert withheld_from(recalled(None, [f"data_dir={tmp_path}", *SECRETS], {})) == []
 
@@ -102,6 +105,28 @@ def test_a_secret_of_what_was_replaced_is_not_asked_for(tmp_path: Path, word: st
     before = withheld_from(recalled(None, [f"data_dir={tmp_path}"], {}))
     now = withheld_from(recalled(None, [f"data_dir={tmp_path}", word], {}))
     assert now == [path for path in before if path != missing] != before
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (["--api-key", "hunter2", "hunter3", "--seed", "3"], ["--seed", "3"]),
+        (["--seed", "3", "--api-key=hunter2"], ["--seed", "3"]),
+        (["--load-config", '{"a": 1, "aws_secret_key": "hunter2"}'], []),
+        (["--load-config.s3_token", "hunter2", "--flag"], ["--flag"]),
+        (["--tokenizer", "/t", "--max-num-batched-tokens=9", "--ssl-keyfile", "/k"],) * 2,
+    ],
+)
+def test_secret_arguments_of_the_engine_are_not_written(tmp_path: Path, given: list[str], written: list[str]) -> None:
+    kept(tmp_path, f"rollout.extra_args={json.dumps(given)}")
+    assert "hunter" not in (tmp_path / FILE).read_text()
+    now = recalled(None, [f"data_dir={tmp_path}"], {})
+    assert list(now.rollout.extra_args) == written
+    assert len(withheld_from(now)) == (given != written)
+    given_again = recalled(None, [f"data_dir={tmp_path}", f"rollout.extra_args={json.dumps(given)}"], {})
+    assert withheld_from(given_again) == []
+    others = recalled(None, [f"data_dir={tmp_path}", "rollout.extra_args=['--seed', '4']"], {})
+    assert withheld_from(others) == []
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.cli.words import instant
+from runtime.config import load
 from runtime.kafka import Cluster, Record
 from runtime.moments import millis, moment_of
 from runtime.records import Decoder
+from runtime.remembered import recalled, withheld_from
 from runtime.topic_copy import Choice, Copier, copied_settings, copy_topics, renamed
 from runtime.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
 from schemas.codec import Codec
@@ -36,7 +38,7 @@ from stream_jobs.provenance import provenance
 from stream_jobs.replay import Moment, Out, Replay
 from stream_jobs.replay_check import first_difference
 from stream_jobs.replay_lake import READ, LakeMoments, Span, partitions_of, pinned
-from stream_jobs.replay_run import Order, _asked, home_of, replay_settings
+from stream_jobs.replay_run import Order, _asked, home_of, keep_settings, replay_settings
 from stream_jobs.trial import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
 
 Log = list[tuple[int, Any]]
@@ -364,3 +366,24 @@ def test_another_outcome_is_not_taken_for_the_one_that_was_done(changed: dict[st
     settings = Settings()
     other = settings.model_copy(update={"jobs": settings.jobs.model_copy(update=changed)})
     assert _asked(settings, Order("x")) != _asked(other, Order("x"))
+
+
+def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_path: Path) -> None:
+    of_run = load(
+        None,
+        [
+            f"data_dir={tmp_path}",
+            "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN}",
+            "rollout.extra_args=['--api-key', hunter2]",
+        ],
+        {},
+    )
+    target = replay_settings(of_run, "again", "r", 4)
+    target.data_dir.mkdir(parents=True)
+    keep_settings(target)
+    file = home_of(of_run, "again") / "settings.yaml"
+    assert all("hunter2" not in path.read_text() for path in file.parent.iterdir())
+    recorded = recalled(file, [], {})
+    assert (recorded.run_id, recorded.data_dir, recorded.kafka.topics.prefix) == ("r", file.parent, "replay-again")
+    assert dict(recorded.kafka.client_options) == {"sasl.mechanism": "PLAIN"}
+    assert withheld_from(recorded) == ["kafka.client_options.sasl.password", "rollout.extra_args.--api-key"]
