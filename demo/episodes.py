@@ -17,13 +17,14 @@ import aiohttp
 
 from demo.task import Task, make_task, score
 from runtime.die_with_parent import bonded
+from schemas.errors import ForeseenError
 from schemas.settings import Settings
 
 RETRY_S = 0.5
 RETRIES = 120
 
 
-class EpisodeFailed(Exception):
+class EpisodeFailed(ForeseenError):
     """The gateway refused to open or complete a trajectory; its answer is in the message."""
 
 

@@ -29,13 +29,14 @@ from runtime.lifecycle import run_async
 from runtime.records import create_topics
 from runtime.supervisor import Supervisor
 from runtime.up import Installation
+from schemas.errors import ForeseenError
 from schemas.settings import Settings
 
 READY_TIMEOUT_S = 300.0
 STALL_S = 240.0
 
 
-class DemoFailed(Exception):
+class DemoFailed(ForeseenError):
     """A part of the loop did not do its work. The message names it; logs are in <data_dir>/logs."""
 
 

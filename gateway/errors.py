@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from runtime.errors import InUse, PlumbingError
-from schemas.errors import SettingsError
+from schemas.errors import ForeseenError, SettingsError
 
 
-class GatewayError(Exception):
+class GatewayError(ForeseenError):
     """Root of all errors of the gateway. param: the field or header that is wrong, if it is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:

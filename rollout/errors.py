@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from schemas.errors import ForeseenError
 
-class RolloutError(Exception):
+
+class RolloutError(ForeseenError):
     """Root of all errors of `rollout`."""
 
 

@@ -1,7 +1,11 @@
 """What the plumbing raises: one root, so that a process can tell its own trouble from a bug."""
 
+from __future__ import annotations
 
-class PlumbingError(Exception):
+from schemas.errors import ForeseenError
+
+
+class PlumbingError(ForeseenError):
     """Something under the processes (broker, jars, Kafka client, settings) cannot do its work; the message says what to do."""
 
 

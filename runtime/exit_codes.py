@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.errors import InUse, PlumbingError
+from runtime.errors import InUse
 from runtime.kafka.errors import Fenced, SourceTruncated, Unavailable
-from schemas.errors import SettingsError
+from schemas.errors import ForeseenError, InvalidId, SettingsError
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
@@ -33,7 +33,13 @@ class Meaning:
 
 MEANINGS = (
     Meaning(0, "done", "the work is done, or the process was asked to stop", "nothing", False),
-    Meaning(EXIT_FAILED, "failed", "a command could not do what it was asked for", "the message says what to do", True),
+    Meaning(
+        EXIT_FAILED,
+        "failed",
+        "a command or a process could not do what it was asked for",
+        "the message says what to do",
+        True,
+    ),
     Meaning(
         EXIT_SETTINGS,
         "wrong settings",
@@ -78,7 +84,7 @@ NAMES = {m.code: m.name for m in MEANINGS}
 def exit_code(error: BaseException) -> int:
     """Return the exit code that says what happened."""
     match error:
-        case SettingsError():
+        case SettingsError() | InvalidId():
             return EXIT_SETTINGS
         case Fenced():
             return EXIT_FENCED
@@ -88,7 +94,7 @@ def exit_code(error: BaseException) -> int:
             return EXIT_KAFKA
         case InUse():
             return EXIT_IN_USE
-        case PlumbingError():
+        case ForeseenError():
             return EXIT_FAILED
         case _:
             return EXIT_CRASH
@@ -96,4 +102,4 @@ def exit_code(error: BaseException) -> int:
 
 def is_foreseen(error: BaseException) -> bool:
     """Whether the message alone says what to do, so that a traceback would only hide it."""
-    return isinstance(error, SettingsError | PlumbingError)
+    return isinstance(error, ForeseenError)

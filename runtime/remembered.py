@@ -160,7 +160,7 @@ def _check_fixed(before: Settings, now: Settings, directory: Path) -> None:
 
 def _at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
-        if isinstance(tree, list | tuple) and name.startswith("-"):  # an argument, found by its name
+        if isinstance(tree, list | tuple) and not name.isdigit():  # an argument, found by its name
             tree = next((word for word in tree if _argument(word) == name), None)
         elif isinstance(tree, list | tuple):
             tree = tree[int(name)] if int(name) < len(tree) else None
@@ -214,7 +214,7 @@ def _public_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for argument in given:
         names = [_argument(argument[0]), *_JSON_NAME.findall(" ".join(argument))]
         if any(map(_SECRET_WORD.search, names)):
-            secret.append(names[0])
+            secret.append(names[0] if names[0].startswith("-") else "-")
         else:
             kept += argument
     return kept, secret

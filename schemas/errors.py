@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 
-class SchemaError(Exception):
+class ForeseenError(Exception):
+    """Root of every error that the code foresees, in all packages: its message alone says what happened and what to do.
+
+    A command or a process ends with this message in one line and the exit code of the class (`runtime.exit_codes`). Every
+    other exception is a bug: it ends with a traceback.
+    """
+
+
+class SchemaError(ForeseenError):
     """Root of all errors of `schemas`."""
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from runtime.errors import SourceTruncated
+from schemas.errors import ForeseenError
 
 
-class StreamJobError(Exception):
+class StreamJobError(ForeseenError):
     """Root of all errors of `stream_jobs`."""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from runtime.kafka import SourceTruncated
-from schemas.errors import SettingsError
+from schemas.errors import ForeseenError, SettingsError
 
 
-class TrainerError(Exception):
+class TrainerError(ForeseenError):
     """Root of all errors of `trainer`. A restart resumes from the last published version."""
 
 

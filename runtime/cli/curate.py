@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from runtime.author import whoami
-from runtime.cli.words import Config, Form, Words, cluster_of, fail, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, load, settings_of
 
 EXAMPLES = 5
 
@@ -47,16 +47,12 @@ def curate(
         )
     except module.WrongMark as e:
         fail(str(e), 2)
+    connection = sql.connect(settings)
     try:
-        connection = sql.connect(settings)
-        try:
-            found = module.targets(connection, of, where, run)
-        finally:
-            connection.close()
-    except load("stream_jobs.errors").StreamJobError as e:
-        fail(str(e))
-    with plain_errors():
-        sent = module.send(settings, cluster_of(settings), mark, found) if send else 0
+        found = module.targets(connection, of, where, run)
+    finally:
+        connection.close()
+    sent = module.send(settings, cluster_of(settings), mark, found) if send else 0
     late = sum(t.admitted for t in found)
     if form == "json":
         typer.echo(

@@ -7,19 +7,16 @@ from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Words, fail, group, load, settings_of
+from runtime.cli.words import Config, Words, group, load, settings_of
 
 app = group("API keys of the gateway.")
 
 
 def _keys_command(function: str, config: Path | None, words: list[str] | None, **given: object) -> None:
-    """Print what a function of the gateway's key commands says; what a user can mend is one line without a traceback."""
+    """Print what a function of the gateway's key commands says."""
     settings = settings_of(config, words)
     keys = load("gateway.key_commands")
-    try:
-        typer.echo(getattr(keys, function)(settings, **given))
-    except keys.GatewayError as e:
-        fail(str(e))
+    typer.echo(getattr(keys, function)(settings, **given))
 
 
 @app.command("create")

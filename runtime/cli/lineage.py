@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.cli.words import Config, Form, Words, fail, group, load, settings_of
+from runtime.cli.words import Config, Form, Words, group, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -18,16 +18,13 @@ Run = Annotated[str | None, typer.Option("--run", help="Of this run only.")]
 
 
 def _ask(settings: Settings, question: Callable[[Any], Any]) -> Any:
-    """An answer of the lake; what it does not have is one line."""
+    """An answer of the lake."""
     ancestry, sql = load("stream_jobs.ancestry"), load("stream_jobs.sql")
+    connection = sql.connect(settings)
     try:
-        connection = sql.connect(settings)
-        try:
-            return question(ancestry.Ancestry(connection))
-        finally:
-            connection.close()
-    except load("stream_jobs.errors").StreamJobError as e:
-        fail(str(e))
+        return question(ancestry.Ancestry(connection))
+    finally:
+        connection.close()
 
 
 def _tell(answer: Any, form: str, lines: Callable[[Any], Iterator[str]]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Annotated, Literal
+import traceback
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from runtime.cli import broker, curate, dlq, keys, lineage, policy, replay, spool, tables, topics
 from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, run, settings_of
@@ -14,8 +16,18 @@ from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load
 POSITIONS = ("stream_jobs.lake_positions", "stream_jobs.job_positions", "trainer.positions")
 """Modules that list what their processes have stored, for `doctor`."""
 
+
+class Commands(TyperGroup):
+    """The commands, each of which ends with one line and its exit code when it meets an error that the code foresees."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_errors():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="clawstream",
+    cls=Commands,
     help="The data foundation of agentic reinforcement learning, as an event stream.",
     no_args_is_help=True,
     add_completion=False,
@@ -173,10 +185,7 @@ def doctor(
             else:
                 found += module.positions(settings, cluster)
         diagnoses = examine(cluster, found)
-        try:
-            damaged = spools.damaged(settings)
-        except spools.GatewayError as e:
-            fail(str(e))
+        damaged = spools.damaged(settings)
     typer.echo(format_diagnoses(diagnoses, every))
     for found in damaged:
         typer.echo(found.told)
@@ -202,13 +211,16 @@ def sql(
         module = load("stream_jobs.sql_query")
         if output == "parquet" and sys.stdout.isatty():
             fail("parquet is for a file: add `> answer.parquet`", 2)
-        try:
-            module.write_sql(settings, query, sys.stdout.buffer, output, at, worker)
-            sys.stdout.buffer.flush()
-        except module.SqlError as e:
-            fail(str(e))
+        module.write_sql(settings, query, sys.stdout.buffer, output, at, worker)
+        sys.stdout.buffer.flush()
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. A bug ends with its traceback and the exit code of one."""
+    try:
+        app()
+    except Exception:  # noqa: BLE001 - the end of the command, with its traceback
+        from runtime.exit_codes import EXIT_CRASH
+
+        traceback.print_exc()
+        raise SystemExit(EXIT_CRASH) from None

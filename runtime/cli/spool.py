@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, group, load, settings_of
 
 app = group("What gateways could not send.")
 
@@ -20,13 +20,9 @@ def spool_drain(
     """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
     settings = settings_of(config, words)
     spool, lake = load("gateway.spool_drain"), load("stream_jobs.lake_lookup")
-    with plain_errors():
-        cluster_of(settings)
-        try:
-            for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
-                runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
-                typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
-                for left in done.damaged:
-                    typer.echo(left.told)
-        except (spool.GatewayError, lake.LakeError) as e:
-            fail(str(e))
+    cluster_of(settings)
+    for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
+        runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
+        typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
+        for left in done.damaged:
+            typer.echo(left.told)

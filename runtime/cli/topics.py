@@ -18,13 +18,8 @@ def topics_create(words: Words = None, config: Config = None) -> None:
     """Make every topic that is not there yet, and announce the schemas."""
     settings = settings_of(config, words)
     from runtime.records import create_topics
-    from schemas.errors import SettingsError
 
-    try:
-        with plain_errors():
-            made = create_topics(cluster_of(settings), settings)
-    except SettingsError as e:
-        fail(str(e), 2)
+    made = create_topics(cluster_of(settings), settings)
     typer.echo("\n".join(f"made {name}" for name in made) or "all topics are there")
 
 
@@ -57,17 +52,12 @@ def topics_copy(
     """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
     settings = settings_of(config, words)
     from runtime.topic_copy import Choice, copy_topics
-    from schemas.errors import InvalidId, SettingsError
 
     span = instant(since, "--since"), instant(until, "--until")
     if as_run is not None and run is None:
         fail("--as-run needs --run: two runs must not become one", 2)
-    try:
-        with plain_errors():
-            choice = Choice(run, as_run, rewards)
-            done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, choice)
-    except (InvalidId, SettingsError) as e:
-        fail(str(e), 2)
+    choice = Choice(run, as_run, rewards)
+    done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, choice)
     for topic, count in done["records"].items():
         typer.echo(f"{topic:48} records {count}")
     more = f"ticks {done['ticks']}, left out {done['left_out']}, unreadable {done['unreadable']}"

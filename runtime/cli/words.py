@@ -78,13 +78,14 @@ def instant(text: str | None, name: str) -> int | None:
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Errors that a user can do something about, as one line without a traceback."""
-    from runtime.errors import PlumbingError
-    from runtime.exit_codes import exit_code
+    from schemas.errors import ForeseenError
 
     try:
         yield
-    except PlumbingError as e:
-        fail(str(e), exit_code(e))
+    except ForeseenError as e:
+        from runtime.exit_codes import exit_code
+
+        fail(str(e) or type(e).__name__, exit_code(e))
 
 
 def cluster_of(settings: Settings) -> Cluster:

@@ -14,7 +14,7 @@ import pytest
 from tests_chaos import Installation, fed, installation, running
 from tests_chaos_logs import Logs
 
-from runtime.exit_codes import EXIT_CRASH
+from runtime.exit_codes import EXIT_FAILED
 from schemas.settings import Settings
 
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
@@ -83,10 +83,10 @@ def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) ->
                 stopped.send_signal(signal.SIGCONT)
                 # Stopped in a batch it finds itself fenced, and dies; stopped between two it comes back into the group.
                 made.first.until(lambda s=stopped: s.poll() is not None or "1" in made.owners(), "it has noticed")  # type: ignore[misc]
-                assert stopped.poll() in (None, EXIT_CRASH)
+                assert stopped.poll() in (None, EXIT_FAILED)
                 made.until_batches(2)
                 stopped.send_signal(signal.SIGTERM)
-                assert stopped.wait(180) in (0, EXIT_CRASH)
+                assert stopped.wait(180) in (0, EXIT_FAILED)
             feeder.finish(timeout_s=300)
             acks = feeder.acks()
         logs = settled(made, acks)

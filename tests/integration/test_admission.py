@@ -15,7 +15,7 @@ import pytest
 
 from runtime.config import words_of
 from runtime.die_with_parent import bonded
-from runtime.exit_codes import EXIT_CRASH, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
+from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
 from runtime.records import create_topics
 from schemas.codec import Codec
@@ -322,7 +322,7 @@ def test_candidates_made_anew_under_a_running_admission(
     eventually(lambda: log.topics.candidates not in cluster.topics())
     create_topics(cluster, mine)
     log.producer = cluster.producer()
-    assert process.wait(180) == EXIT_CRASH, "its supervisor starts it again"
+    assert process.wait(180) == EXIT_FAILED, "its supervisor starts it again"
     start(mine)
     for number in (3, 4, 5):
         log.group(number)

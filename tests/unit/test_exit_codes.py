@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import SpoolFailed, SpoolTaken
+from gateway.errors import GatewayError, SpoolFailed, SpoolTaken
 from gateway.spool import lock
+from rollout.errors import RolloutError
 from runtime.errors import PlumbingError
 from runtime.exit_codes import MEANINGS, NO_RESTART, exit_code
 from runtime.kafka import Fenced, KafkaError, SourceTruncated, Unavailable
 from runtime.ports import PortTaken
 from runtime.supervisor import AlreadyRunning
-from schemas.errors import SettingsError
+from schemas.errors import ForeseenError, InvalidId, SchemaError, SettingsError
+from stream_jobs.errors import StreamJobError
+from trainer.errors import TrainerError
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[2]
     ("error", "code"),
     [
         (SettingsError(), 2), (Unavailable(), 69), (KafkaError(), 1), (PlumbingError(), 1), (AlreadyRunning(), 75), (PortTaken(), 75),
-        (Fenced(), 78), (SourceTruncated(), 79), (ValueError(), 70), (MemoryError(), 70),
+        (Fenced(), 78), (SourceTruncated(), 79), (ValueError(), 70), (MemoryError(), 70), (InvalidId(), 2),
         (SpoolTaken(""), 75), (SpoolFailed(""), 1),
     ],
 )  # fmt: skip
@@ -44,6 +47,10 @@ def test_the_documentation_has_the_same_table() -> None:
     [
         ("schemas.errors:SettingsError", 2, False),
         ("runtime.kafka:Unavailable", 69, False),
+        ("trainer.errors:InvalidCheckpoint", 1, False),
+        ("rollout.errors:ServerFailed", 1, False),
+        ("stream_jobs.errors:PolicyRefused", 1, False),
+        ("gateway.errors:NotConfigured", 1, False),
         ("builtins:ValueError", 70, True),
     ],
 )
@@ -59,6 +66,27 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code and '"error": "why"' in done.stderr
     assert ('"exception": ' in done.stderr) == has_traceback
+
+
+def test_the_root_of_every_package_is_of_the_foreseen() -> None:
+    """A package whose errors have a root of their own would end its process with the code of a bug."""
+    roots = [GatewayError, PlumbingError, RolloutError, SchemaError, StreamJobError, TrainerError]
+    assert [root.__bases__ for root in roots] == [(ForeseenError,)] * len(roots)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traces"),
+    [("schemas.errors:UnknownSchema", 1, 0), ("schemas.errors:InvalidId", 2, 0), ("builtins:ValueError", 70, 1)],
+)
+def test_a_command_ends_as_a_process_does(error: str, code: int, traces: int) -> None:
+    module, _, name = error.partition(":")
+    program = (
+        f"import sys; from {module} import {name}; from runtime.cli.main import app, main\n"
+        f"@app.command()\ndef broken() -> None:\n    raise {name}('why')\n"
+        "sys.argv = ['clawstream', 'broken']; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("Traceback")) == (code, traces) and "why" in done.stderr
 
 
 def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from demo.model import make_random_model
 from rollout.engine import Served, read_layout, stage
-from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, EXIT_SOURCE, exit_code
+from runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from runtime.kafka import Fenced, SourceTruncated, Unavailable
 from schemas.errors import SettingsError
 from schemas.events import (
@@ -386,7 +386,7 @@ def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(tmp_path: Path,
         run._policy.model.register_forward_pre_hook(no_memory)
         with pytest.raises(OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384") as raised:
             run.train(incoming(1))
-        assert exit_code(raised.value) == EXIT_CRASH, "restarted"
+        assert exit_code(raised.value) == EXIT_FAILED, "restarted"
     with pytest.raises(BatchNeverEnds, match=r"trainer\.micro_batch_tokens: .* batch 1 was begun 5 times") as last:
         begin(s, ledger).train(incoming(1))
     assert exit_code(last.value) == EXIT_SETTINGS, "not restarted"
