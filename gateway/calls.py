@@ -12,11 +12,11 @@ A client that leaves makes the engine stop; what it had got is recorded as `abor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api_keys import ApiKey
 from gateway.clock import Clock
 from gateway.disconnect import Client, Receive
 from gateway.door import Caller, Door
@@ -35,7 +35,7 @@ from gateway.event_log import EventLog
 from gateway.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
 from gateway.forwarding import FORWARDED, credentials_of, returned, with_query
 from gateway.journal import Journal
-from gateway.key_limits import KeyLimits, tokens_of
+from gateway.key_limits import Counted, KeyLimits, tokens_of
 from gateway.memory import Held, Memory
 from gateway.metrics import Metrics
 from gateway.protocol import Answer, Dialect, Kind
@@ -114,6 +114,16 @@ async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+@asynccontextmanager
+async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
+    """The request's body, which counts as held within the block. Raises as `read_body` does."""
+    body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+    try:
+        yield body
+    finally:
+        parts.memory.give_back(len(body))
+
+
 async def send_reply(send: Send, reply: Reply) -> None:
     """A whole reply."""
     await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
@@ -167,28 +177,24 @@ class CallEndpoint:
         headers = header_map(scope)
         attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
         reply = parts.memory.replies.hold()
-        limited: ApiKey | None = None
-        exchange: Exchange | None = None
         try:
             caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
             attempt.caller = caller
-            if caller.key is not None and caller.key.limited:
-                parts.limits.begin(caller.key)
-                limited = caller.key
-            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
-            held = len(body)
-            attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
-            if call.request.n > 1:  # every choice's step has the body
-                held += self._hold_copies(call)
-            client = Client(receive)
-            try:
-                async with client:
-                    await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
-                with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                    exchange = Exchange(parts, self._dialect, call, attempt, client, send, reply, scope["query_string"])
-                    ending = await exchange.run()
-            finally:
-                client.done()
+            with parts.limits.call(caller.key) as counted:
+                body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+                held = len(body)
+                attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
+                if call.request.n > 1:  # every choice's step has the body
+                    held += self._hold_copies(call)
+                client, query = Client(receive), scope["query_string"]
+                try:
+                    async with client:
+                        await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
+                    with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
+                        made = Exchange(parts, self._dialect, call, attempt, client, send, reply, query, counted)
+                        ending = await made.run()
+                finally:
+                    client.done()
         except ClientGone:
             ending = "refused"
         except GatewayError as error:
@@ -198,8 +204,6 @@ class CallEndpoint:
         finally:
             parts.memory.give_back(held)
             reply.release()
-            if limited is not None:
-                parts.limits.end(limited, exchange.tokens if exchange is not None else 0)
         parts.metrics.ended[ending].inc()
 
     def _hold_copies(self, call: Call) -> int:
@@ -256,9 +260,10 @@ class Exchange:
         send: Send,
         held: Held,
         query: bytes,
+        counted: Counted,
     ) -> None:
         self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
-        self._held = held
+        self._held, self._counted = held, counted
         self._client, self._send = client, send
         headers = attempt.headers
         self._credentials = credentials_of(headers)
@@ -269,7 +274,6 @@ class Exchange:
         self._engine = Engine()
         self._captured = Captured()
         self._stream: EventStream | None = None
-        self.tokens = 0
 
     async def run(self) -> str:
         """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
@@ -436,7 +440,7 @@ class Exchange:
 
     async def _record(self, steps: Sequence[Step]) -> None:
         parts = self._parts
-        self.tokens = tokens_of(steps)
+        self._counted.tokens = tokens_of(steps)
         receipt = await parts.log.record(steps)
         for step in steps:
             parts.metrics.recorded[step.status].inc()

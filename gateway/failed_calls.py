@@ -52,7 +52,7 @@ class Attempt:
     """A call from its arrival on, as far as it has come. received_at: microseconds. began: monotonic seconds.
 
     key, group: trajectory and prompt uid of its path. caller None: its key was not checked yet. call None: its body was not understood yet.
-    engine: name of the one that was asked last.
+    engine: name of the one that was asked last. model: of a call that makes no step and so never has a `call`.
     """
 
     protocol: str
@@ -64,6 +64,7 @@ class Attempt:
     caller: Caller | None = None
     call: Call | None = None
     engine: str | None = None
+    model: str | None = None
 
 
 def failure_of(error: GatewayError) -> Failure:
@@ -112,7 +113,7 @@ class FailedCalls:
         return Attempt(protocol, headers, self._clock.micros(), self._clock.monotonic(), key, group)
 
     def note(self, attempt: Attempt, failure: Failure) -> None:
-        """Tell the log, if the call's key was checked. Call it behind the reply."""
+        """Tell the log, if the call's key was checked. It never waits; call it behind the reply where you send that."""
         if attempt.caller is None:
             return
         if not self._bus.reachable or self._on_the_way >= MAX_ON_THE_WAY:
@@ -139,6 +140,7 @@ class FailedCalls:
 
     def _record(self, attempt: Attempt, failure: Failure, run: str, origin: Origin | None) -> FailedCall:
         call = attempt.call
+        model = call.request.model if call is not None else attempt.model
         record = FailedCall(
             event_id=call.call_id if call is not None else str(ULID()),
             run_id=run,
@@ -146,7 +148,7 @@ class FailedCalls:
             group_id=origin.group_id if origin is not None else None,
             channel=origin.channel if origin is not None else None,
             protocol=attempt.protocol,
-            model=_cut(call.request.model, TYPE_CHARS) if call is not None else None,
+            model=_cut(model, TYPE_CHARS),
             streamed=call is not None and call.request.stream,
             source=failure.source,
             status=failure.status,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway.api_keys import ApiKey
 from gateway.clock import Clock
 from gateway.errors import KeyLimited
+from gateway.reply_body import loads
+from gateway.usage import usage_of
 from schemas.events import Step
 
 DAY_S = 86400
@@ -26,15 +29,40 @@ class _Use:
     tokens: int = 0
 
 
+@dataclass(slots=True)
+class Counted:
+    """A call that has begun. counts_tokens: whether its key has a limit of tokens. tokens: set it before the call ends."""
+
+    counts_tokens: bool
+    tokens: int = 0
+
+
 class KeyLimits:
-    """What each key with a limit has used."""
+    """What each key with a limit has used. `call` is the one way to begin and end a call."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
-    def begin(self, key: ApiKey) -> None:
-        """A call begins; `end` ends it. Raises KeyLimited; then it does not begin."""
+    @contextmanager
+    def call(self, key: ApiKey | None) -> Iterator[Counted]:
+        """Count a call of a key from its begin to its end, however it ends. None: the caller has no key.
+
+        Raises:
+            KeyLimited: The key is at a limit. The call does not begin.
+        """
+        if key is None or not key.limited:
+            yield Counted(False)
+            return
+        use = self._begin(key)
+        counted = Counted(key.tokens_per_day is not None)
+        try:
+            yield counted
+        finally:
+            use.in_flight -= 1
+            use.tokens += counted.tokens
+
+    def _begin(self, key: ApiKey) -> _Use:
         now, seconds = self._clock.monotonic(), self._clock.micros() // 1_000_000
         rate = key.calls_per_minute
         use = self._uses.get(key.key_id)
@@ -53,12 +81,7 @@ class KeyLimits:
                 raise _limited(key, f"calls_per_minute={rate}", math.ceil((1 - use.calls) * 60 / rate))
             use.calls -= 1
         use.in_flight += 1
-
-    def end(self, key: ApiKey, tokens: int) -> None:
-        """A call has ended, which had so many tokens."""
-        use = self._uses[key.key_id]
-        use.in_flight -= 1
-        use.tokens += tokens
+        return use
 
 
 def tokens_of(steps: Sequence[Step]) -> int:
@@ -69,6 +92,23 @@ def tokens_of(steps: Sequence[Step]) -> int:
     if usage is not None and usage.prompt_tokens is not None:
         return usage.prompt_tokens + (usage.completion_tokens or 0)
     return (len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)) // 4
+
+
+def tokens_of_reply(body: bytes) -> int:
+    """Count the tokens of a reply that is not recorded, by its `usage`. 0: it says none, or is no JSON.
+
+    Rerankers and some servers of embeddings say `total_tokens` only.
+    """
+    try:
+        said = loads(body)
+    except (ValueError, RecursionError):
+        return 0
+    said = said.get("usage") if isinstance(said, dict) else None
+    usage = usage_of(said)
+    if usage is not None and (usage.prompt_tokens is not None or usage.completion_tokens is not None):
+        return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+    usage = usage_of({"prompt_tokens": said.get("total_tokens")}) if isinstance(said, dict) else None
+    return usage.prompt_tokens or 0 if usage is not None else 0
 
 
 def _limited(key: ApiKey, limit: str, retry_after_s: int) -> KeyLimited:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from gateway.calls import Parts, Scope, Send, header_map, read_body, send_reply
+from gateway.calls import Parts, Scope, Send, header_map, held_body, send_reply
 from gateway.disconnect import Client, Receive
 from gateway.door import Caller
 from gateway.error_reply import Reply, reply_of
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.forwarding import FORWARDED, credentials_of, returned, with_query
+from gateway.key_limits import tokens_of_reply
 from gateway.memory import Held
 from gateway.paths import Place
 from gateway.protocol import Errors
@@ -41,24 +42,19 @@ class PassEndpoint:
     async def _asked(self, scope: Scope, receive: Receive, held: Held, place: Place) -> Reply:
         parts, headers = self._parts, header_map(scope)
         caller = parts.door.authenticate(headers, "agent")
-        limited = caller.key if caller.key is not None and caller.key.limited else None
-        if limited is not None:
-            parts.limits.begin(limited)
-        try:
-            body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
-            try:
+        with parts.limits.call(caller.key) as counted:
+            async with held_body(receive, parts) as body:
                 client = Client(receive)
                 try:
                     async with client:
                         path = with_query(self._path + quote(place.item, safe="/:@!$&'()*+,;="), scope["query_string"])
-                        return await self._passed(caller, headers, path, body, held, place)
+                        reply = await self._passed(caller, headers, path, body, held, place)
                 finally:
                     client.done()
-            finally:
-                parts.memory.give_back(len(body))
-        finally:
-            if limited is not None:
-                parts.limits.end(limited, 0)
+            # a GET repeats a reply whose tokens counted when it was made
+            if counted.counts_tokens and self.method == "POST" and reply.status < 400:
+                counted.tokens = tokens_of_reply(reply.body)
+            return reply
 
     async def _passed(
         self, caller: Caller, headers: dict[str, str], path: str, body: bytes, held: Held, place: Place

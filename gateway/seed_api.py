@@ -19,13 +19,15 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.calls import NO_TOKENS, Parts, header_map, read_body
+from gateway.calls import NO_TOKENS, Parts, header_map, held_body
 from gateway.control import Complete, GiveReward, Recorder, Register, public_url
-from gateway.disconnect import Client
+from gateway.disconnect import Client, Receive
 from gateway.door import Caller
 from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.event_log import Event
+from gateway.failed_calls import Attempt, engine_failure, failure_of
 from gateway.forwarding import FORWARDED, returned
+from gateway.key_limits import Counted
 from gateway.openai_completions import OpenAICompletions
 from gateway.protocol import Tokens
 from gateway.request_body import dumps
@@ -35,6 +37,7 @@ from gateway.seed_steps import Request as SubmitRequest
 from gateway.steps import BROKEN_OFF
 from gateway.token_limits import refuse_longer
 from gateway.tokens import Captured
+from gateway.workers import Worker
 from schemas import capture
 from schemas.events import Channel, Step
 from schemas.ids import parse_version
@@ -52,6 +55,8 @@ OURS = frozenset({"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 """Claw-R1's. Said to the engine, for a model may bring defaults of its own."""
 COMPLETIONS = OpenAICompletions()
+PROTOCOL = "claw-r1.generate"
+"""The protocol of a failed call of POST /generate."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -110,11 +115,8 @@ def seed_routes(parts: Parts) -> APIRouter:
     async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
         """Who asks, and only then its body, which counts as held within the block."""
         caller = parts.door.authenticate(header_map(request.scope), "agent")
-        body = await read_body(request.receive, gateway.max_body_bytes, parts.memory)
-        try:
+        async with held_body(request.receive, parts) as body:
             yield caller, body
-        finally:
-            parts.memory.give_back(len(body))
 
     @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
     async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
@@ -123,15 +125,7 @@ def seed_routes(parts: Parts) -> APIRouter:
 
     @router.post("/generate", openapi_extra=in_openapi(Generate))
     async def generate(request: Request) -> Response:
-        async with opened(request) as (caller, body):
-            client = Client(request.receive)
-            try:
-                async with client:
-                    return await generator.generate(caller, header_map(request.scope), read_as(Generate, body))
-            except ClientGone:
-                return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
-            finally:
-                client.done()
+        return await generator.serve(header_map(request.scope), request.receive)
 
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request) -> dict[str, Any]:
@@ -236,21 +230,37 @@ class Generator:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> Response:
-        """The reply, an engine's own error included. Raises GatewayError."""
-        limits, key, tokens = self._parts.limits, caller.key, 0
-        if key is None or not key.limited:
-            return (await self._generate(caller, headers, said))[0]
-        limits.begin(key)
-        try:
-            reply, tokens = await self._generate(caller, headers, said)
-        finally:
-            limits.end(key, tokens)
-        return reply
+    async def serve(self, headers: Mapping[str, str], receive: Receive) -> Response:
+        """The reply, an engine's own error included. A call that fails is told to the log.
 
-    async def _generate(self, caller: Caller, headers: Mapping[str, str], said: Generate) -> tuple[Response, int]:
-        """The reply, and how many tokens it took."""
-        asked = COMPLETIONS.request(self._completion(said))
+        Raises:
+            GatewayError: The gateway refused the call, or the engine gave no usable reply.
+        """
+        parts = self._parts
+        attempt = parts.failed.attempt(PROTOCOL, headers, None, None)
+        try:
+            attempt.caller = caller = parts.door.authenticate(headers, "agent")
+            with parts.limits.call(caller.key) as counted:
+                async with held_body(receive, parts) as body:
+                    client = Client(receive)
+                    try:
+                        async with client:
+                            return await self._generate(caller, attempt, read_as(Generate, body), counted)
+                    finally:
+                        client.done()
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
+        except GatewayError as error:
+            parts.failed.note(attempt, failure_of(error))
+            raise
+
+    async def _generate(self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted) -> Response:
+        asked, headers = COMPLETIONS.request(self._completion(said)), attempt.headers
+        attempt.model = asked.model
+
+        def asking(worker: Worker | None) -> None:
+            attempt.engine = worker.name if worker is not None else None
+
         self._parts.memory.begin()
         held = self._parts.memory.replies.hold()
         try:
@@ -258,11 +268,13 @@ class Generator:
                 "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
                 key=_prefix_key(said.prompt_ids), run_id=(run := self._parts.door.run_of(caller, headers)), model=asked.model,
+                on_asking=asking,
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
                     told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
-                    return Response(body, response.status, told, response.header("content-type")), 0
+                    self._parts.failed.note(attempt, engine_failure(response.status, body))
+                    return Response(body, response.status, told, response.header("content-type"))
                 captured = Captured(NO_TOKENS[response.worker.kind])
                 body = captured.trail(body, response.header(capture.OWN_BODY))
                 answer = COMPLETIONS.answer(asked, response.worker.kind, body)
@@ -275,8 +287,8 @@ class Generator:
         finish = captured.finish(0, asked)
         tokens = choice.tokens or captured.tokens(0, asked)
         reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
-        used = len(said.prompt_ids) + len(reply["token_ids"])
-        return Response(orjson.dumps(reply), media_type="application/json"), used
+        counted.tokens = len(said.prompt_ids) + len(reply["token_ids"])
+        return Response(orjson.dumps(reply), media_type="application/json")
 
     def _completion(self, said: Generate) -> bytes:
         """The body of the completions call. Raises BadRequest or Unprocessable."""

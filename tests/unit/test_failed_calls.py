@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api_keys import create_key
 from gateway.failed_calls import MESSAGE_CHARS, engine_failure
 from gateway.scripted import Say, Script
 from gateway.trial import Trial
@@ -72,6 +73,47 @@ def test_the_gateways_own_refusals_are_told_once_the_key_was_checked(play: Play)
         assert (unnamed.trajectory_key, unnamed.run_id) == (None, "default")
         assert w.bus.messages[1].key == unnamed.event_id.encode()
         assert await w.metric('clawstream_gateway_failed_calls_total{fate="lost"}') == 1, "no run could be of that name"
+
+    play(scenario, Script([HI]))
+
+
+GENERATE: dict[str, Any] = {"prompt_ids": [1, 2], "sampling_params": {"max_tokens": 3, "model": "policy"}}
+
+
+def test_an_engines_error_to_generate_is_told(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        assert await post(w, "/generate", GENERATE, **{"user-agent": "agent/1"}) == 429
+        (failed,) = await told(w)
+        assert (failed.protocol, failed.model, failed.streamed) == ("claw-r1.generate", "policy", False)
+        assert (failed.source, failed.status, failed.engine) == ("engine", 429, w.engine_url)
+        assert (failed.run_id, failed.trajectory_key, failed.user_agent) == ("default", None, "agent/1")
+        assert failed.message == "scripted" and failed.duration_ms > 0
+
+    play(scenario, Script([HI], status=429))
+
+
+def test_the_gateways_own_refusals_of_generate_are_told(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        assert await post(w, "/generate", {"prompt_ids": []}) == 422
+        assert await post(w, "/generate", {"prompt_ids": [1] * 100_000}) == 413
+        assert await post(w, "/generate", GENERATE) == 200
+        assert await post(w, "/generate", GENERATE, authorization="Bearer claw-unknown") == 401
+        empty, large = await told(w, 2)
+        assert (empty.source, empty.status, empty.model, empty.engine) == ("gateway", 422, None, None)
+        assert empty.message.startswith("prompt_ids: ")
+        assert (large.status, large.error_type) == (413, "invalid_request_error")
+
+    play(scenario, Script([HI]), max_body_bytes=100_000)
+
+
+def test_generate_with_a_key_at_its_limit_is_told(play: Play, tmp_path: Path) -> None:
+    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=5)
+
+    async def scenario(w: Trial) -> None:
+        sent = {"authorization": f"Bearer {token}"}
+        assert [await post(w, "/generate", GENERATE, **sent) for _ in range(2)] == [200, 429]
+        (failed,) = await told(w)
+        assert (failed.source, failed.status, failed.error_type) == ("gateway", 429, "rate_limit_error")
 
     play(scenario, Script([HI]))
 

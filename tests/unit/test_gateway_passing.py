@@ -17,6 +17,7 @@ import pytest
 from tests_raw_http import ASK, CALL, connected, request
 from tests_wire import Wire, wired
 
+from gateway.api_keys import create_key
 from gateway.app import create_app
 from gateway.bus import MemoryBus
 from gateway.forwarding import returned, with_query
@@ -34,6 +35,7 @@ HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CHAT = orjson.dumps({
     "id": "x", "model": "policy", "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]
 })  # fmt: skip
+EMBEDDINGS = b'{"object":"list","data":[],"usage":{"prompt_tokens":4,"total_tokens":4}}'
 STREAM = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 TOLD = {
     "x-request-id": "req_1",
@@ -117,6 +119,39 @@ def test_a_key_of_ours_in_a_query_goes_to_no_engine() -> None:
 
 
 # ---------------------------------------------------------------- what is not recorded
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/embeddings"), ("POST", "/v1/rerank")])
+def test_tokens_of_what_passes_unrecorded_count_for_a_keys_day(tmp_path: Path, method: str, path: str) -> None:
+    statuses = replies_to_a_key_with_six_tokens_a_day(tmp_path, method, path, Provider(body=EMBEDDINGS))
+    assert statuses == [200, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/responses/resp_1", 200), ("POST", "/v1/embeddings", 400)],
+    ids=["a reply that was counted when it was made", "an error"],
+)
+def test_tokens_that_nobody_used_count_for_no_day(tmp_path: Path, method: str, path: str, status: int) -> None:
+    statuses = replies_to_a_key_with_six_tokens_a_day(tmp_path, method, path, Provider(status, EMBEDDINGS))
+    assert statuses == [status] * 3
+
+
+def replies_to_a_key_with_six_tokens_a_day(directory: Path, method: str, path: str, provider: Provider) -> list[int]:
+    """The statuses of three requests, one after the other."""
+    token = create_key(directory / "api-keys.json", "k", ["agent"], tokens_per_day=6)
+
+    async def body() -> list[int]:
+        statuses = []
+        sent = {"authorization": f"Bearer {token}"}
+        async with before(provider, directory) as (url, _), aiohttp.ClientSession(headers=sent) as http:
+            for _ in range(3):
+                async with http.request(method, url + path, json={"model": "m"} if method == "POST" else None) as reply:
+                    await reply.read()
+                    statuses.append(reply.status)
+        return statuses
+
+    return asyncio.run(body())
 
 
 def test_requests_that_pass_unrecorded(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gateway import key_commands
 from gateway.api_keys import ApiKey, create_key, digest_of, read_keys
 from gateway.clock import Clock
 from gateway.errors import KeyLimited, Unprocessable
-from gateway.key_limits import KeyLimits
+from gateway.key_limits import KeyLimits, tokens_of_reply
 from gateway.paths import Place, place_of, proxied, tidied
 from gateway.scripted import Say, Script
 from gateway.trial import Trial
@@ -140,8 +140,8 @@ class Time:
 
 
 def refused(limits: KeyLimits, who: ApiKey) -> int:
-    with pytest.raises(KeyLimited, match="the key 'k' is at its limit") as error:
-        limits.begin(who)
+    with pytest.raises(KeyLimited, match="the key 'k' is at its limit") as error, limits.call(who):
+        pytest.fail("the call began")
     return error.value.retry_after_s
 
 
@@ -149,27 +149,50 @@ def test_calls_a_minute_come_back_with_time() -> None:
     time = Time()
     limits, who = KeyLimits(time.clock), key(calls_per_minute=6)
     for _ in range(6):
-        limits.begin(who)
-        limits.end(who, 0)
+        with limits.call(who):
+            pass
     assert refused(limits, who) == 10
     time.s += 9
     assert refused(limits, who) == 1
     time.s += 1
-    limits.begin(who)
-    assert refused(limits, who) == 10
+    with limits.call(who):
+        assert refused(limits, who) == 10
 
 
 def test_calls_at_once_and_tokens_a_day() -> None:
     time = Time()
     limits, who = KeyLimits(time.clock), key(calls_at_once=1, tokens_per_day=100)
-    limits.begin(who)
-    assert refused(limits, who) == 1
-    limits.end(who, 60)
-    limits.begin(who)
-    limits.end(who, 60)
+    with limits.call(who) as counted:
+        assert refused(limits, who) == 1
+        counted.tokens = 60
+    with pytest.raises(ZeroDivisionError), limits.call(who) as counted:
+        counted.tokens = 60
+        raise ZeroDivisionError
     assert refused(limits, who) == 2 * 86400 - 90_000
     time.s = 2 * 86400
-    limits.begin(who)
+    with limits.call(who):
+        assert refused(limits, who) == 1
+
+
+def test_calls_without_a_limit_always_begin() -> None:
+    limits = KeyLimits(Time().clock)
+    with limits.call(None) as nobody, limits.call(key()) as unlimited:
+        assert not nobody.counts_tokens and not unlimited.counts_tokens
+
+
+@pytest.mark.parametrize(
+    ("reply", "tokens"),
+    [
+        (b'{"usage":{"prompt_tokens":8,"total_tokens":8}}', 8),
+        (b'{"usage":{"input_tokens":3,"output_tokens":4,"cache_read_input_tokens":2}}', 9),
+        (b'{"usage":{"total_tokens":5}}', 5),
+        (b'{"usage":{"completion_tokens":5}}', 5),
+        (b'{"usage":{"total_tokens":-5}}', 0),
+        (b'{"usage":null}', 0), (b'{"input_tokens":7}', 0), (b"[]", 0), (b"no JSON", 0),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_reply_that_is_not_recorded(reply: bytes, tokens: int) -> None:
+    assert tokens_of_reply(reply) == tokens
 
 
 def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
