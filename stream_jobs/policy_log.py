@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from runtime.config import changed, value_of
@@ -168,8 +168,8 @@ class PolicyLog:
             found[channel] = None if position is None else max(0, entry.offset + 1 - position)
         return found
 
-    def set(self, changes: Mapping[str, str], by: str) -> Entry:
-        """Publish the newest policy with some fields changed. changes: name as in `admit.policy` to YAML text.
+    def set(self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()) -> Entry:
+        """Publish the newest policy with some fields changed. The arguments are those of `changed_policy`.
 
         Raises PolicyRefused, or SettingsError that names the setting.
         """
@@ -184,7 +184,7 @@ class PolicyLog:
             raise PolicyRefused(
                 f"no {', '.join(sorted(unknown))} in a policy; there are {', '.join(PolicySettings.model_fields)}"
             )
-        made = changed_policy(self._settings, newest.policy, changes, by)
+        made = changed_policy(self._settings, newest.policy, changes, by, checks)
         flaw = flaw_of_policy(made, newest.policy)
         if flaw is not None:
             raise PolicyRefused(flaw)
@@ -221,15 +221,49 @@ class PolicyLog:
         producer.close()
 
 
-def changed_policy(settings: Settings, policy: AdmissionPolicy, changes: Mapping[str, str], by: str) -> AdmissionPolicy:
-    """The next version of a policy, judged as settings are. Raises SettingsError that names the setting."""
+def changed_policy(
+    settings: Settings,
+    policy: AdmissionPolicy,
+    changes: Mapping[str, str],
+    by: str,
+    checks: Iterable[Callable[[Settings], None]] = (),
+) -> AdmissionPolicy:
+    """Return the next version of a policy, judged as settings are.
+
+    Args:
+        settings: They name the functions, from which follows what groups wait for unless it was set.
+        policy: The policy in force.
+        changes: Name as in `admit.policy` to YAML text.
+        by: Who changes it.
+        checks: Further checks of the settings that would give the new policy. Each raises SettingsError.
+
+    Raises:
+        SettingsError: The new policy cannot be; the message names the setting.
+    """
     fields = dict(settings_of(policy))
-    # What the policy does not demand follows from the functions of the settings, as in a policy of the settings.
-    fields |= {name: fields[name] or None for name in ("required_rewards", "require_assessment")}
+    fields |= dict.fromkeys(_following(settings, policy))
     values: dict[str, Any] = {"admit.policy": fields, "trainer.sync_every": policy.sync_every}
     for name, text in changes.items():
         path = f"admit.policy.{name}"
         values[path] = value_of(text, path)
         if name == "sync_every":  # else it would be refused for the trainer's sake
             values["trainer.sync_every"] = values[path]
-    return policy_of(changed(settings, values), policy.policy_version + 1, now_micros(), by)
+    new = changed(settings, values)
+    for check in checks:
+        check(new)
+    return policy_of(new, policy.policy_version + 1, now_micros(), by)
+
+
+def _following(settings: Settings, policy: AdmissionPolicy) -> Iterator[str]:
+    """Yield the fields of a policy that follow from the functions of the settings: they follow in the next policy too.
+
+    A policy does not record whether a field was set. A field follows when its value is empty, or is what the functions
+    give under this policy and the settings do not say the same.
+    """
+    derived = settings_of(policy).model_copy(update=dict.fromkeys(("required_rewards", "require_assessment")))
+    unset = settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": derived})})
+    for name in ("required_rewards", "require_assessment"):
+        value = getattr(policy, name)
+        is_set = getattr(settings.admit.policy, name) == value
+        if not value or (value == getattr(unset, name) and not is_set):
+            yield name

@@ -75,7 +75,8 @@ def set_fields(words: Changes = None, run: Run = None, by: By = None, config: Co
     if not changes:
         fail("nothing to set: say e.g. min_quality=0.5", 2)
     with _log_of(run, others, config) as log:
-        before, entry = log.newest, log.set(changes, by or whoami())
+        checks = (load("trainer.settings_check").check_algorithm,)
+        before, entry = log.newest, log.set(changes, by or whoami(), checks)
         was, now = _plain(before)["policy"], _plain(entry)["policy"]
         typer.echo(_title(entry))
         for name in now:

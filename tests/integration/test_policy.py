@@ -89,6 +89,8 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert wrong.exit_code == 2 and "setting admit.policy.min_quality: Input should be less than" in wrong.stderr
     unknown = cli("policy", "set", "colour=red", "--run", "demo")
     assert unknown.exit_code == 2 and "no colour in a policy; there are group_size," in unknown.stderr
+    lacking = cli("policy", "set", "algorithm=rloo", "--run", "demo")
+    assert lacking.exit_code == 2 and "admit.policy.algorithm='rloo': this trainer has grpo" in lacking.stderr
     fixed = cli("policy", "set", "sync_every=4", "--run", "demo")
     assert fixed.exit_code == 2 and "sync_every is 1 for the whole run, not 4" in fixed.stderr
     done = cli("policy", "set", "min_quality=0.5", "batch_groups=7", "--run", "demo", "--by", "ann")

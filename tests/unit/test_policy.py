@@ -20,6 +20,7 @@ from stream_jobs.policy import (
     settings_of,
 )
 from stream_jobs.policy_log import changed_policy
+from trainer.settings_check import check_algorithm
 
 SETTINGS = Settings(run_id="demo")
 
@@ -107,6 +108,32 @@ def test_a_changed_policy_waits_for_the_functions_of_the_settings() -> None:
     assert (made.required_rewards, made.require_assessment) == (("rule/f",), True)
     with pytest.raises(SettingsError, match="required_rewards is empty"):
         changed_policy(mine, before, {"required_rewards": "[]"}, "ann")
+
+
+@pytest.mark.parametrize(
+    ("said", "change", "required", "assessed"),
+    [
+        ({}, {"reward_weights": "{rule/g: 1.0}"}, ("rule/g",), True),
+        ({}, {"min_quality": "null"}, ("rule/f", "rule/g"), False),
+        ({}, {"batch_groups": "4"}, ("rule/f", "rule/g"), True),
+        ({"required_rewards": ["rule/f", "rule/g"]}, {"reward_weights": "{rule/g: 1.0}"}, ("rule/f", "rule/g"), True),
+        ({"required_rewards": ["env"]}, {"reward_weights": "{rule/g: 1.0}"}, ("env",), True),
+        ({"require_assessment": True}, {"min_quality": "null"}, ("rule/f", "rule/g"), True),
+    ],
+)
+def test_what_follows_from_the_functions_follows_in_a_changed_policy_too(
+    said: dict[str, Any], change: dict[str, str], required: tuple[str, ...], assessed: bool
+) -> None:
+    mine = configured({"*": ["a.b:f@1", "a.b:g@1"]}, {"*": ["built_in"]}, min_quality=0.5, **said)
+    made = changed_policy(mine, policy_of(mine, 1, 0), change, "ann")
+    assert (made.required_rewards, made.require_assessment) == (required, assessed)
+
+
+def test_a_policy_may_not_name_an_algorithm_that_the_trainer_lacks() -> None:
+    before = policy_of(SETTINGS, 1, 0)
+    with pytest.raises(SettingsError, match=r"admit\.policy\.algorithm='rloo': this trainer has grpo"):
+        changed_policy(SETTINGS, before, {"algorithm": "rloo"}, "ann", (check_algorithm,))
+    assert changed_policy(SETTINGS, before, {"batch_groups": "4"}, "ann", (check_algorithm,)).batch_groups == 4
 
 
 @pytest.mark.parametrize(
