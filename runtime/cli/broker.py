@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Words, fail, group, plain_errors, settings_of
+from runtime.cli.words import Config, Words, fail, group, settings_of
 
 app = group("The embedded Apache Kafka.")
 Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")]
@@ -24,8 +24,7 @@ def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) 
 
     settings = settings_of(config, _with_nodes(words, nodes))
     configure("broker", settings.log_level)
-    with plain_errors():
-        raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
+    raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
 
 
 @app.command("prepare")
@@ -35,9 +34,8 @@ def broker_prepare(words: Words = None, config: Config = None) -> None:
     from runtime.jars import ensure_jars, find_java
 
     settings = settings_of(config, words).broker
-    with plain_errors():
-        cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
-        made = make_start_cache(cache)
+    cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
+    made = make_start_cache(cache)
     typer.echo(f"Kafka's jars: {cache.jars_dir}")
     typer.echo(f"start cache: {cache.path if made else 'another process makes it'}")
 
@@ -57,12 +55,11 @@ def broker_start(
     from runtime.broker import start
 
     settings = settings_of(config, _with_nodes(words, nodes))
-    with plain_errors():
-        patience_s = inf if wait is None else wait
-        for node in start(
-            settings.broker, settings.broker_dir, patience_s=patience_s, say=lambda text: typer.echo(text, err=True)
-        ):
-            typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
+    patience_s = inf if wait is None else wait
+    for node in start(
+        settings.broker, settings.broker_dir, patience_s=patience_s, say=lambda text: typer.echo(text, err=True)
+    ):
+        typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
 
 
 @app.command("stop")
@@ -71,8 +68,7 @@ def broker_stop(words: Words = None, config: Config = None) -> None:
     from runtime.broker import stop
 
     settings = settings_of(config, words)
-    with plain_errors():
-        pids = stop(settings.broker_dir)
+    pids = stop(settings.broker_dir)
     typer.echo(f"stopped {', '.join(map(str, pids))}" if pids else f"no broker runs on {settings.broker_dir}")
 
 

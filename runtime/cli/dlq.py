@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -45,19 +44,6 @@ Ids = Annotated[
     list[str] | None, typer.Argument(metavar="[ID]... [a.b=c]...", help="Dead letters, as `list` names them; settings.")
 ]
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `list` names it.")]
-
-
-@contextmanager
-def _plain() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The modules that do the work; what a user can mend is one line."""
-    from schemas.errors import SchemaError
-
-    letters, office = load(LETTERS), load(OFFICE)
-    with plain_errors():
-        try:
-            yield letters, office
-        except (letters.DeadLetterError, SchemaError) as e:
-            fail(str(e))
 
 
 def _since(text: str | None) -> int | None:
@@ -92,11 +78,11 @@ def dlq_list(
 ) -> None:
     """The open dead letters, one line each, with how many there are by reason."""
     settings, after = settings_of(config, words), _since(since)
-    with _plain() as (letters, _):
-        found = _read(settings, letters)
-        chosen = letters.Filter(topic, process, reason, run, after, every)
-        some = [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
-        ambiguous = {n for n, count in Counter(s.short for s in found).items() if count > 1}
+    letters = load(LETTERS)
+    found = _read(settings, letters)
+    chosen = letters.Filter(topic, process, reason, run, after, every)
+    some = [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
+    ambiguous = {n for n, count in Counter(s.short for s in found).items() if count > 1}
     if form == "json":
         typer.echo(json.dumps([_plain_letter(x, ambiguous) for x in some], ensure_ascii=False))
         return
@@ -183,8 +169,8 @@ def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = 
     settings = settings_of(config, words)
     from schemas.record_json import to_json
 
-    with _plain() as (letters, _):
-        letter, original, event, why = _look(settings, letters, name)
+    letters = load(LETTERS)
+    letter, original, event, why = _look(settings, letters, name)
     shown = _plain_letter(letter, {letter.spot.short} if "@" in name else set())
     if event is not None:
         shown["record_json"] = to_json(event)
@@ -230,22 +216,22 @@ def dlq_repair(
     settings = settings_of(config, words)
     from schemas.record_json import changed
 
-    with _plain() as (letters, office):
-        cluster_of(settings)
-        if out is not None:
-            _, original, event, _ = _look(settings, letters, name)
-            _written(out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n")
-            typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
-            return
-        said = _edited(edit) if edit is not None else None
-        with office.Office(settings) as desk:
-            letter = letters.letter_of(desk.letters, name)
-            if said is None:
-                original = desk.original(letter)
-                said = office.editable(original, desk.event_of(original))
-            if not said["type"]:
-                fail(f"{name} can't be read: write the record with --out, edit it, send it with --edit")
-            sent = desk.repair(letter, said["type"], changed(said["record"], changes or ()), force, note)
+    letters, office = load(LETTERS), load(OFFICE)
+    cluster_of(settings)
+    if out is not None:
+        _, original, event, _ = _look(settings, letters, name)
+        _written(out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n")
+        typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
+        return
+    said = _edited(edit) if edit is not None else None
+    with office.Office(settings) as desk:
+        letter = letters.letter_of(desk.letters, name)
+        if said is None:
+            original = desk.original(letter)
+            said = office.editable(original, desk.event_of(original))
+        if not said["type"]:
+            fail(f"{name} can't be read: write the record with --out, edit it, send it with --edit")
+        sent = desk.repair(letter, said["type"], changed(said["record"], changes or ()), force, note)
     typer.echo(_told(sent, name))
 
 
@@ -320,20 +306,20 @@ def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
     settings, after = settings_of(asked.config, words), _since(asked.since)
     if bool(names) == any((*asked.marks, asked.since, asked.every)):
         fail("name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all", 2)
-    with _plain() as (letters, office):
-        cluster_of(settings)
-        chosen = letters.Filter(*asked.marks, after)
-        if not asked.yes:  # a look takes nothing from another who is at it
-            some = _some(settings, letters, _read(settings, letters), names, chosen)
-            if len(some) > ASK_ABOVE:
-                typer.echo(_summary(some))
-                fail(f"these are {len(some)}: --yes does it")
-        with office.Office(settings) as desk:
-            some = _some(settings, letters, desk.letters, names, chosen)
-            left = 0
-            for sent in do(desk, some):
-                left += sent.why_not is not None
-                typer.echo(_told(sent, sent.letter.spot.short))
+    letters, office = load(LETTERS), load(OFFICE)
+    cluster_of(settings)
+    chosen = letters.Filter(*asked.marks, after)
+    if not asked.yes:  # a look takes nothing from another who is at it
+        some = _some(settings, letters, _read(settings, letters), names, chosen)
+        if len(some) > ASK_ABOVE:
+            typer.echo(_summary(some))
+            fail(f"these are {len(some)}: --yes does it")
+    with office.Office(settings) as desk:
+        some = _some(settings, letters, desk.letters, names, chosen)
+        left = 0
+        for sent in do(desk, some):
+            left += sent.why_not is not None
+            typer.echo(_told(sent, sent.letter.spot.short))
     if not names:
         typer.echo(f"{len(some) - left} done, {left} left")
     if left:

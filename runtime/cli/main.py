@@ -157,8 +157,7 @@ def lag(words: Words = None, config: Config = None) -> None:
     from runtime.lag import format_lag
     from runtime.lag import lag as group_lag
 
-    with plain_errors():
-        typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
+    typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
 
 
 @app.command()
@@ -172,20 +171,19 @@ def doctor(
     spools = load("gateway.spool_drain")
     from runtime.doctor import SERIOUS, examine, format_diagnoses
 
-    with plain_errors():
-        cluster = cluster_of(settings)
-        found = []
-        for name in POSITIONS:
-            try:
-                module = importlib.import_module(name)
-            except ModuleNotFoundError as e:
-                if e.name is not None and e.name.partition(".")[0] == name.partition(".")[0]:
-                    raise
-                typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
-            else:
-                found += module.positions(settings, cluster)
-        diagnoses = examine(cluster, found)
-        damaged = spools.damaged(settings)
+    cluster = cluster_of(settings)
+    found = []
+    for name in POSITIONS:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if e.name is not None and e.name.partition(".")[0] == name.partition(".")[0]:
+                raise
+            typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
+        else:
+            found += module.positions(settings, cluster)
+    diagnoses = examine(cluster, found)
+    damaged = spools.damaged(settings)
     typer.echo(format_diagnoses(diagnoses, every))
     for found in damaged:
         typer.echo(found.told)

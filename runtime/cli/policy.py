@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from runtime.author import whoami
-from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, settings_of
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
 run_app = group("What a run is told: that it ends.")
@@ -28,16 +28,13 @@ _HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
 
 @contextmanager
 def _log_of(run: str | None, words: list[str] | None, config: Path | None) -> Iterator[Any]:
-    """The policies of a run; what a user can mend is one line."""
-    from schemas.errors import SettingsError
-
+    """The policies of a run. A policy that is refused is a wrong argument."""
     settings = settings_of(config, [*(words or ()), *([f"run_id={run}"] if run else [])])
     module, errors = load("stream_jobs.policy_log"), load("stream_jobs.errors")
-    with plain_errors():
-        try:
-            yield module.PolicyLog(settings, cluster_of(settings))
-        except (errors.PolicyRefused, SettingsError) as e:
-            fail(str(e), 2)
+    try:
+        yield module.PolicyLog(settings, cluster_of(settings))
+    except errors.PolicyRefused as e:
+        fail(str(e), 2)
 
 
 @app.command("show")

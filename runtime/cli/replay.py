@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
+from runtime.cli.words import Config, Words, cluster_of, fail, group, instant, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -27,20 +25,6 @@ Since = Annotated[
 Until = Annotated[str | None, typer.Option("--until", help="End before this time; default: all that there is now.")]
 Channel = Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")]
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
-
-
-@contextmanager
-def _plain() -> Iterator[None]:
-    """Errors of replays as one line."""
-    from schemas.errors import SchemaError, SettingsError
-
-    try:
-        with plain_errors():
-            yield
-    except SettingsError as e:
-        fail(str(e), 2)
-    except (SchemaError, load("stream_jobs.errors").StreamJobError) as e:
-        fail(str(e))
 
 
 @app.command("run")
@@ -75,10 +59,9 @@ def replay_run(
     from runtime.telemetry import configure
 
     configure("replay", settings.log_level)
-    with _plain():
-        cluster_of(settings)
-        order = module.Order(name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open)
-        report = module.run_replay(settings, order)
+    cluster_of(settings)
+    order = module.Order(name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open)
+    report = module.run_replay(settings, order)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
 
 
@@ -142,9 +125,8 @@ def replay_what_if(
 def _fold(what: str, config: Path | None, words: list[str] | None, channel: str, output: str) -> None:
     settings = settings_of(config, words)
     module = load("stream_jobs.replay_check")
-    with _plain():
-        cluster_of(settings)
-        report = getattr(module, what)(settings, channel)
+    cluster_of(settings)
+    report = getattr(module, what)(settings, channel)
     if output == "json":
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -178,7 +160,6 @@ def replay_list(words: Words = None, config: Config = None) -> None:
 def replay_delete(name: Name, words: Words = None, config: Config = None) -> None:
     """Delete a replay's topics and its plan; what a trainer or lake has made of it stays."""
     settings = settings_of(config, words)
-    with _plain():
-        cluster_of(settings)
-        count = load("stream_jobs.replay_run").delete_replay(settings, name)
+    cluster_of(settings)
+    count = load("stream_jobs.replay_run").delete_replay(settings, name)
     typer.echo(f"deleted {count} topics of replay {name}")

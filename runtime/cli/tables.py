@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -23,15 +22,6 @@ Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", h
 def _settings(config: Path | None, words: list[str] | None, sets: list[str] | None) -> Settings:
     """The settings of words and of `--set`, which every command takes: some have an optional TABLE where words would be."""
     return settings_of(config, [*(words or ()), *(sets or ())])
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        with plain_errors():
-            yield
-    except load("stream_jobs.errors").LakeError as e:
-        fail(str(e))
 
 
 def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
@@ -47,8 +37,7 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
 def tables_list(words: Words = None, config: Config = None, sets: Set = None, output: Form = "table") -> None:
     """Rows, files, bytes, version and newest row of each table."""
     settings = _settings(config, words, sets)
-    with _errors():
-        _print(load("stream_jobs.lake_versions").tables(settings), output)
+    _print(load("stream_jobs.lake_versions").tables(settings), output)
 
 
 @app.command()
@@ -62,8 +51,7 @@ def history(
 ) -> None:
     """The newest commits of a table."""
     settings = _settings(config, words, sets)
-    with _errors():
-        entries = load("stream_jobs.lake_versions").history(settings, table, limit)
+    entries = load("stream_jobs.lake_versions").history(settings, table, limit)
     if output == "table":
         entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
     _print(entries, output)
@@ -84,12 +72,11 @@ def repair(
     """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
     settings = _settings(config, words, sets)
     module = load("stream_jobs.lake_repair")
-    with _errors():
-        if check:
-            flaws = module.check(settings, table)
-            typer.echo("\n".join(flaws) or f"{table}: every file can be read")
-            raise SystemExit(1 if flaws else 0)
-        done = module.repair(settings, table, cluster_of(settings), accept_loss)
+    if check:
+        flaws = module.check(settings, table)
+        typer.echo("\n".join(flaws) or f"{table}: every file can be read")
+        raise SystemExit(1 if flaws else 0)
+    done = module.repair(settings, table, cluster_of(settings), accept_loss)
     for flaw in done.flaws:
         typer.echo(flaw)
     if done.restored is None:
@@ -110,13 +97,12 @@ def compact(table: Name = None, sets: Set = None, config: Config = None) -> None
     """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
     settings = _settings(config, None, sets)
     care = load("stream_jobs.lake_care")
-    with _errors():
-        for done in care.care(settings, None if table is None else [_known(table)]):
-            typer.echo(
-                f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
-                f"{done.deleted_files} old files deleted"
-                + (f"; the rest next time: {done.put_off}" if done.put_off else "")
-            )
+    for done in care.care(settings, None if table is None else [_known(table)]):
+        typer.echo(
+            f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
+            f"{done.deleted_files} old files deleted"
+            + (f"; the rest next time: {done.put_off}" if done.put_off else "")
+        )
 
 
 @app.command()
@@ -124,9 +110,8 @@ def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
     """Delete files that no version within lake.history_days and no kept pin needs."""
     settings = _settings(config, None, sets)
     care, versions = load("stream_jobs.lake_care"), load("stream_jobs.lake_versions")
-    with _errors():
-        for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
-            typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
+    for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
+        typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
 
 
 @app.command()
@@ -140,17 +125,15 @@ def pin(
 ) -> None:
     """Print the versions of all tables now, as JSON: what `sql --at` takes."""
     settings = _settings(config, words, sets)
-    with _errors():
-        typer.echo(json.dumps(load("stream_jobs.lake_versions").pin(settings, keep)))
+    typer.echo(json.dumps(load("stream_jobs.lake_versions").pin(settings, keep)))
 
 
 @app.command()
 def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
     """The kept pins."""
     settings = _settings(config, words, sets)
-    with _errors():
-        for name, found in sorted(load("stream_jobs.lake_versions").pins(settings).items()):
-            typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
+    for name, found in sorted(load("stream_jobs.lake_versions").pins(settings).items()):
+        typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
 
 
 @app.command()
@@ -162,8 +145,7 @@ def unpin(
 ) -> None:
     """Let the files of a kept pin go."""
     settings = _settings(config, words, sets)
-    with _errors():
-        load("stream_jobs.lake_versions").unpin(settings, name)
+    load("stream_jobs.lake_versions").unpin(settings, name)
 
 
 def _known(table: str) -> str:

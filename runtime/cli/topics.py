@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, plain_errors, settings_of
+from runtime.cli.words import Config, Form, Words, cluster_of, fail, group, instant, load, settings_of
 
 app = group("Kafka topics.")
 
@@ -27,14 +27,13 @@ def topics_create(words: Words = None, config: Config = None) -> None:
 def topics_list(words: Words = None, config: Config = None) -> None:
     """Topics with their ids, partitions and offsets."""
     settings = settings_of(config, words)
-    with plain_errors():
-        cluster = cluster_of(settings)
-        mine = sorted(t for t in cluster.topics() if t.startswith(settings.kafka.topic_prefix + "."))
-        ids = cluster.topic_ids(mine)
-        for name in mine:
-            marks = cluster.watermarks(name)
-            kept = sum(high - low for low, high in marks.values())
-            typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
+    cluster = cluster_of(settings)
+    mine = sorted(t for t in cluster.topics() if t.startswith(settings.kafka.topic_prefix + "."))
+    ids = cluster.topic_ids(mine)
+    for name in mine:
+        marks = cluster.watermarks(name)
+        kept = sum(high - low for low, high in marks.values())
+        typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
 
 
 @app.command("copy")
@@ -91,16 +90,15 @@ def topics_trim(
 
     before_ms = instant(before, "--before")
     lake, jobs = load("stream_jobs.lake_positions"), load("stream_jobs.job_positions")
-    with plain_errors():
-        cluster = cluster_of(settings)
-        applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
-        kept = Kept(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
-        try:
-            plan = TopicTrim(cluster, settings, kept)
-        except NotGivenUp as e:
-            fail(str(e), 2)
-        if yes:
-            plan.do()
+    cluster = cluster_of(settings)
+    applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
+    kept = Kept(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
+    try:
+        plan = TopicTrim(cluster, settings, kept)
+    except NotGivenUp as e:
+        fail(str(e), 2)
+    if yes:
+        plan.do()
     if form == "json":
         typer.echo(json.dumps([{**asdict(cut), "removed": yes and cut.removes > 0} for cut in plan.cuts]))
         return
