@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -70,9 +70,11 @@ class FunctionPool:
         return partial(self._call, target)
 
     def stop(self) -> None:
-        """Kill the children. Calls that wait raise PoolStopped at once."""
+        """Kill the children. Calls that wait raise PoolStopped at once, and no child is started any more."""
         with self._lock:
             self._stopped = True
+        self._starter.shutdown(cancel_futures=True)  # waits for the child that is being started
+        with self._lock:
             for child in self._children:
                 child.kill()
         idle = list[_Child | None]()
@@ -83,7 +85,6 @@ class FunctionPool:
             if slot is not None:
                 self._drop(slot)
             self._slots.put(None)  # who waits for a child goes on, and sees that there is none
-        self._starter.shutdown(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -120,15 +121,30 @@ class FunctionPool:
             self._check_open()
             raise
         finally:
-            self._slots.put(child)
+            self._give_back(child)
+
+    def _give_back(self, child: _Child | None) -> None:
+        """Put a slot back. Behind the stop, which has ended the idle children, its child is ended here."""
+        with self._lock:
+            if not self._stopped:
+                self._slots.put(child)
+                return
+        if child is not None:
+            self._drop(child)
+        self._slots.put(None)
 
     def _start(self) -> _Child:
-        self._check_open()
-        child = self._starter.submit(_Child, self._folders).result()
+        try:
+            return self._starter.submit(self._begin).result()
+        except (CancelledError, RuntimeError):  # the starter takes no more
+            self._check_open()
+            raise
+
+    def _begin(self) -> _Child:
+        """Start a child, on the starter's thread: `stop` waits for that one, and then knows all children."""
+        child = _Child(self._folders)
         with self._lock:
             self._children.add(child)
-            if self._stopped:
-                child.kill()
         return child
 
     def _drop(self, child: _Child) -> None:

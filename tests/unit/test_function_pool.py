@@ -146,6 +146,31 @@ def test_to_stop_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
         waits(trajectory())
 
 
+def test_to_stop_leaves_no_process_that_was_still_to_be_started() -> None:
+    pool, starts = FunctionPool(FunctionSettings(dirs=(TESTS,), processes=1)), threading.Event()
+    pool._starter.submit(starts.wait)  # the process of the call below is started behind it
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            call = threads.submit(pool.find, "own_functions.py:speaks")
+            until(lambda: pool._starter._work_queue.qsize() == 1)
+            stop = threads.submit(pool.stop)
+            until(lambda: call.done() or stop.done())
+            assert not stop.done(), "a process was still to be started"
+            with pytest.raises(PoolStopped):
+                call.result()
+        finally:
+            starts.set()
+    assert stop.result() is None and not pool._children
+
+
+def test_a_process_that_comes_back_behind_the_stop_is_ended() -> None:
+    pool = FunctionPool(FunctionSettings(dirs=(TESTS,), processes=1))
+    with pool._child() as child:
+        pid = child._process.pid
+        pool.stop()
+    assert not Path(f"/proc/{pid}").exists() and not pool._children
+
+
 PARENT = """
 import sys
 sys.path.insert(0, {unit!r})
