@@ -2,7 +2,7 @@
 
 DuckDB's own settings close every file and the network (`stream_jobs.sql.connect`). They do not bound memory and time: one
 function call may allocate beyond `memory_limit` and hear no interrupt. So the operating system does: this process may take so
-much address space and processor time, may write no file, and ends with the process that started it.
+much address space and processor time, may write no file, and ends with the process that started it (`runtime.die_with_parent`).
 
 1. The request comes as JSON on standard input: not as arguments, which everyone can read, and it may hold credentials.
    It may come long after the start: who asks starts this process first, so that both import their libraries at the same time.
@@ -13,12 +13,10 @@ much address space and processor time, may write no file, and ends with the proc
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import resource
-import signal
 import sys
 from collections.abc import Mapping
 from typing import BinaryIO
@@ -34,14 +32,12 @@ from stream_jobs.sql_columns import ASKS
 from stream_jobs.sql_query import too_large
 
 BATCH_ROWS = 1024
-_PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 16_000
 """A message always fits the pipe, so that writing it never waits."""
 
 
 def main() -> None:
     """Answer the request on standard input."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     asked = sys.stdin.read()
     if not asked:
         return  # the one who started it has ended before it had a query

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import IO, Any, Self
 
+from runtime.die_with_parent import bonded
+
 for _name in ("pyarrow", "duckdb", "deltalake"):
     if find_spec(_name) is None:
         raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)  # here, where the caller can say so
@@ -35,7 +37,7 @@ class SqlWorker:
         reading, writing = os.pipe()
         self.told: IO[bytes] = os.fdopen(reading, "rb")
         self.process = subprocess.Popen(
-            [*_COMMAND, str(writing)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
+            bonded([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
             env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
         )  # fmt: skip
         os.close(writing)
