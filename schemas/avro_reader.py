@@ -91,11 +91,8 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
     source = "def read(data, at):\n" + "\n".join(code.lines)
     try:
         exec(compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names)
-    except (
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ) as e:  # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that is full a MemoryError
+    # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that is full a MemoryError
+    except (SyntaxError, RecursionError, MemoryError) as e:
         raise ValueError(f"types nested so deeply are not read here: {e}") from e
     return names["read"]  # type: ignore[no-any-return]
 

@@ -126,17 +126,9 @@ def fields_of(kind: pa.Schema | pa.DataType) -> int:
 
 def _merged_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list[pa.Field]:
     other = {f.name: f for f in theirs}
-    both = [f.with_type(_merged_type(f.type, other[f.name].type)) if f.name in other else f for f in ours]
+    both = [f.with_type(_combined(f.type, other[f.name].type, _merged_fields)) if f.name in other else f for f in ours]
     names = {f.name for f in ours}
     return both + [f for f in theirs if f.name not in names]
-
-
-def _merged_type(ours: pa.DataType, theirs: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
-        return pa.struct(_merged_fields(list(ours), list(theirs)))
-    if pa.types.is_list(ours) and pa.types.is_list(theirs):
-        return pa.list_(ours.value_field.with_type(_merged_type(ours.value_type, theirs.value_type)))
-    return ours
 
 
 def commented(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
@@ -147,16 +139,21 @@ def commented(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
 def _commented_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list[pa.Field]:
     other = {f.name: f for f in theirs}
     return [
-        pa.field(f.name, _commented_type(f.type, t.type), f.nullable, t.metadata) if (t := other.get(f.name)) else f
+        pa.field(f.name, _combined(f.type, t.type, _commented_fields), f.nullable, t.metadata)
+        if (t := other.get(f.name))
+        else f
         for f in ours
     ]
 
 
-def _commented_type(ours: pa.DataType, theirs: pa.DataType) -> pa.DataType:
+def _combined(
+    ours: pa.DataType, theirs: pa.DataType, fields: Callable[[Sequence[pa.Field], Sequence[pa.Field]], list[pa.Field]]
+) -> pa.DataType:
+    """Our type; where both are structs, also inside lists, with the fields that `fields` makes of both."""
     if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
-        return pa.struct(_commented_fields(list(ours), list(theirs)))
+        return pa.struct(fields(list(ours), list(theirs)))
     if pa.types.is_list(ours) and pa.types.is_list(theirs):
-        return pa.list_(ours.value_field.with_type(_commented_type(ours.value_type, theirs.value_type)))
+        return pa.list_(ours.value_field.with_type(_combined(ours.value_type, theirs.value_type, fields)))
     return ours
 
 

@@ -255,7 +255,7 @@ class Lake:
         found: list[pa.Table] = []
         rows, before = self._window_size, None
         while True:
-            since = oldest_of_newest(files, rows) if files.num_rows else None
+            since = oldest_of_newest(files, rows)
             found.append(source.to_table(columns=columns, filter=rows_of(self.share, since, before)))
             if since is None or sum(t.num_rows for t in found) >= self._window_size:
                 return pa.concat_tables(found)
@@ -408,7 +408,7 @@ def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
 
 def oldest_of_newest(files: pa.Table, rows: int) -> Any:
     """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
-    if "min.kafka_timestamp" not in files.column_names:
+    if "min.kafka_timestamp" not in files.column_names:  # a table that was made without statistics of it
         return None
     newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
         [("max.kafka_timestamp", "descending")]

@@ -169,6 +169,8 @@ def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None
     files = pa.table(open_table(str(tmp_path), "rewards", {}).get_add_actions(flatten=True))
     assert oldest_of_newest(files, 3).as_py().microsecond == 9_000
     assert oldest_of_newest(files, 1000) is None
+    assert oldest_of_newest(files.slice(0, 0), 3) is None
+    assert oldest_of_newest(files.drop_columns(["min.kafka_timestamp"]), 3) is None
 
 
 def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
