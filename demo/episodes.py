@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from demo.task import Task, make_task, score
-from runtime.die_with_parent import bonded
+from runtime.process.child import bonded
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
 

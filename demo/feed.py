@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from runtime.kafka import Cluster
-from runtime.records import Decoder
-from schemas.events import ReadyBatch, Refused, WeightVersion, WorkerStatus
+from runtime.topics.records import Decoder
 from schemas.ids import parse_version
+from schemas.records import ReadyBatch, Refused, WeightVersion, WorkerStatus
 from schemas.settings import Settings
 
 

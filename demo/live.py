@@ -8,11 +8,11 @@ import time
 from types import TracebackType
 from typing import Self
 
+from clawstream.ops.lag import lag
 from demo.episodes import Player
 from demo.feed import LoopState
 from runtime.errors import PlumbingError
-from runtime.lag import lag
-from runtime.records import cluster_of
+from runtime.topics.records import cluster_of
 from schemas.settings import Settings
 
 LINE_EVERY_S = 10.0

@@ -18,17 +18,17 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+from clawstream.ops.up import Installation
 from demo.configuration import demo_settings
 from demo.episodes import Episode, Played, Player, evaluation, share_correct, training_group
 from demo.feed import LoopState, follow
 from demo.live import Live
 from demo.pacing import may_launch
 from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
-from runtime.die_with_parent import bonded
-from runtime.lifecycle import run_async
-from runtime.records import create_topics
-from runtime.supervisor import Supervisor
-from runtime.up import Installation
+from runtime.process.child import bonded
+from runtime.process.lifecycle import run_async
+from runtime.process.supervisor import Supervisor
+from runtime.topics.records import create_topics
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
 

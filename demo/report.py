@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clawstream.ops.lag import lag
 from runtime.kafka import Cluster
-from runtime.lag import lag
-from runtime.records import Decoder
-from schemas.events import ReadyBatch, Step, WeightVersion
+from runtime.topics.records import Decoder
+from schemas.records import ReadyBatch, Step, WeightVersion
 from schemas.settings import Settings
 
 # name, question, SQL: what an analyst would ask.
@@ -106,7 +106,7 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
     import importlib
 
     # By name: no process imports another, and the demo uses the lake as an analyst does.
-    run_sql = importlib.import_module("stream_jobs.sql_query").run_sql
+    run_sql = importlib.import_module("clawstream.query.sandbox").run_sql
 
     def rows(query: str) -> list[dict[str, Any]]:
         return json.loads(run_sql(settings, query, "json"))  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from demo.task import score
-from schemas.events import Trajectory
+from schemas.records import Trajectory
 
 
 def price_answer(trajectory: Trajectory) -> float:

@@ -13,41 +13,41 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse
 
 from gateway import errors
-from gateway.anthropic_messages import ANTHROPIC, AnthropicMessages
-from gateway.blobs import Blobs
-from gateway.bus import Bus, Message
-from gateway.calls import CallEndpoint, Parts, Scope, Send
+from gateway.api.control import control_routes
+from gateway.api.openapi import with_model_calls
+from gateway.api.rollout_budget.budget import DemandSource, MemoryDemand
+from gateway.api.rollout_budget.routes import demand_routes
+from gateway.asgi.client_disconnect import Receive
+from gateway.asgi.error_replies import OPENAI, kind_of, reply_of
+from gateway.asgi.in_flight_limits import Memory
+from gateway.asgi.unhandled_errors import Unforeseen
+from gateway.attribution.resolver import Door
+from gateway.attribution.sessions import secret_of
+from gateway.auth.key_limits import KeyLimits
+from gateway.claw_r1.api import LARGE_BODIES, seed_routes
 from gateway.clock import Clock
-from gateway.control import control_routes
-from gateway.demand import DemandSource, MemoryDemand
-from gateway.demand_routes import demand_routes
-from gateway.disconnect import Receive
-from gateway.door import Door
-from gateway.error_reply import OPENAI, kind_of, reply_of
-from gateway.event_log import EventLog
-from gateway.failed_calls import FailedCalls
-from gateway.journal import Journal
-from gateway.key_limits import KeyLimits
-from gateway.memory import Memory
+from gateway.durability.blobs import Blobs
+from gateway.durability.delivery import Journal
+from gateway.durability.log import Bus, Message
+from gateway.durability.record_writer import EventLog
+from gateway.durability.spool import Spool
+from gateway.engines.client import Upstream
+from gateway.engines.registry import WorkerTable
 from gateway.metrics import Metrics
-from gateway.model_calls import App, ModelCalls
-from gateway.openai_chat import OpenAIChat
-from gateway.openai_completions import OpenAICompletions
-from gateway.openai_responses import OpenAIResponses
-from gateway.openapi import with_model_calls
-from gateway.passing import PassEndpoint
-from gateway.paths import how_to_call
-from gateway.protocol import Dialect, Errors
+from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages
+from gateway.protocols.base import Dialect, Errors
+from gateway.protocols.openai_chat import OpenAIChat
+from gateway.protocols.openai_completions import OpenAICompletions
+from gateway.protocols.openai_responses import OpenAIResponses
+from gateway.proxy.call import CallEndpoint, Parts, Scope, Send
+from gateway.proxy.call_router import App, ModelCalls
+from gateway.proxy.failed_calls import FailedCalls
+from gateway.proxy.passthrough import PassEndpoint
+from gateway.proxy.paths import how_to_call
 from gateway.redaction.shell import redaction_of
-from gateway.seed_api import LARGE_BODIES, seed_routes
-from gateway.sessions import secret_of
-from gateway.spool import Spool
-from gateway.unforeseen import Unforeseen
-from gateway.upstream import Upstream
-from gateway.workers import WorkerTable
 from runtime.blob_store import BlobStore
-from runtime.telemetry import logger
-from schemas.codec import Codec
+from runtime.logs import logger
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20

@@ -11,20 +11,20 @@ from contextlib import contextmanager
 import uvicorn
 import uvloop
 
+from gateway.api.rollout_budget.feed import DemandFeed
 from gateway.app import create_app
-from gateway.bus import KafkaBus, Message
-from gateway.demand_feed import DemandFeed
+from gateway.asgi.http_server import server_config
+from gateway.durability.log import KafkaBus, Message
+from gateway.durability.spool import lock
+from gateway.engines.discovery import WorkerFeed
+from gateway.engines.registry import WorkerTable
 from gateway.errors import GatewayError
-from gateway.http_server import server_config
-from gateway.spool import lock
-from gateway.worker_feed import WorkerFeed
-from gateway.workers import WorkerTable
-from runtime.lifecycle import run_async
-from runtime.ports import taken
-from runtime.readiness import ready
-from runtime.records import cluster_of
-from runtime.telemetry import logger
-from schemas.codec import Codec
+from runtime.logs import logger
+from runtime.process.lifecycle import run_async
+from runtime.process.ports import taken
+from runtime.process.readiness import ready
+from runtime.topics.records import cluster_of
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 FIRST_LOOK_S = 3.0
@@ -34,7 +34,7 @@ STOP_RESERVE_S = 8.0
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to `runtime.lifecycle`."""
+    """Signals belong to `runtime.process.lifecycle`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,6 +109,6 @@ async def _say_ready(server: uvicorn.Server, settings: Settings) -> None:
 
 
 def main(settings: Settings) -> None:
-    """Run the gateway until SIGTERM or SIGINT. Never returns, see runtime.lifecycle."""
+    """Run the gateway until SIGTERM or SIGINT. Never returns, see runtime.process.lifecycle."""
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run_async("gateway", settings, serve)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from schemas.events import StepStatus
+from schemas.records import StepStatus
 
 ENDINGS = ("answered", "refused", "upstream_error", "aborted", "error", "not_recorded")
 ACK_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0, 10.0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from gateway.attribution.sessions import secret_of
+from gateway.engines.registry import WorkerTable
 from gateway.redaction.shell import redaction_of
-from gateway.sessions import secret_of
-from gateway.workers import WorkerTable
 from rewards.rule import rule_of
-from runtime.function_pool import FunctionPool
+from runtime.functions.pool import FunctionPool
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from schemas.events import Trajectory, TrajectoryStep
+from schemas.records import Trajectory, TrajectoryStep
 from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rewards.exact_match import exact_match
 from rewards.last_number import last_number
-from schemas.events import Trajectory
+from schemas.records import Trajectory
 
 RewardFunction = Callable[[Trajectory], float | Mapping[str, float] | None]
 """A trajectory to its reward, to the rewards of some of its steps by step id, or to None. Raising means no reward, with the reason."""

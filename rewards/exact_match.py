@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewards.answer import gold, last_answer
-from schemas.events import Trajectory
+from schemas.records import Trajectory
 
 
 def exact_match(trajectory: Trajectory) -> float:

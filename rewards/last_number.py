@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rewards.answer import gold, last_answer
-from schemas.events import Trajectory
+from schemas.records import Trajectory
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

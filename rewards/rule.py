@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewards.built_in import BUILT_IN, RewardFunction
-from schemas.named_function import Named, function_of
+from schemas.rule_spec import Named, function_of
 from schemas.user_function import Find
 
 Rule = Named[RewardFunction]

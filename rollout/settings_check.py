@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from rollout.worker import public_url, server_of
+from rollout.main import public_url, server_of
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 

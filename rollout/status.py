@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from runtime.kafka import Cluster, KafkaError
-from runtime.readiness import not_ready, ready
-from runtime.records import now_micros
-from runtime.telemetry import logger
-from schemas.codec import Codec
-from schemas.events import WorkerState, WorkerStatus
+from runtime.logs import logger
+from runtime.process.readiness import not_ready, ready
+from runtime.topics.records import now_micros
+from schemas.codec.single_object import Codec
+from schemas.records import WorkerState, WorkerStatus
 from schemas.settings import Settings
 
 # A status that can't be sent is replaced by the next one, not sent late.

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
-from runtime.lifecycle import on_loop
-from runtime.records import Decoder
-from runtime.telemetry import logger
+from runtime.logs import logger
+from runtime.process.lifecycle import on_loop
+from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import WeightVersion
+from schemas.records import WeightVersion
 from schemas.topics import Topics
 
 RETRY_S = 0.5

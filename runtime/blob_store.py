@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from runtime.durable_file import fsync_path, write_durably
+from runtime.atomic_file import fsync_path, write_durably
 from runtime.errors import PlumbingError
 
 

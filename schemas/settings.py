@@ -1,6 +1,6 @@
 """All settings, in one frozen tree. A name carries its unit; the line beside it says why one would change it.
 
-Read once, at the start of a process, by `runtime.config.load`: YAML < `CLAWSTREAM__A__B` in the environment < `a.b=c` words.
+Read once, at the start of a process, by `runtime.process.config.load`: YAML < `CLAWSTREAM__A__B` in the environment < `a.b=c` words.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from schemas.events import Channel, Outcome
 from schemas.ids import RUN_ID
-from schemas.named_function import is_own, name_in, of_run
-from schemas.reward_value import SMALLEST_GROUP
+from schemas.records import Channel, Outcome
+from schemas.reward_matching import SMALLEST_GROUP
+from schemas.rule_spec import is_own, name_in, of_run
 from schemas.topics import Topics
 
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas import events
+from schemas import records as events
 from schemas.ids import check_run_id
 
 MAX_MESSAGE_BYTES = 10 * 1024 * 1024

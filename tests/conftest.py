@@ -15,7 +15,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from tests_ports import free_port
 
-from runtime.broker import EmbeddedBroker
+from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 

@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from quality.score import Score
-from schemas.events import Trajectory
+from rewards.quality.score import Score
+from schemas.records import Trajectory
 from schemas.tokens import unpack_ids
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas.events import (
+from schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -15,8 +15,8 @@ from schemas.events import (
     RewardValue,
     Tick,
 )
-from stream_jobs.admit import Admission
-from stream_jobs.journal import Decision, Entry, Source
+from stream_jobs.admit.decisions.journal import Decision, Entry, Source
+from stream_jobs.admit.fold import Admission
 
 SOURCE = Source("topic-1", 2, 1)
 

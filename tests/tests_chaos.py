@@ -18,13 +18,13 @@ from tests_chaos_logs import Outputs
 from tests_ports import free_port
 from tests_up import ENVIRON, ROOT, Up, command, up
 
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
+from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster
-from runtime.lag import data_lag
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import AssemblyMarker
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import AssemblyMarker
 from schemas.settings import Settings
 
 RUN = "chaos"

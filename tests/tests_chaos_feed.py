@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, TextIO
 
 import orjson
 
-from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster, KafkaError
-from schemas.codec import Codec
-from schemas.events import Curation, Reward, SessionEvent, Step
+from runtime.process.child import bonded
+from schemas.codec.single_object import Codec
 from schemas.ids import bucket_key, new_call_id, new_event_id
+from schemas.records import Curation, Reward, SessionEvent, Step
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.topics import Topics

@@ -14,9 +14,9 @@ from typing import Any
 from tests_chaos_feed import Ack, name_of
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder
-from schemas.codec import Codec
-from schemas.events import (
+from runtime.topics.records import Decoder
+from schemas.codec.single_object import Codec
+from schemas.records import (
     AdmissionPolicy,
     AssemblyDelta,
     AssemblyMarker,
@@ -35,19 +35,19 @@ from schemas.events import (
     Tick,
     Trajectory,
 )
-from schemas.parts import joined
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs import assembly as op
-from stream_jobs.admission import place_of
-from stream_jobs.admit import Admission
-from stream_jobs.assembler import limits_of
-from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.journal import Decision, Entry
-from stream_jobs.journal import Source as CandidateLog
-from stream_jobs.lake import dataset, open_table
-from stream_jobs.state_log import counts, state_record, unpacked
-from stream_jobs.trial import Worker
+from schemas.trajectory_parts import joined
+from stream_jobs.admit.decisions.journal import Decision, Entry
+from stream_jobs.admit.decisions.journal import Source as CandidateLog
+from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.main import place_of
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.changelog import counts, state_record, unpacked
+from stream_jobs.assemble.job import limits_of
+from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.testing import Worker
+from stream_jobs.lake.main import dataset, open_table
 
 FOLD_RECORDS = 500
 TRAIN: Channel = "train"

@@ -19,14 +19,14 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from demo import model
-from gateway.api_keys import Scope, create_key
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.trial import running
-from gateway.workers import WorkerTable
-from rollout.server import VllmServer
-from schemas.codec import Codec
-from schemas.events import Step, VersionSpan
+from gateway.auth.api_keys import Scope, create_key
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import running
+from rollout.server.process import VllmServer
+from schemas.codec.single_object import Codec
+from schemas.records import Step, VersionSpan
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import orjson
 from hypothesis import strategies as st
 
-from gateway.protocol import NOT_THE_PROTOCOL, Answer, Dialect, Kind
-from gateway.scripted import Json, Say, Script, Voice
-from gateway.sse import Splitter, data_of
-from gateway.streaming import EventStream
-from gateway.tokens import Captured
+from gateway.asgi.sse import Splitter, data_of
+from gateway.capture.engine_tokens import Captured
+from gateway.capture.stream import EventStream
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Dialect, Kind
+from gateway.testing.script import Json, Say, Script, Voice
 
 LOOK: Json = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k1"}'}}
 ADD: Json = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "ü\\n"}'}}

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from demo import model
 from demo.agent import TOOLS
-from rollout.server import VllmServer
-from rollout.weights import engine_label, load_version
-from schemas import capture
-from schemas.events import Sampling, WeightFile
+from rollout.server.load_weights import engine_label, load_version
+from rollout.server.process import VllmServer
+from schemas import engine_frames
+from schemas.records import Sampling, WeightFile
 from schemas.settings import RolloutSettings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
@@ -65,7 +65,7 @@ class Sampled:
     ids: list[int]
     logprobs: list[float]
     finish: str | None
-    spans: list[capture.Span]
+    spans: list[engine_frames.Span]
     sampling: Sampling | None
 
     @property
@@ -153,24 +153,26 @@ async def post(engine: Engine, path: str, body: dict[str, Any], **headers: str) 
     async with engine.http.post(engine.url + path, json=body, headers=headers) as reply:
         raw = await reply.read()
         assert reply.status == 200, raw
-        assert reply.headers[capture.VERSION_START]
+        assert reply.headers[engine_frames.VERSION_START]
         return reply.headers, raw
 
 
 async def captured(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> Told:
     """Ask for capture, and take the reply apart."""
-    found, raw = await post(engine, path, body, **{capture.ASK: "1"}, **headers)
-    assert found[capture.ASK] == "1"
+    found, raw = await post(engine, path, body, **{engine_frames.ASK: "1"}, **headers)
+    assert found[engine_frames.ASK] == "1"
     if body.get("stream"):
         events = [event + b"\n\n" for event in raw.split(b"\n\n")[:-1]]
-        frames = [frame for event in events if capture.is_comment(event) for frame in capture.read_comment(event)]
-        own = b"".join(event for event in events if not capture.is_comment(event))
+        frames = [
+            frame for event in events if engine_frames.is_comment(event) for frame in engine_frames.read_comment(event)
+        ]
+        own = b"".join(event for event in events if not engine_frames.is_comment(event))
     else:
-        own, frames = capture.split(raw, found[capture.OWN_BODY])
+        own, frames = engine_frames.split(raw, found[engine_frames.OWN_BODY])
     return folded(own, frames)
 
 
-def folded(own: bytes, frames: Sequence[capture.Frame]) -> Told:
+def folded(own: bytes, frames: Sequence[engine_frames.Frame]) -> Told:
     prompts: dict[int, list[int]] = {}
     how: dict[int, Sampling] = {}
     choices: dict[tuple[int, int], Sampled] = {}

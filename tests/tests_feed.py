@@ -7,10 +7,10 @@ from typing import Any
 from tests_lake import column
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder, create_topics, decode_all
-from schemas.codec import Codec
-from schemas.events import DeadLetter, ReadyBatch, Reward, SessionEvent, Step, WeightVersion
+from runtime.topics.records import Decoder, create_topics, decode_all
+from schemas.codec.single_object import Codec
 from schemas.ids import new_call_id, new_event_id
+from schemas.records import DeadLetter, ReadyBatch, Reward, SessionEvent, Step, WeightVersion
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from schemas.events import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
 from schemas.ids import agent_key
-from schemas.parts import joined
+from schemas.records import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
 from schemas.topics import partition_of
-from stream_jobs import assembly as op
-from stream_jobs import state_log
-from stream_jobs.assemble import Fold
-from stream_jobs.index import REWARDS, STEPS, Key, Source
-from stream_jobs.judge import Limits
-from stream_jobs.payload import Kept, payload_of
-from stream_jobs.provenance import provenance
-from stream_jobs.state_log import StateLog
-from stream_jobs.trajectory import assembled, candidate
-from stream_jobs.trial import BUCKET, CODEC, curation, reward, session, spoken, step
+from schemas.trajectory_parts import joined
+from stream_jobs.assemble import changelog
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.changelog import StateLog
+from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.handlers import Limits
+from stream_jobs.assemble.model import REWARDS, STEPS, Key, Source
+from stream_jobs.assemble.output_records import assembled, candidate
+from stream_jobs.assemble.payload.cache import Kept, payload_of
+from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.testing import BUCKET, CODEC, curation, reward, session, spoken, step
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(
@@ -90,7 +90,7 @@ class Rig:
         if not entries and not self.carry:
             return None
         self.seq += 1
-        return CODEC.encode(state_log.delta(self.epoch, self.seq, self.state, [*self.carry, *entries]))
+        return CODEC.encode(changelog.delta(self.epoch, self.seq, self.state, [*self.carry, *entries]))
 
     def emit(self, most: int | None) -> None:
         """Send what is decided and not done; killed behind the first `most` records, if that is less. Raises Killed."""
@@ -127,7 +127,7 @@ class Rig:
 
     def snapshot(self, whole: bool) -> None:
         """Snapshot and trim; or killed before its last piece."""
-        pieces = [CODEC.encode(p) for p in state_log.snapshot(self.epoch, self.seq, self.state)]
+        pieces = [CODEC.encode(p) for p in changelog.snapshot(self.epoch, self.seq, self.state)]
         first = len(self.log)
         self.log += pieces if whole else pieces[:-1]
         if whole:

@@ -13,16 +13,16 @@ from typing import Any
 from tests_processes import ROOT as ROOT
 from tests_processes import Processes
 
-from runtime.config import words_of
 from runtime.kafka import Cluster, Record
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import Assessment, Candidate, Curation, Reward, SessionEvent, Step
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
 from schemas.ids import new_call_id, new_event_id
+from schemas.records import Assessment, Candidate, Curation, Reward, SessionEvent, Step
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
-RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
 Eventually = Callable[..., Any]
 
 

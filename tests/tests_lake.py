@@ -11,17 +11,15 @@ from typing import Any
 from deltalake import DeltaTable
 from tests_processes import Processes
 
-from runtime.config import words_of
 from runtime.kafka import Producer
-from schemas import events
-from schemas.codec import Codec
+from runtime.process.config import words_of
+from schemas import records
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 from schemas.tokens import pack_ids
-from stream_jobs.lake import dataset, open_table
+from stream_jobs.lake.main import dataset, open_table
 
-WRITER = (
-    "import sys; from runtime.config import load; from stream_jobs.lake import main; main(load(None, sys.argv[1:], {}))"
-)
+WRITER = "import sys; from runtime.process.config import load; from stream_jobs.lake.main import main; main(load(None, sys.argv[1:], {}))"
 Eventually = Callable[..., Any]
 
 
@@ -39,7 +37,7 @@ class Writers(Processes):
 
     def care(self) -> subprocess.Popen[bytes]:
         """Start a caretaker as a writer does."""
-        command = [sys.executable, "-m", "stream_jobs.lake_care"]
+        command = [sys.executable, "-m", "stream_jobs.lake.delta.maintenance"]
         process = self.start("lake", command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin as stdin:
@@ -66,23 +64,23 @@ def column(settings: Settings, table: str, name: str) -> list[Any]:
     return found.column(name).to_pylist()  # type: ignore[no-any-return]
 
 
-def a_step(number: int) -> events.Step:
+def a_step(number: int) -> records.Step:
     """Step `number` of run r; its prompt has number % 50 tokens."""
     key = f"k{number % 17}"
-    return events.Step(
+    return records.Step(
         step_id=f"{key}~{number:08d}.0", run_id="r", trajectory_key=key, call_id=f"{key}~{number:08d}", choice_index=0,
         protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}", response_json=b"{}",
         prompt_token_ids=pack_ids(range(number % 50)), gateway_id="g", received_at=number, finished_at=number,
     )  # fmt: skip
 
 
-def a_reward(number: int, **changes: Any) -> events.Reward:
+def a_reward(number: int, **changes: Any) -> records.Reward:
     """Reward `w<number>` of run r, trajectory k."""
     values: dict[str, Any] = {
         "event_id": f"w{number}", "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f",
         "function_version": "1", "value": float(number), "reward_revision": 0, "created_at": number,
     }  # fmt: skip
-    return events.Reward(**values | changes)
+    return records.Reward(**values | changes)
 
 
 def put_steps(producer: Producer, settings: Settings, numbers: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.die_with_parent import bonded
+from runtime.process.child import bonded
 
 ROOT = Path(__file__).parents[1]
 

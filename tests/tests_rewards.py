@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.events import Trajectory
+from schemas.records import Trajectory
 
 
 def contrary(trajectory: Trajectory) -> float:

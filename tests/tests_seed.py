@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gateway.scripted import Say
-from gateway.trial import Trial
-from schemas.codec import Codec
+from gateway.testing.gateway import Trial
+from gateway.testing.script import Say
+from schemas.codec.single_object import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125], finish_reason="length")
 CODEC = Codec()

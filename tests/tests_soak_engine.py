@@ -12,10 +12,10 @@ from typing import ClassVar
 import orjson
 import uvloop
 
-from benchmarks.instant_engine import JSON_HEAD, Engine, Replies, Shape
-from gateway.scripted import Json, Say, Script
-from gateway.scripted_engine import VOICES, frames_of, whole_frames
-from schemas import capture
+from benchmarks.gateway.instant_engine import JSON_HEAD, Engine, Replies, Shape
+from gateway.testing.engine import VOICES, frames_of, whole_frames
+from gateway.testing.script import Json, Say, Script
+from schemas import engine_frames
 
 VERSION = "default/3.0"
 IDS = range(1000, 1012)
@@ -25,7 +25,7 @@ SCRIPT = Script(
     versions=[[{"version": VERSION, "start": 0, "end": len(IDS)}]],
     version_start=VERSION,
 )
-TOLD = f"{capture.ASK}: 1\r\n{capture.VERSION_START}: {VERSION}\r\n"
+TOLD = f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n"
 SLOW = b"take your time"
 PAUSE_S = 0.05
 
@@ -33,8 +33,8 @@ PAUSE_S = 0.05
 def plain_reply(voice: int, request: Json) -> bytes:
     """Body and tokens, with its HTTP head."""
     body = orjson.dumps(VOICES[voice].plain(request, SCRIPT))
-    whole = capture.trail(body, [capture.encode(f) for f in whole_frames(SCRIPT, 1)])
-    head = f"{TOLD}{capture.OWN_BODY}: {len(body)}\r\ncontent-length: {len(whole)}\r\n\r\n"
+    whole = engine_frames.trail(body, [engine_frames.encode(f) for f in whole_frames(SCRIPT, 1)])
+    head = f"{TOLD}{engine_frames.OWN_BODY}: {len(body)}\r\ncontent-length: {len(whole)}\r\n\r\n"
     return JSON_HEAD + head.encode() + whole
 
 
@@ -44,8 +44,8 @@ def streamed_reply(voice: int, request: Json) -> list[bytes]:
     for event in VOICES[voice].events(request, SCRIPT):
         data = event.data
         if event.shows or not told:
-            frames = b"".join(capture.encode(f) for f in frames_of(SCRIPT, event, 1, not told))
-            data, told = capture.comment(frames) + data, True
+            frames = b"".join(engine_frames.encode(f) for f in frames_of(SCRIPT, event, 1, not told))
+            data, told = engine_frames.comment(frames) + data, True
         chunks.append(b"%x\r\n%s\r\n" % (len(data), data))
     head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n{TOLD}\r\n"
     return [head.encode() + chunks[0], *chunks[1:-1], chunks[-1] + b"0\r\n\r\n"]

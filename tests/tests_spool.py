@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gateway.bus import MemoryBus, Message
-from gateway.journal import Journal
+from gateway.durability.delivery import Journal
+from gateway.durability.log import MemoryBus, Message
+from gateway.durability.spool import Spool, read_segment
+from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.metrics import Metrics
-from gateway.spool import Spool, read_segment
-from gateway.spool_frames import SYNC_BYTES, frame
 
 Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
 

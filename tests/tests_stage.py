@@ -24,8 +24,8 @@ from tests_ports import free_port
 from tests_toy_model import LOGPROB, ToyModel
 from tests_up import ROOT, Up, up
 
-from gateway.scripted_engine import VOICES, ScriptedEngine
-from schemas.events import Step, Trajectory
+from gateway.testing.engine import VOICES, ScriptedEngine
+from schemas.records import Step, Trajectory
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.scripted import Json, Say, Script
+from gateway.testing.script import Json, Say, Script
 
 PIECES = re.compile(r"\s*\w+|\s*[^\w\s]|\s+$")
 ROLES = ("begin", "tools", "system", "user", "assistant", "tool", "call", "end")

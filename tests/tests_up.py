@@ -14,7 +14,7 @@ from typing import Any
 from tests_processes import ROOT as ROOT
 from tests_processes import Processes
 
-from runtime.config import PREFIX, words_of
+from runtime.process.config import PREFIX, words_of
 from schemas.settings import Settings
 
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
@@ -22,7 +22,7 @@ ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
 
 def command(*words: str) -> list[str]:
     """A command line of clawstream."""
-    return [sys.executable, "-m", "runtime.cli", *words]
+    return [sys.executable, "-m", "clawstream.cli", *words]
 
 
 def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:

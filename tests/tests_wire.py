@@ -9,10 +9,10 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
+from gateway.engines.client import Upstream
+from gateway.engines.registry import Worker, WorkerTable
 from gateway.metrics import Metrics
-from gateway.scripted import Say
-from gateway.upstream import Upstream
-from gateway.workers import Worker, WorkerTable
+from gateway.testing.script import Say
 from schemas.settings import GatewaySettings
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

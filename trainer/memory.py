@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from schemas.events import ReadyBatch
+from schemas.records import ReadyBatch
 from schemas.settings import TrainerSettings
 from trainer.errors import OutOfMemory
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.doctor import StoredPosition
+from clawstream.ops.doctor import StoredPosition
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 from trainer.errors import InvalidCheckpoint
-from trainer.version_dir import read_info, versions_in
+from trainer.versions.atomic_directory import read_info, versions_in
 
 PROCESS = "trainer"
 
@@ -40,7 +40,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 
 
 def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | None) -> str | None:
-    """Why the trainer does not go on from a checkpoint whose batches were made anew (`trainer.source.start_of`)."""
+    """Why the trainer does not go on from a checkpoint whose batches were made anew (`trainer.data.batches.start_of`)."""
     at = info["position"]
     if info["weights_topic_id"] != weights_id or batches_id in (None, at["topic_id"]) or not at["next_batch_seq"]:
         return None

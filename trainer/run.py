@@ -6,24 +6,24 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from runtime.telemetry import logger
+from runtime.logs import logger
 from schemas.errors import SettingsError
-from schemas.events import WeightVersion
 from schemas.ids import Version, parse_version
+from schemas.records import WeightVersion
 from schemas.settings import Settings, TrainerSettings
-from trainer.advantages import ADVANTAGES
-from trainer.begun import Begun
-from trainer.checkpoint import Position, State, load, newest, save
-from trainer.ledger import Ledger
-from trainer.lineage import deletable, next_attempt, next_sync_index
-from trainer.losses import LOSSES
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.losses import LOSSES
+from trainer.data.batches import Incoming
+from trainer.data.sequences import Row, rows_of_batch, within_vocabulary
 from trainer.memory import naming_the_batch
 from trainer.metrics import BatchStats, version_metrics
-from trainer.policy import Policy, staleness
-from trainer.publish import export, manifest
-from trainer.rows import Row, rows_of_batch, within_vocabulary
-from trainer.source import Incoming
-from trainer.version_dir import prune, sweep
+from trainer.model.policy import Policy, staleness
+from trainer.unfinished_batches import Begun
+from trainer.versions.atomic_directory import prune, sweep
+from trainer.versions.checkpoint import Position, State, load, newest, save
+from trainer.versions.history import deletable, next_attempt, next_sync_index
+from trainer.versions.publish import export, manifest
+from trainer.versions.weight_log import Ledger
 
 
 class Run:

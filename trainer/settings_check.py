@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.advantages import ADVANTAGES
+from trainer.algorithms.advantages import ADVANTAGES
 
 
 def check_algorithm(settings: Settings) -> None:

@@ -10,7 +10,7 @@ from gateway.redaction.body import redacted_body
 from gateway.redaction.scan import Scan
 from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
-from schemas.events import Curation, FailedCall, Reward, SessionEvent, Step, Tag
+from schemas.records import Curation, FailedCall, Reward, SessionEvent, Step, Tag
 
 Record = Step | SessionEvent | FailedCall | Reward | Curation
 R = TypeVar("R", bound=Record)

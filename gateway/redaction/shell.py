@@ -17,8 +17,8 @@ from gateway.redaction.records import R, Redactor, RuleRedactor, emptied
 from gateway.redaction.rules import RULES, Rule
 from gateway.redaction.scan import Finder, Named, Scan
 from gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
-from schemas.events import Reward, SessionEvent, Step
-from schemas.named_function import is_own
+from schemas.records import Reward, SessionEvent, Step
+from schemas.rule_spec import is_own
 from schemas.settings import Settings
 from schemas.user_function import FunctionNotFound, load_function
 

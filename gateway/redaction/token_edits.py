@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 
 from gateway.redaction.scan import Found, Scan
 from gateway.redaction.vocabulary import Vocabulary
-from schemas.events import TokenSpan, VersionSpan
+from schemas.records import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, unpack_ids
 
 WIDTH = 4

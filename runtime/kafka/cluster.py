@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
-from runtime.kafka.outbox import Outbox
+from runtime.kafka.loop_producer import Outbox
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import Reader
 from runtime.kafka.record import Record

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError as Code
 
 from runtime.kafka.errors import translated
 from runtime.kafka.record import Record, record_of
-from runtime.telemetry import logger
+from runtime.logs import logger
 
 _ENDS_READING = (
     Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE,

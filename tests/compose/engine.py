@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.scripted import Say, Script
-from gateway.scripted_engine import ScriptedEngine
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Say, Script
 
 
 async def main() -> None:

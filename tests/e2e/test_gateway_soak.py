@@ -29,10 +29,10 @@ from tests_ports import free_port
 from tests_soak_engine import SLOW
 from tests_up import ENVIRON, ROOT, command
 
-from benchmarks.http_load import load
-from gateway.sessions import Origin, SessionKeys
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
+from benchmarks.gateway.http_load import load
+from gateway.attribution.sessions import Origin, SessionKeys
+from runtime.process.child import bonded
+from runtime.process.config import words_of
 from schemas.settings import Settings
 
 CALLS = 200_000

@@ -23,11 +23,11 @@ from tests_feed import Feed
 from tests_ports import free_port
 from tests_up import ROOT, Up, command, up
 
-from gateway.scripted import Say, Script
-from gateway.scripted_engine import ScriptedEngine
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
-from schemas.events import SessionEvent, Step, Trajectory
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Say, Script
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from schemas.records import SessionEvent, Step, Trajectory
 from schemas.settings import Settings
 
 AGENTS = 64

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tests_ports import free_port
 
-from runtime.die_with_parent import bonded
+from runtime.process.child import bonded
 
 VICTIMS = ("gateway", "assemble", "reward", "admit", "lake", "trainer", "vllm", "broker")
 VERSIONS = 30
@@ -41,7 +41,7 @@ class Loop:
         self.process = subprocess.Popen(
             bonded(
                 [
-                    *(sys.executable, "-m", "runtime.cli", "demo", f"data_dir={home}"),
+                    *(sys.executable, "-m", "clawstream.cli", "demo", f"data_dir={home}"),
                     *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
                     *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
                     *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),

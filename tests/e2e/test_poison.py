@@ -17,15 +17,15 @@ import pytest
 from tests_feed import POLICY, Feed, reward, session, step
 from tests_up import Up, call, up
 
-from gateway.bus import Message
-from gateway.worker_feed import WorkerFeed
-from gateway.workers import WorkerTable
+from gateway.durability.log import Message
+from gateway.engines.discovery import WorkerFeed
+from gateway.engines.registry import WorkerTable
 from rollout.versions import Versions, WeightsFeed
-from runtime.config import words_of
 from runtime.exit_codes import EXIT_SOURCE
-from runtime.records import now_micros
-from schemas.codec import MAGIC, Codec, shipped
-from schemas.events import (
+from runtime.process.config import words_of
+from runtime.topics.records import now_micros
+from schemas.codec.single_object import MAGIC, Codec, shipped
+from schemas.records import (
     Candidate,
     CandidateStep,
     DeadLetter,

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tests_jobs import Jobs, running, session, step
 
+from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster
-from runtime.lag import data_lag
-from schemas.events import Step, Trajectory
+from schemas.records import Step, Trajectory
 from schemas.settings import Settings
 from schemas.tokens import pack_logprobs
 from schemas.topics import partition_of

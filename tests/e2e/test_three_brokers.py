@@ -19,8 +19,8 @@ from tests_chaos_logs import Logs
 from tests_ports import free_port
 from tests_up import call
 
-from runtime.broker import status
-from runtime.config import words_of
+from runtime.broker.embedded import status
+from runtime.process.config import words_of
 from schemas.settings import Settings
 
 NODES = 3

@@ -12,8 +12,8 @@ from tests_feed import POLICY, Feed
 from tests_ports import free_port
 from tests_up import Up, call, up
 
-from runtime.config import words_of
 from runtime.exit_codes import EXIT_SOURCE
+from runtime.process.config import words_of
 from schemas.settings import Settings
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
 from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import (
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -33,12 +33,12 @@ from schemas.events import (
 )
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import place_of
-from stream_jobs.admit import replay
-from stream_jobs.journal import Entry
+from stream_jobs.admit.decisions.journal import Entry
+from stream_jobs.admit.fold import replay
+from stream_jobs.admit.main import place_of
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
+START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
 CODEC = Codec()
 LIVES = 6
 PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}

@@ -11,16 +11,16 @@ from tests_admit import cand, policy
 
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
-from runtime.records import Decoder, create_topics
-from schemas.codec import Codec
-from schemas.events import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
+from runtime.topics.records import Decoder, create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import POLL_RECORDS, PUT_MOST, Desk, publish_policy
-from stream_jobs.checkpoint import WORTH_IT, Mark, written
+from stream_jobs.admit.decisions.checkpoint import WORTH_IT, Mark, written
+from stream_jobs.admit.decisions.state import Ledger
+from stream_jobs.admit.main import POLL_RECORDS, PUT_MOST, Desk, publish_policy
+from stream_jobs.admit.policy_log import STRAYS_MOST, PolicyLog
 from stream_jobs.errors import UnreadableJournal
-from stream_jobs.ledger import Ledger
-from stream_jobs.policy_log import STRAYS_MOST, PolicyLog
 
 CODEC = Codec()
 RUN = b"r"

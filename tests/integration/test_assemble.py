@@ -18,11 +18,11 @@ from tests_jobs import Eventually, Jobs, reward, running, session, step
 
 from runtime.exit_codes import EXIT_SOURCE
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.events import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
+from runtime.topics.records import create_topics
+from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.tree import prompt_of
+from stream_jobs.assemble.payload.segment_tree import prompt_of
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import pytest
 from tests_jobs import Eventually, Jobs, running
 
 from runtime.kafka import Cluster
-from runtime.records import Decoder, create_topics
-from schemas.codec import Codec
-from schemas.events import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
+from runtime.topics.records import Decoder, create_topics
+from schemas.codec.single_object import Codec
 from schemas.ids import bucket_key
+from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.index import STEPS
-from stream_jobs.owner import Owner, Shared, Situation
-from stream_jobs.trial import LIMITS, reward, session, spoken, step
+from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.partition import Owner, Shared, Situation
+from stream_jobs.assemble.testing import LIMITS, reward, session, spoken, step
 
 TASK = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Fix the bug."}]
 BUCKET = bucket_key(b"api key", b"Fix the bug.")

@@ -17,11 +17,11 @@ from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartit
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
 from tests_ports import free_port
 
-from runtime import broker as broker_cli
-from runtime.broker import BrokerError, EmbeddedBroker, NodeStatus
-from runtime.broker_directory import one_starter
-from runtime.jars import find_java
-from runtime.ports import PortTaken
+from runtime.broker import embedded as broker_cli
+from runtime.broker.data_dir import one_starter
+from runtime.broker.embedded import BrokerError, EmbeddedBroker, NodeStatus
+from runtime.broker.jars import find_java
+from runtime.process.ports import PortTaken
 from schemas.settings import BrokerSettings
 
 

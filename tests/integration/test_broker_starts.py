@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tests_ports import free_port
 
-from runtime.broker import BrokerError, EmbeddedBroker
-from runtime.broker_directory import one_starter
-from runtime.broker_process import Jvm, NotReady, read_pid, stop_pids
+from runtime.broker.data_dir import one_starter
+from runtime.broker.embedded import BrokerError, EmbeddedBroker
+from runtime.broker.jvm import Jvm, NotReady, read_pid, stop_pids
 from runtime.file_lock import exclusive
 
 HANGS = """#!/bin/sh

@@ -16,22 +16,22 @@ from deltalake import CommitProperties, Transaction, write_deltalake
 from tests_ports import free_port
 from tests_up import ENVIRON, ROOT, call, command
 
-from runtime.cli.main import app
-from runtime.config import words_of
+from clawstream.cli.main import app
 from runtime.exit_codes import EXIT_KAFKA
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import AssemblyMarker, Refused, Tick
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import AssemblyMarker, Refused, Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs import assembly as op
-from stream_jobs.assembly import Assembly
-from stream_jobs.lake import Lake
-from stream_jobs.lake_tables import catalog
-from stream_jobs.state_log import delta
-from trainer.checkpoint import Position, State
-from trainer.version_dir import new_directory
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.changelog import delta
+from stream_jobs.assemble.state import Assembly
+from stream_jobs.lake.main import Lake
+from stream_jobs.lake.tables.catalog import catalog
+from trainer.versions.atomic_directory import new_directory
+from trainer.versions.checkpoint import Position, State
 
 CODEC = Codec()
 TOPICS = ("assembly", "candidates", "dead-letters", "rewards", "schemas", "steps", "trajectories", "weights", "workers")
@@ -51,7 +51,7 @@ def commands() -> Iterator[tuple[str, ...]]:
 def test_help_imports_nothing_heavy() -> None:
     """What takes time is imports: 80 ms with these left out."""
     code = (
-        "import sys; from runtime.cli.main import app\n"
+        "import sys; from clawstream.cli.main import app\n"
         "try: app(['--help'])\n"
         "finally: print(' '.join(m.partition('.')[0] for m in sys.modules), file=sys.stderr)"
     )

@@ -36,8 +36,8 @@ from tests_contract import (
 from tests_speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
-from gateway.calls import NO_TOKENS
-from schemas.events import VersionSpan
+from gateway.proxy.call import NO_TOKENS
+from schemas.records import VersionSpan
 from schemas.tokens import unpack_ids
 
 pytestmark = pytest.mark.timeout(900)

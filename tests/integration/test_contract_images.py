@@ -14,7 +14,7 @@ from tests_contract import VERSION, Contract, checked, ids_of, standing
 from tests_speakers import SPEAKERS
 from tests_vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
 
-from schemas.events import VersionSpan
+from schemas.records import VersionSpan
 from schemas.tokens import unpack_ids
 
 NAMES = ("openai.chat", "openai.responses", "anthropic.messages")

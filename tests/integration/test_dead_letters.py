@@ -18,15 +18,15 @@ from tests_lake import column
 from tests_up import ENVIRON, ROOT, command
 from typer.testing import CliRunner
 
-from runtime.cli.main import app
-from runtime.config import words_of
+from clawstream.cli.main import app
+from clawstream.ops.dead_letters.redrive import Office
 from runtime.kafka import Cluster, Fenced
-from runtime.records import dead_letter
-from schemas.codec import MAGIC, Codec, shipped
-from schemas.events import DeadLetter, DeadLetterResolved, Reward, SchemaPublished, Step, StepMark, Trajectory
+from runtime.process.config import words_of
+from runtime.topics.records import dead_letter
+from schemas.codec.single_object import MAGIC, Codec, shipped
+from schemas.records import DeadLetter, DeadLetterResolved, Reward, SchemaPublished, Step, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.topics import REPLAYS
-from stream_jobs.dead_letter_office import Office
 
 TRAJECTORY = "late-comer"
 

@@ -17,17 +17,17 @@ import pytest
 from tests_admit import cand
 from tests_ports import free_port
 
-from gateway.demand import Seen
-from gateway.demand_feed import DemandFeed
+from gateway.api.rollout_budget.budget import Seen
+from gateway.api.rollout_budget.feed import DemandFeed
 from gateway.errors import DemandUnknown
 from gateway.main import serve as serve_gateway
-from runtime.broker import EmbeddedBroker
+from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import Refused, WeightVersion
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import Refused, WeightVersion
 from schemas.settings import Settings
-from stream_jobs.admission import serve
+from stream_jobs.admit.main import serve
 
 CODEC = Codec()
 SOON_S = 240.0

@@ -19,23 +19,25 @@ import pytest
 from openai import AsyncOpenAI
 from tests_ports import free_port
 
-from gateway.bus import Message
-from gateway.scripted import Say, Script
-from gateway.scripted_engine import ScriptedEngine
-from gateway.spool import read_segment, sync_of
-from gateway.spool_frames import frame
-from runtime.broker import EmbeddedBroker
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
+from gateway.durability.log import Message
+from gateway.durability.spool import read_segment, sync_of
+from gateway.durability.spool_frames import frame
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Say, Script
+from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import DeadLetter, SessionEvent, Step, WorkerStatus
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import DeadLetter, SessionEvent, Step, WorkerStatus
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
-START = "import sys; from runtime.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
+START = (
+    "import sys; from runtime.process.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
+)
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
 

@@ -16,19 +16,19 @@ from tests_lake import column, running
 from tests_ports import free_port
 from tests_up import call
 
-from gateway.blobs import Blobs
-from gateway.bus import KafkaBus, LogPosition, Message, Passed
-from gateway.journal import Journal
+from gateway.durability.blobs import Blobs
+from gateway.durability.delivery import Journal
+from gateway.durability.log import KafkaBus, LogPosition, Message, Passed
+from gateway.durability.spool import Spool
+from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.metrics import Metrics
-from gateway.spool import Spool
-from gateway.spool_frames import SYNC_BYTES, frame
 from runtime.blob_store import BlobStore
-from runtime.broker import EmbeddedBroker
-from runtime.config import words_of
+from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import Step
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import Step
 from schemas.settings import Settings
 
 TOPIC = "steps"

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gateway.bus import Message
-from gateway.scripted import Say, Script
-from gateway.scripted_engine import ScriptedEngine
-from gateway.upstream import Upstream
-from gateway.worker_feed import WorkerFeed
-from gateway.workers import WorkerTable
+from gateway.durability.log import Message
+from gateway.engines.client import Upstream
+from gateway.engines.discovery import WorkerFeed
+from gateway.engines.registry import WorkerTable
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Say, Script
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import DeadLetter, WorkerStatus
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import DeadLetter, WorkerStatus
 from schemas.settings import Settings
 
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])

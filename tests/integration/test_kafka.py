@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tests_ports import free_port
 
-from runtime.broker import EmbeddedBroker
+from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
-from runtime.records import Decoder, create_topics, dead_letter
-from schemas.codec import MAGIC, Codec
+from runtime.topics.records import Decoder, create_topics, dead_letter
+from schemas.codec.single_object import MAGIC, Codec
 from schemas.errors import UnknownSchema
-from schemas.events import Tick
+from schemas.records import Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
 

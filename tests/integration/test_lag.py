@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests_positions import tell
 
+from clawstream.ops.lag import data_lag, format_lag, lag
 from runtime.kafka import Cluster
-from runtime.lag import data_lag, format_lag, lag
-from runtime.records import create_topics
-from schemas import events
-from schemas.codec import Codec
+from runtime.topics.records import create_topics
+from schemas import records
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 from schemas.topics import partition_of
 
-ENDED = events.RunEnded(run_id="default", created_at=1)
+ENDED = records.RunEnded(run_id="default", created_at=1)
 
 
 def commit(cluster: Cluster, group: str, topic: str) -> None:
@@ -38,11 +38,11 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
     ready = topics.ready_batches_spec("default", "train")
     cluster.create_topic(ready.name, ready.partitions, ready.config)
     producer, admit = cluster.producer(), cluster.producer(f"{prefix}-admit")
-    mark = events.StepMark(event_id="e", run_id="r", trajectory_key="k", step_id="s", mark="late", offset=0)
+    mark = records.StepMark(event_id="e", run_id="r", trajectory_key="k", step_id="s", mark="late", offset=0)
     for p in range(4):
         for _ in range(5):
-            producer.put(topics.steps, None, codec.encode(events.Tick(partition=p)), partition=p)
-            producer.put(topics.candidates, None, codec.encode(events.Tick(partition=p, event_time=1)), partition=p)
+            producer.put(topics.steps, None, codec.encode(records.Tick(partition=p)), partition=p)
+            producer.put(topics.candidates, None, codec.encode(records.Tick(partition=p, event_time=1)), partition=p)
     producer.put(topics.steps, b"k", b"poison")
     producer.put(topics.steps, b"k", None)
     producer.put(topics.trajectories, b"k", codec.encode(mark))
@@ -83,7 +83,7 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
         == data_lag(cluster, settings, f"{prefix}-trainer.default.train")
         == 0
     )
-    producer.put(topics.steps, None, codec.encode(events.Tick(partition=1)), partition=1)
+    producer.put(topics.steps, None, codec.encode(records.Tick(partition=1)), partition=1)
     producer.flush()
     (by_hand,) = (r for r in lag(cluster, settings) if r.group == f"{prefix}-by-hand")
     assert (by_hand.partitions, by_hand.committed, by_hand.end, by_hand.offsets, by_hand.records) == (4, 22, 23, 1, 0)
@@ -99,7 +99,7 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
     topics, prefix, codec = settings.kafka.topics, settings.kafka.topic_prefix, Codec()
     producer, admit = cluster.producer(), cluster.producer(f"{prefix}-open")
     for _ in range(11):
-        producer.put(topics.weights, b"v", codec.encode(events.Tick(partition=0)))
+        producer.put(topics.weights, b"v", codec.encode(records.Tick(partition=0)))
     producer.flush()
     with admit.transaction():
         admit.put(topics.dead_letters, b"k", codec.encode(ENDED))
@@ -123,7 +123,7 @@ class Busy(Cluster):
             topic = self.going_on[1]
             producer = self.producer()
             for p in self.watermarks(topic):
-                producer.put(topic, None, Codec().encode(events.Tick(partition=p, event_time=1)), partition=p)
+                producer.put(topic, None, Codec().encode(records.Tick(partition=p, event_time=1)), partition=p)
             producer.flush()
             commit(Cluster(self.bootstrap_servers), group, topic)
         return super().committed(group)

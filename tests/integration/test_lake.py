@@ -19,13 +19,13 @@ from tests_positions import tell
 
 from runtime.exit_codes import EXIT_FENCED, EXIT_SOURCE
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas import events
-from schemas.codec import TOP_LEVEL, Codec
+from runtime.topics.records import create_topics
+from schemas import records
+from schemas.codec.single_object import TOP_LEVEL, Codec
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake import Lake, dataset, open_table
-from stream_jobs.lake_lookup import LakeBehind, check_not_behind
-from stream_jobs.lake_tables import catalog
+from stream_jobs.lake.lookup import LakeBehind, check_not_behind
+from stream_jobs.lake.main import Lake, dataset, open_table
+from stream_jobs.lake.tables.catalog import catalog
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
                 if rng.random() < 0.2:  # a re-sent output or a drained spool: same id, new offset
                     numbers.append(rng.randrange(max(0, sent - 2000), sent))
             put_steps(producer, settings, numbers)
-            event = events.SessionEvent(
+            event = records.SessionEvent(
                 event_id=f"e{sent}", run_id="r", trajectory_key=f"k{sent % 17}", kind="opened", created_at=sent
             )
             producer.put(topics.steps, event.trajectory_key.encode(), codec.encode(event))
-            producer.put(topics.steps, None, codec.encode(events.Tick(partition=sent % 4)), partition=sent % 4)
+            producer.put(topics.steps, None, codec.encode(records.Tick(partition=sent % 4)), partition=sent % 4)
             producer.put(topics.rewards, b"k", codec.encode(a_reward(sent)))
             producer.flush()
             time.sleep(rng.random() * 0.03)
@@ -91,7 +91,7 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     create_topics(cluster, settings)
     codec, producer = Codec(), cluster.producer()
     put_steps(producer, settings, range(400))
-    opened = events.SessionEvent(event_id="e", run_id="r", trajectory_key="k1", kind="opened", created_at=1)
+    opened = records.SessionEvent(event_id="e", run_id="r", trajectory_key="k1", kind="opened", created_at=1)
     producer.put(settings.kafka.topics.steps, b"k1", codec.encode(opened))
     producer.flush()
     writer = processes.write(flush_interval_s=0.1, dedupe_window=1)
@@ -149,13 +149,13 @@ def test_poison_new_topics_and_a_topic_made_anew(
     ):
         producer.put(topic, b"k", b"\xc3\x01 poison", partition=0)
         producer.put(topic, b"k", b"rubbish", partition=0)
-        producer.put(topic, b"k", codec.encode(events.RunEnded(run_id="r", created_at=1)), partition=0)
+        producer.put(topic, b"k", codec.encode(records.RunEnded(run_id="r", created_at=1)), partition=0)
     producer.put(topics.rewards, b"k", codec.encode(a_reward(1)), partition=0)
-    endless = events.Trajectory(
+    endless = records.Trajectory(
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed",
         opened_at=1, closed_at=2**62, part=0, parts=1, segments=(), steps=(),
     )  # fmt: skip
-    first = events.WeightVersion(
+    first = records.WeightVersion(
         version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(), channel="train",
         metrics={"loss": 0.5}, created_at=1,
     )  # fmt: skip
@@ -204,9 +204,9 @@ def test_poison_new_topics_and_a_topic_made_anew(
     assert processes.stop(writer) == 0
 
 
-def a_batch(seq: int) -> events.ReadyBatch:
-    return events.ReadyBatch(
-        run_id="r", channel="train", batch_seq=seq, groups=(events.BatchGroup(group_id="g", round=seq, n=2, members=()),),
+def a_batch(seq: int) -> records.ReadyBatch:
+    return records.ReadyBatch(
+        run_id="r", channel="train", batch_seq=seq, groups=(records.BatchGroup(group_id="g", round=seq, n=2, members=()),),
         policy_version=1, sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0,
         input_from=0, input_to=1, content_hash="h", trainable_tokens=0, created_at_event_time=1000,
     )  # fmt: skip
@@ -273,7 +273,7 @@ def test_new_fields_reach_the_tables_and_old_rows_stay_readable(
 def test_a_scan_that_stops_early_does_not_crash_at_exit(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path / "t"), pa.table({"x": list(range(400_000)), "y": ["text" * 20] * 400_000}))
     code = (
-        "import sys; from stream_jobs.lake import dataset, open_table\n"
+        "import sys; from stream_jobs.lake.main import dataset, open_table\n"
         "d = dataset(open_table(sys.argv[1], 't', {}), {})\n"
         "assert d.head(5).num_rows == 5\n"
         "import duckdb; c = duckdb.connect(); c.register('t', d); print(c.execute('select x from t limit 5').fetchall())\n"

@@ -18,13 +18,13 @@ import pytest
 from deltalake import DeltaTable
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
+from clawstream.query.connection import connect
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas import events
-from schemas.codec import MAGIC, TOP_LEVEL, Codec, fingerprint_of, shipped
+from runtime.topics.records import create_topics
+from schemas import records
+from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, fingerprint_of, shipped
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.sql import connect
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     tags["type"]["items"]["fields"].append(
         {"name": "score", "type": ["null", "double"], "default": None, "doc": "How sure."}
     )
-    announced = events.SchemaPublished(
+    announced = records.SchemaPublished(
         fingerprint=fingerprint_of(newer), name="clawstream.Step", schema_json=json.dumps(newer), created_at=1
     )
     producer.put(topics.schemas, announced.fingerprint.encode(), codec.encode(announced))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from tests_lake import Eventually, a_reward, a_step, column, put_steps, running
 
+from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster
-from runtime.lag import data_lag
-from runtime.records import create_topics
-from schemas import events
-from schemas.codec import Codec
+from runtime.topics.records import create_topics
+from schemas import records
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
-from stream_jobs.lake_delta import open_table, sizes
-from stream_jobs.lake_repair import repair
+from stream_jobs.lake.delta.repair import repair
+from stream_jobs.lake.delta.table import open_table, sizes
 
 
 def test_one_damaged_table_is_left_out_repaired_and_read_again(
@@ -26,7 +26,7 @@ def test_one_damaged_table_is_left_out_repaired_and_read_again(
     def put(first: int, last: int) -> None:
         put_steps(producer, settings, range(first, last))
         for n in range(first, last):
-            opened = events.SessionEvent(
+            opened = records.SessionEvent(
                 event_id=f"e{n}", run_id="r", trajectory_key=f"k{n % 17}", kind="opened", created_at=n
             )
             producer.put(topics.steps, opened.trajectory_key.encode(), codec.encode(opened))

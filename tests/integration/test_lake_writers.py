@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
-from runtime.doctor import examine
+from clawstream.ops.doctor import examine
+from clawstream.ops.lag import data_lag
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster
-from runtime.lag import data_lag
-from runtime.records import create_topics
-from schemas import events
-from schemas.codec import Codec
+from runtime.topics.records import create_topics
+from schemas import records
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
-from stream_jobs.lake_positions import positions
+from stream_jobs.lake.positions import positions
 
 PARTITIONS = 12
 
@@ -52,11 +52,11 @@ class Feed:
             self.sent += 10
             put_steps(self.producer, self.settings, [*numbers, *again])
             key = f"k{self.sent}"
-            trajectory = events.Trajectory(
+            trajectory = records.Trajectory(
                 run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train", outcome="completed",
                 opened_at=1, closed_at=2, part=0, parts=1, segments=(), steps=(),
             )  # fmt: skip
-            candidate = events.Candidate(
+            candidate = records.Candidate(
                 run_id=key, channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=0, outcome="completed",
                 opened_at=1, closed_at=2, rewards=(), steps=(), prompt_tokens=1, trainable_tokens=1, trainable=True,
             )  # fmt: skip

@@ -8,11 +8,11 @@ from uuid import uuid4
 from tests_feed import POLICY, Feed, reward, step
 from tests_up import up
 
-from runtime.lag import data_lag
-from schemas.events import Late, WeightVersion
+from clawstream.ops.lag import data_lag
+from clawstream.query.connection import connect
+from clawstream.query.lineage import Ancestry
+from schemas.records import Late, WeightVersion
 from schemas.settings import Settings
-from stream_jobs.ancestry import Ancestry
-from stream_jobs.sql import connect
 
 RUN = "traced"
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from tests_jobs import Eventually, Jobs, reward, running, session, step
 
-from runtime.config import words_of
 from runtime.kafka import Cluster
-from runtime.records import Decoder
-from schemas.events import Candidate, ReadyBatch
+from runtime.process.config import words_of
+from runtime.topics.records import Decoder
+from schemas.records import Candidate, ReadyBatch
 from schemas.settings import Settings
-from stream_jobs.journal import journaled_by
-from trainer.payload import read_payload
-from trainer.rows import rows_of
+from stream_jobs.admit.decisions.journal import journaled_by
+from trainer.data.sequences import rows_of
+from trainer.data.trajectories import read_payload
 
-ADMIT = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
+ADMIT = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
 KEY = "swe-" + "repository-issue." * 11
 STEPS = 2100
 REPLY = b'{"content":"' + b"x" * 2500 + b'"}'

@@ -13,7 +13,7 @@ import aiokafka
 import pytest
 
 from runtime.kafka import Cluster
-from runtime.records import create_topics
+from runtime.topics.records import create_topics
 from schemas.settings import Settings
 from schemas.topics import partition_of
 

@@ -13,19 +13,19 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from runtime.cli.main import app
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
+from clawstream.cli.main import app
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
-from runtime.records import Decoder, create_topics
-from schemas.codec import Codec
-from schemas.events import AdmissionPolicy, PolicyApplied, RunEnded, Tick
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import Decoder, create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import Desk, publish_policy
+from stream_jobs.admit.main import Desk, publish_policy
+from stream_jobs.admit.policy import Published, policy_of
 from stream_jobs.errors import UnreadableJournal
-from stream_jobs.policy import Published, policy_of
 
 ROOT = Path(__file__).parents[2]
 CODEC = Codec()
@@ -51,7 +51,7 @@ def admit(tmp_path: Path) -> Iterator[Admit]:
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / "admit.log").open("ab") as log:
-            command = [sys.executable, "-m", "runtime.cli", "admit", *words_of(settings)]
+            command = [sys.executable, "-m", "clawstream.cli", "admit", *words_of(settings)]
             started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log))
         return started[-1]
 

@@ -12,11 +12,11 @@ from typing import Any
 from tests_jobs import ROOT, Jobs, running, session, step
 from typer.testing import CliRunner
 
-from runtime.cli.main import app
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
+from clawstream.cli.main import app
 from runtime.kafka import Cluster
-from schemas.events import Assessment, Candidate, Reward
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from schemas.records import Assessment, Candidate, Reward
 from schemas.settings import Settings
 
 
@@ -64,7 +64,14 @@ def test_quality_from_rules_to_marks(settings: Settings, cluster: Cluster, tmp_p
 def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
     """The lake finds the bad trajectory, and its step is marked."""
     with (tmp_path / "lake.log").open("wb") as log:
-        command = [sys.executable, "-m", "runtime.cli", "lake", *words_of(jobs.settings), "lake.flush_interval_s=0.2"]
+        command = [
+            sys.executable,
+            "-m",
+            "clawstream.cli",
+            "lake",
+            *words_of(jobs.settings),
+            "lake.flush_interval_s=0.2",
+        ]
         lake = subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log)
 
     def curate(*words: str) -> dict[str, Any]:

@@ -19,24 +19,24 @@ import pytest
 from tests_jobs import ROOT, Eventually, Jobs, reward, running, step
 from typer.testing import CliRunner
 
+from clawstream.cli.main import app
+from clawstream.ops.replay.run import Order, delete_replay, home_of, list_replays, replay_settings, run_replay
+from clawstream.ops.replay.verify import check, what_if
+from clawstream.ops.topics.copy import Choice, copy_topics
+from clawstream.ops.topics.fresh_prefix import PrefixTaken
 from demo.model import make_random_model
-from runtime.cli.main import app
-from runtime.config import load, words_of
-from runtime.die_with_parent import bonded
-from runtime.fresh_prefix import PrefixTaken
 from runtime.kafka import Cluster
-from runtime.records import Decoder
-from runtime.topic_copy import Choice, copy_topics
-from schemas.codec import Codec
-from schemas.events import AdmissionPolicy, Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
+from runtime.process.child import bonded
+from runtime.process.config import load, words_of
+from runtime.topics.records import Decoder
+from schemas.codec.single_object import Codec
+from schemas.records import AdmissionPolicy, Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admission import serve
-from stream_jobs.lake import write
-from stream_jobs.lake_versions import pin
-from stream_jobs.replay_check import check, what_if
-from stream_jobs.replay_run import Order, delete_replay, home_of, list_replays, replay_settings, run_replay
-from trainer.loop import train
+from stream_jobs.admit.main import serve
+from stream_jobs.lake.delta.snapshots import pin
+from stream_jobs.lake.main import write
+from trainer.main import train
 
 POLICY = {
     "group_size": 4,
@@ -239,7 +239,16 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
     words = [w for w in words_of(settings) if not w.startswith(("admit=", "jobs="))]
-    command = [sys.executable, "-m", "runtime.cli", "replay", "run", "again", *words, 'admit={"channels": ["train"]}']
+    command = [
+        sys.executable,
+        "-m",
+        "clawstream.cli",
+        "replay",
+        "run",
+        "again",
+        *words,
+        'admit={"channels": ["train"]}',
+    ]
     told = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     again = json.loads(told.stdout)
@@ -312,7 +321,7 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     settings, cluster = recorded.settings, recorded.cluster
     prefix = f"replay-k{uuid4().hex[:6]}"
     name = prefix.removeprefix("replay-")
-    command = [sys.executable, "-m", "runtime.cli", "replay", "run", name, *words_of(settings)]
+    command = [sys.executable, "-m", "clawstream.cli", "replay", "run", name, *words_of(settings)]
     for topic in ("candidates", "ready-batches.run.train"):  # while it assembles, and while it admits
         process = subprocess.Popen(bonded(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)

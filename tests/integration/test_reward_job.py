@@ -16,23 +16,21 @@ import orjson
 import pytest
 from tests_positions import tell
 
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.answers import Answers
-from stream_jobs.rewarder import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
-from stream_jobs.trajectory import in_parts
+from stream_jobs.assemble.output_records import in_parts
+from stream_jobs.reward.evaluate import Answers
+from stream_jobs.reward.job import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
 
 ROOT = Path(__file__).parents[2]
-RUN = (
-    "import sys; from runtime.config import load; from stream_jobs import app; app.run_reward(load(words=sys.argv[1:]))"
-)
+RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_reward(load(words=sys.argv[1:]))"
 CODEC = Codec()
 Eventually = Callable[..., Any]
 

@@ -17,11 +17,11 @@ from tests_ports import free_port
 from tests_up import ENVIRON, ROOT, command
 
 from demo import model
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
-from schemas.codec import Codec
-from schemas.events import Step, WorkerStatus
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from schemas.codec.single_object import Codec
+from schemas.records import Step, WorkerStatus
 from schemas.settings import Settings
 
 TOKENS = 230

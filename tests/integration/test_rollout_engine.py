@@ -46,21 +46,21 @@ from tests_engine import (
 
 from demo.agent import TOOLS
 from demo.model import make_random_model
-from rollout.capture import BEAM_SEARCH
 from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
-from rollout.server import VllmServer
-from rollout.weight_files import verify
-from rollout.weight_loader import PATH
-from rollout.weights import engine_label, load_version
-from runtime.ports import PortTaken
-from schemas import capture
-from schemas.events import Sampling
+from rollout.server.load_weights import engine_label, load_version
+from rollout.server.process import VllmServer
+from rollout.server.weight_files import verify
+from rollout.vllm_plugin.token_capture import BEAM_SEARCH
+from rollout.vllm_plugin.weight_loader import PATH
+from runtime.process.ports import PortTaken
+from schemas import engine_frames
+from schemas.records import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
-from stream_jobs.provenance import provenance
-from stream_jobs.trial import step
-from trainer.policy import Policy
-from trainer.rows import Row, TemperatureSpan
+from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.testing import step
+from trainer.data.sequences import Row, TemperatureSpan
+from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -171,12 +171,12 @@ def test_searched_beams_have_no_tokens_and_say_so(engine: Engine) -> None:
 
 def test_any_request_is_answered_as_one_that_can_be_captured(engine: Engine) -> None:
     async def probe() -> None:
-        async with engine.http.get(f"{engine.url}/version", headers={capture.ASK: "1"}) as reply:
-            assert reply.headers[capture.ASK] == "1"
-            assert capture.OWN_BODY not in reply.headers
+        async with engine.http.get(f"{engine.url}/version", headers={engine_frames.ASK: "1"}) as reply:
+            assert reply.headers[engine_frames.ASK] == "1"
+            assert engine_frames.OWN_BODY not in reply.headers
             assert set(await reply.json()) == {"version"}
         async with engine.http.get(f"{engine.url}/version") as reply:
-            assert capture.ASK not in reply.headers
+            assert engine_frames.ASK not in reply.headers
 
     engine.run(probe())
 
@@ -438,12 +438,14 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
         """Whether the engine had not come to the end already: then all must be as it is for a client that left."""
         before = await counted(engine, "vllm:generation_tokens_total")
         body = request(max_tokens=230, ignore_eos=True, stream=True, tools=None)
-        headers, url = {capture.ASK: "1"}, f"{engine.url}/v1/chat/completions"
+        headers, url = {engine_frames.ASK: "1"}, f"{engine.url}/v1/chat/completions"
         async with engine.http.post(url, json=body, headers=headers) as reply:
             events = [await reply.content.readuntil(b"\n\n") for _ in range(8)]
             reply.close()
-        frames = [frame for event in events if capture.is_comment(event) for frame in capture.read_comment(event)]
-        told = folded(b"".join(event for event in events if not capture.is_comment(event)), frames)
+        frames = [
+            frame for event in events if engine_frames.is_comment(event) for frame in engine_frames.read_comment(event)
+        ]
+        told = folded(b"".join(event for event in events if not engine_frames.is_comment(event)), frames)
         (tokens,) = told.choices.values()
         shown = seen_by_index(told.own)[0]
         # All that was shown is told; of the last comment read, the event may be missing.

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollout.weight_loader import BROKEN, CHANGED, PATH
-from rollout.worker import run
+from rollout.main import run
+from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, PATH
 from runtime.kafka import Cluster, Fenced
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import WeightFile, WeightVersion, WorkerStatus
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import WeightFile, WeightVersion, WorkerStatus
 from schemas.settings import Settings
 
 HEARTBEAT_S = 0.2

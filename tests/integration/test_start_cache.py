@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tests_ports import free_port
 
-from runtime.broker import EmbeddedBroker
-from runtime.broker_cache import StartCache, make_start_cache, start_cache
-from runtime.die_with_parent import bonded
-from runtime.jars import PinnedJar, ensure_jars, find_java
+from runtime.broker.embedded import EmbeddedBroker
+from runtime.broker.jars import PinnedJar, ensure_jars, find_java
+from runtime.broker.start_cache import StartCache, make_start_cache, start_cache
+from runtime.process.child import bonded
 
 PROGRAM = """
 import sys

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from runtime.config import words_of
-from runtime.die_with_parent import bonded
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from schemas.codec import Codec
-from schemas.events import Candidate, CandidateStep, ReadyBatch, Refused, RewardValue, Tick
+from runtime.process.child import bonded
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import Candidate, CandidateStep, ReadyBatch, Refused, RewardValue, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.config import load; from stream_jobs.admission import main; main(load(words=sys.argv[1:]))"
+START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
 GROUPS, MEMBERS, BATCH_GROUPS = 10_000, 2, 100
 CODEC = Codec()
 PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}

@@ -17,8 +17,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from runtime.exit_codes import EXIT_FENCED, EXIT_SETTINGS
-from runtime.process_table import read_table
-from runtime.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
+from runtime.process.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
+from runtime.process.table import read_table
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [
@@ -139,7 +139,7 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path, child: list[str])
     code = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from runtime.supervisor import ProcessSpec, Supervisor\n"
+        "from runtime.process.supervisor import ProcessSpec, Supervisor\n"
         "async def main():\n"
         f"    async with Supervisor(Path({str(tmp_path)!r})) as s:\n"
         f"        s.start(ProcessSpec('a', {child!r}))\n"
@@ -184,7 +184,7 @@ def test_stopped_while_it_is_being_started(tmp_path: Path) -> None:
 def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
     assert ask_to_stop(tmp_path) is None
     code = (
-        "import sys, time; from pathlib import Path; from runtime.supervisor import Supervisor; "
+        "import sys, time; from pathlib import Path; from runtime.process.supervisor import Supervisor; "
         "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as running:
@@ -216,7 +216,7 @@ def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
 
 def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) -> None:
     says = (
-        "import sys, time; from runtime.readiness import ready, not_ready; ready('first\\nline'); sys.stdin.readline(); "
+        "import sys, time; from runtime.process.readiness import ready, not_ready; ready('first\\nline'); sys.stdin.readline(); "
         "not_ready('lost'); time.sleep(600)"
     )
 
@@ -239,7 +239,7 @@ def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) ->
         ("raise ValueError('no such thing')", "ValueError: no such thing"),
         ("import sys; sys.exit('clawstream: setting a.b: wrong')", "clawstream: setting a.b: wrong"),
         (
-            "from runtime.lifecycle import die; from runtime.telemetry import configure; configure('a'); die(KeyError('k'))",
+            "from runtime.process.lifecycle import die; from runtime.logs import configure; configure('a'); die(KeyError('k'))",
             "'k'",
         ),
     ],

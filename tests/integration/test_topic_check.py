@@ -13,16 +13,16 @@ import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from tests_jobs import Eventually, running, step
 
-from runtime.config import words_of
+from clawstream.ops.topics.copy import copy_topics
 from runtime.exit_codes import EXIT_SETTINGS
 from runtime.kafka import Cluster
-from runtime.records import create_topics
-from runtime.topic_copy import copy_topics
+from runtime.process.config import words_of
+from runtime.topics.records import create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.config import load; from stream_jobs import app; app.run_assemble(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_assemble(load(words=sys.argv[1:]))"
 
 
 def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
@@ -56,7 +56,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
         f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760 or more",
     ], said
     assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
-    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "runtime.cli", "topics", "create"]):
+    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "clawstream.cli", "topics", "create"]):
         done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, done.stderr
 

@@ -17,25 +17,26 @@ from tests_jobs import Eventually, Jobs, running
 from tests_lake import running as lake_running
 from tests_up import call
 
-from runtime.config import words_of
-from runtime.doctor import SERIOUS, Diagnosis, examine
+from clawstream.ops import job_positions
+from clawstream.ops.doctor import SERIOUS, Diagnosis, examine
+from clawstream.ops.replay.verify import check
+from clawstream.ops.topics.trim import Cut, Kept, TopicTrim
 from runtime.kafka import Cluster, KafkaError, SourceTruncated
-from runtime.records import Decoder, create_topics
-from runtime.topic_trim import Cut, Kept, TopicTrim
-from schemas.codec import Codec
-from schemas.events import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
+from runtime.process.config import words_of
+from runtime.topics.records import Decoder, create_topics
+from schemas.codec.single_object import Codec
+from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
 from schemas.settings import AdmitSettings, Settings
 from schemas.topics import partition_of
-from stream_jobs import job_positions, lake_positions
-from stream_jobs.admission import Desk, place_of, publish_policy
-from stream_jobs.admit import Admission
+from stream_jobs.admit.decisions.journal import Entry, Source
+from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.main import Desk, place_of, publish_policy
+from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.errors import UnreadableJournal
-from stream_jobs.journal import Entry, Source
-from stream_jobs.lake import Lake
-from stream_jobs.policy_log import PolicyLog
-from stream_jobs.replay_check import check
+from stream_jobs.lake import positions
+from stream_jobs.lake.main import Lake
 from trainer import positions as trainer_positions
-from trainer.version_dir import new_directory
+from trainer.versions.atomic_directory import new_directory
 
 CODEC = Codec()
 PARTITION = partition_of(b"old", 4)
@@ -136,7 +137,7 @@ class Installation:
     def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], Cut]:
         """What the command does with --yes."""
         applied = job_positions.rewards_applied(self.settings, self.cluster)
-        kept = Kept(lake_positions.held(self.settings, self.cluster), applied, before_ms)
+        kept = Kept(positions.held(self.settings, self.cluster), applied, before_ms)
         plan = TopicTrim(self.cluster, self.settings, kept)
         plan.do()
         return {(c.topic, c.partition): c for c in plan.cuts}
@@ -156,7 +157,7 @@ class Installation:
 
     def flaws(self) -> list[Diagnosis]:
         """What the doctor finds wrong."""
-        modules = (lake_positions, job_positions, trainer_positions)
+        modules = (positions, job_positions, trainer_positions)
         found = [p for m in modules for p in m.positions(self.settings, self.cluster)]
         assert {p.process for p in found} == {"lake", "assemble", "admit", "trainer"}
         return [d for d in examine(self.cluster, found) if d.verdict in SERIOUS]

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from demo.model import make_random_model
-from runtime.config import words_of
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster, Producer, SourceTruncated
-from runtime.records import Decoder, create_topics
-from schemas.codec import Codec
+from runtime.process.config import words_of
+from runtime.topics.records import Decoder, create_topics
+from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.events import (
+from schemas.records import (
     BatchGroup,
     BatchMember,
     DeadLetter,
@@ -42,9 +42,9 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.topics import partition_of
 from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
-from trainer.lineage import chain
-from trainer.loop import train
+from trainer.main import train
 from trainer.positions import positions
+from trainer.versions.history import chain
 
 NURSERY = """
 import json, os, sys

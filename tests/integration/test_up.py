@@ -16,8 +16,8 @@ from tests_processes import Processes
 from tests_up import ENVIRON, call, command
 
 from runtime.exit_codes import EXIT_IN_USE, EXIT_SETTINGS
-from runtime.process_table import read_table
-from runtime.supervisor import supervisor_of
+from runtime.process.supervisor import supervisor_of
+from runtime.process.table import read_table
 
 DATA_PART = ["broker", "gateway", "assemble", "reward", "admit", "lake"]
 STEP = {

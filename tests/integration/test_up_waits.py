@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 from tests_ports import free_port
 
-from runtime.broker import BrokerError
-from runtime.ports import PortTaken
-from runtime.process_table import read_table
-from runtime.supervisor import ProcessSpec, ask_to_stop
-from runtime.up import Installation, main
+from clawstream.ops.up import Installation, main
+from runtime.broker.embedded import BrokerError
+from runtime.process.ports import PortTaken
+from runtime.process.supervisor import ProcessSpec, ask_to_stop
+from runtime.process.table import read_table
 from schemas.settings import Settings
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

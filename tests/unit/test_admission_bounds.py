@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder
-from schemas.codec import Codec
-from stream_jobs import policy_log
-from stream_jobs.admission import PUT_BYTES, PUT_MOST, Pace
-from stream_jobs.policy_log import RunLog
+from runtime.topics.records import Decoder
+from schemas.codec.single_object import Codec
+from stream_jobs.admit import policy_log
+from stream_jobs.admit.main import PUT_BYTES, PUT_MOST, Pace
+from stream_jobs.admit.policy_log import RunLog
 
 AT = ("candidates", 0)
 

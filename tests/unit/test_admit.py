@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests_admit import SOURCE, cand, entries, fold, groups, policy, refusals, reward, tick
 
-from schemas.events import (
+from schemas.records import (
     CandidateStep,
     Late,
     Place,
@@ -20,10 +20,10 @@ from schemas.events import (
     RunEnded,
 )
 from schemas.settings import Settings
-from stream_jobs.admit import Admission, replay
-from stream_jobs.equal_rewards import EqualRewards
-from stream_jobs.journal import Entry, Invalid, Source
-from stream_jobs.policy import policy_of
+from stream_jobs.admit.decisions.journal import Entry, Invalid, Source
+from stream_jobs.admit.equal_rewards import EqualRewards
+from stream_jobs.admit.fold import Admission, replay
+from stream_jobs.admit.policy import policy_of
 
 
 def test_full_group_with_rewards_becomes_a_batch() -> None:

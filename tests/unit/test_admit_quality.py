@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests_admit import cand, fold, groups, policy, refusals, reward, tick
 
-from schemas.events import Candidate, CandidateStep, Late, ReadyBatch, Refused, RunEnded
-from stream_jobs.policy import flaw_of_policy
+from schemas.records import Candidate, CandidateStep, Late, ReadyBatch, Refused, RunEnded
+from stream_jobs.admit.policy import flaw_of_policy
 
 
 def steps(tid: str, *changes: dict[str, Any]) -> tuple[CandidateStep, ...]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import Codec
-from schemas.events import (
+from schemas.codec.single_object import Codec
+from schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -25,10 +25,10 @@ from schemas.events import (
     RunEnded,
     Tick,
 )
-from stream_jobs.admit import Admission
-from stream_jobs.checkpoint import CheckpointFlaw, Mark, read, written
-from stream_jobs.journal import Decision, Entry, Invalid, Journaled, Source
-from stream_jobs.ledger import Ledger, past_of
+from stream_jobs.admit.decisions.checkpoint import CheckpointFlaw, Mark, read, written
+from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source
+from stream_jobs.admit.decisions.state import Ledger, past_of
+from stream_jobs.admit.fold import Admission
 
 SOURCE = Source("topic-1", 0, 2)
 SEED = st.integers(0, 2**32)

@@ -6,15 +6,15 @@ import dataclasses
 
 from tests_admit import SOURCE, cand, entries, fold, groups, policy, reward
 
-from gateway.demand import Demand
-from schemas.codec import Codec
-from schemas.events import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
+from gateway.api.rollout_budget.budget import Demand
+from schemas.codec.single_object import Codec
+from schemas.records import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.admit import Admission
-from stream_jobs.group import Group, Member, Verdict, batch_group
-from stream_jobs.journal import Entry, Journaled
-from stream_jobs.ledger import past_of
-from stream_jobs.rounds import Rounds
+from stream_jobs.admit.decisions.journal import Entry, Journaled
+from stream_jobs.admit.decisions.rounds import Rounds
+from stream_jobs.admit.decisions.state import past_of
+from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.group import Group, Member, Verdict, batch_group
 
 SCORES = tuple(
     dataclasses.replace(reward(i / 7, name="score"), function_version="1" * 64, step_id=f"session-0123456789~{i:05d}.0")

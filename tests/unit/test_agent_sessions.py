@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.events import Step, Tick
 from schemas.ids import agent_key, is_bucket, is_unnamed
+from schemas.records import Step, Tick
 from schemas.settings import Settings
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.trial import BUCKET, LIMITS, Worker, content, curation, reward, session, step
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, content, curation, reward, session, step
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, bucket_inactivity=100, agent_inactivity=300)

@@ -13,10 +13,10 @@ import orjson
 import pytest
 from tests_toy_model import Heard, Reply, ToyModel
 
-from gateway.harness import session_of
-from gateway.tags import tags_of
-from gateway.trial import Trial, play
-from schemas.codec import Codec
+from gateway.attribution.agents import session_of
+from gateway.attribution.tags import tags_of
+from gateway.testing.gateway import Trial, play
+from schemas.codec.single_object import Codec
 from schemas.ids import is_bucket
 
 RECORDED = Path(__file__).parents[1] / "agents" / "recorded"

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from gateway.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
-from gateway.door import Door
+from gateway.attribution.resolver import Door
+from gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
 from gateway.metrics import Metrics
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
-from schemas.events import Curation
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import Curation
 from schemas.settings import Settings
 
 CODEC = Codec()
@@ -140,7 +140,7 @@ def test_an_error_of_the_file_shows_nothing_that_is_in_it(tmp_path: Path) -> Non
 
 
 def clawstream(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runtime.cli", *words, f"data_dir={directory}"]
+    command = [sys.executable, "-m", "clawstream.cli", *words, f"data_dir={directory}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

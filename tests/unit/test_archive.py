@@ -5,11 +5,11 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from stream_jobs import archive
-from stream_jobs.archive import Archive
-from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS, Closed, ClosedStep, Folded
-from stream_jobs.trial import Worker, curation, reward, session, step
+from stream_jobs.assemble import closed_store
+from stream_jobs.assemble.closed_store import Archive
+from stream_jobs.assemble.model import REWARDS, STEPS, Closed, ClosedStep, Folded
+from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.testing import Worker, curation, reward, session, step
 
 
 def closed(steps: int = 1) -> Closed:
@@ -34,7 +34,7 @@ def test_what_is_changed_in_hand_is_what_is_packed() -> None:
 
 
 def test_what_is_in_hand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "IN_HAND_MAX", 100)
+    monkeypatch.setattr(closed_store, "IN_HAND_MAX", 100)
     kept, most = Archive(), 0
     for i in range(100):
         kept.add(("r", str(i)), closed(10))

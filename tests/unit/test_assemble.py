@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.events import Tick
-from stream_jobs import assembly as op
-from stream_jobs import index
-from stream_jobs.assemble import Fold
-from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.judge import Bad
-from stream_jobs.trial import LIMITS, Worker, curation, reward, session, step
+from schemas.records import Tick
+from stream_jobs.assemble import model
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.handlers import Bad
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.testing import LIMITS, Worker, curation, reward, session, step
 
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
@@ -162,8 +162,8 @@ def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks
 
 
 def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "REWARDS_MAX", 3)
-    monkeypatch.setattr(index, "MARKS_MAX", 2)
+    monkeypatch.setattr(model, "REWARDS_MAX", 3)
+    monkeypatch.setattr(model, "MARKS_MAX", 2)
     w = Worker().feed((STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2)))
     w.feed(*((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2)))  # they wait for their step
     w.feed((STEPS, 0, step("k", 1)), (STEPS, 1, session("k", "completed")))

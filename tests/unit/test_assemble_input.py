@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from schemas.events import Sampling, Tag, VersionSpan
+from schemas.records import Sampling, Tag, VersionSpan
 from schemas.tokens import pack_logprobs
-from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.trial import LIMITS, Worker, curation, failed_call, reward, session, step
+from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.testing import LIMITS, Worker, curation, failed_call, reward, session, step
 
 LARGE = bytes(9 << 20)
 

@@ -9,15 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kafka import Record
-from schemas.codec import Codec
-from schemas.events import CandidateStep, RewardValue, Segment, Tag, Trajectory, TrajectoryStep
-from schemas.parts import joined
+from schemas.codec.single_object import Codec
+from schemas.records import CandidateStep, RewardValue, Segment, Tag, Trajectory, TrajectoryStep
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.index import REWARDS_MAX, STEPS, STEPS_MAX, Assessed, Closed, ClosedStep, Folded, Marks, RewardEntry
-from stream_jobs.payload import Payload, PayloadCache
-from stream_jobs.rewarder import Gather
-from stream_jobs.trajectory import at_most, candidate, in_parts, payload_bytes, slices
-from stream_jobs.trial import Worker, session, step
+from schemas.trajectory_parts import joined
+from stream_jobs.assemble.model import (
+    REWARDS_MAX,
+    STEPS,
+    STEPS_MAX,
+    Assessed,
+    Closed,
+    ClosedStep,
+    Folded,
+    Marks,
+    RewardEntry,
+)
+from stream_jobs.assemble.output_records import at_most, candidate, in_parts, payload_bytes, slices
+from stream_jobs.assemble.payload.cache import Payload, PayloadCache
+from stream_jobs.assemble.testing import Worker, session, step
+from stream_jobs.reward.job import Gather
 
 CODEC = Codec()
 

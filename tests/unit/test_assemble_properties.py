@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.events import Tick
-from stream_jobs.assembly import Assembly
-from stream_jobs.index import REWARDS, STEPS, Source
-from stream_jobs.state_log import StateLog
-from stream_jobs.trial import BUCKET, CODEC, Worker, assessment, content, curation, reward, session, step
+from schemas.records import Tick
+from stream_jobs.assemble.changelog import StateLog
+from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.testing import BUCKET, CODEC, Worker, assessment, content, curation, reward, session, step
 
 KEYS = ("a", "b", BUCKET)
 MOMENT = st.integers(0, 400)

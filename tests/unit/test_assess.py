@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from quality.rule import Rule, rule_of
-from quality.score import Score
-from schemas.codec import Codec
+from rewards.quality.rule import Rule, rule_of
+from rewards.quality.score import Score
+from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.events import Finding, Trajectory, TrajectoryStep
-from schemas.named_function import of_run
+from schemas.records import Finding, Trajectory, TrajectoryStep
+from schemas.rule_spec import of_run
 from schemas.user_function import load_function
-from stream_jobs.assess import assessment_of, not_assessed, quality_rules_of
+from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
 
 FIND = partial(load_function, folders=[])
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.trial import BUCKET, Worker, assessment, curation, session, step
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.testing import BUCKET, Worker, assessment, curation, session, step
 
 
 def closed(*rewards: Any) -> Worker:

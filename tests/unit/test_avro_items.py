@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kafka import Record
-from runtime.records import Decoder, decode_all
-from schemas import codec as codec_module
-from schemas.avro_reader import ITEMS_MAX
-from schemas.codec import MAGIC, Codec, archived, fingerprint_of, shipped
+from runtime.topics.records import Decoder, decode_all
+from schemas.codec import single_object as codec_module
+from schemas.codec.compiled_reader import ITEMS_MAX
+from schemas.codec.single_object import MAGIC, Codec, archived, fingerprint_of, shipped
 from schemas.errors import Undecodable
-from schemas.events import Reward, Tick, Trajectory
-from stream_jobs.lake_rows import Rows, Schemas
-from stream_jobs.lake_tables import catalog
+from schemas.records import Reward, Tick, Trajectory
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.row_decoder import Rows, Schemas
 
 EMPTY = {"type": "record", "name": "Empty", "fields": [{"name": "nothing", "type": "null"}]}
 ITSELF = {"type": "record", "name": "Own", "fields": [{"name": "inner", "type": {"type": "array", "items": "Own"}}]}

@@ -13,18 +13,18 @@ from typing import Any, cast
 import pytest
 
 from runtime.kafka import Record
-from runtime.records import Decoder, decode_all
-from schemas import avro_reader, avro_writer
-from schemas.avro_items import check_items
-from schemas.avro_source import identifier, literal
-from schemas.avro_types import TYPES_MAX, expanded
-from schemas.avro_writer import writer_of
-from schemas.codec import MAGIC, Codec, fingerprint_of, shipped
+from runtime.topics.records import Decoder, decode_all
+from schemas.codec import compiled_reader, compiled_writer
+from schemas.codec.avro_schema import TYPES_MAX, expanded
+from schemas.codec.avro_source import identifier, literal
+from schemas.codec.compiled_writer import writer_of
+from schemas.codec.item_count import check_items
+from schemas.codec.single_object import MAGIC, Codec, fingerprint_of, shipped
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.events import Tick
-from stream_jobs import lake_avro
-from stream_jobs.lake_rows import Rows, Schemas
-from stream_jobs.lake_tables import catalog
+from schemas.records import Tick
+from stream_jobs.lake.tables import avro_values
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.row_decoder import Rows, Schemas
 
 RUN = "__import__('builtins').__dict__.__setitem__('ran', 1)"
 HOSTILE = (
@@ -82,7 +82,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         seen.extend((source, name))
         return compile(source, name, mode)
 
-    for module in (avro_reader, avro_writer):
+    for module in (compiled_reader, compiled_writer):
         monkeypatch.setattr(module, "compile", compiled, raising=False)
     yield seen
     assert not [s for s in seen if "import" in s or "ran" in s.split()]
@@ -135,8 +135,8 @@ def test_nothing_of_a_schema_that_nobody_checked_is_run(hostile: str, sources: l
         bad = replaced(schema, path, hostile)
         for make in (
             writer_of,
-            lambda s: lake_avro.reader_of(expanded(s), expanded(s)),
-            lambda s: lake_avro.reader_of(expanded(s), expanded(shipped("Tick"))),
+            lambda s: avro_values.reader_of(expanded(s), expanded(s)),
+            lambda s: avro_values.reader_of(expanded(s), expanded(shipped("Tick"))),
         ):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 make(bad)
@@ -230,7 +230,7 @@ def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
     codec = Codec()
     header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
     with pytest.raises(ValueError, match="lines"):
-        lake_avro.reader_of(expanded(schema), expanded(shipped("Tick")))
+        avro_values.reader_of(expanded(schema), expanded(shipped("Tick")))
     assert codec.decode(header + TICK + b"\0" * 150 * 111) == Tick(partition=1)
     with pytest.raises(Undecodable):
         codec.decode(header + TICK + b"\0" * 149)

@@ -18,20 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.blobs import THREADS, Blobs
-from gateway.bus import Message
+from gateway.durability.blobs import THREADS, Blobs
+from gateway.durability.log import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, play
+from gateway.testing.gateway import Trial, play
+from gateway.testing.script import Say, Script
 from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
-from schemas.blobs import MOVABLE, SMALLEST, reference, referenced, shrink
-from schemas.codec import Codec
-from schemas.events import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
+from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
+from schemas.codec.single_object import Codec
+from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.blobs import resolved
-from stream_jobs.lake_tables import Placed, catalog
-from stream_jobs.reward import no_reward, rules_of
+from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.reward.blob_fields import resolved
+from stream_jobs.reward.rewards import no_reward, rules_of
 
 CODEC = Codec()
 MIB = 1 << 20

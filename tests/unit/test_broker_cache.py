@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from runtime import broker_cache
-from runtime.broker_cache import StartCacheError, make_start_cache, start_cache
-from runtime.broker_process import BrokerError
-from runtime.jars import Java, java_build
+from runtime.broker import start_cache as broker_cache
+from runtime.broker.jars import Java, java_build
+from runtime.broker.jvm import BrokerError
+from runtime.broker.start_cache import StartCacheError, make_start_cache, start_cache
 
 
 class Usage(NamedTuple):

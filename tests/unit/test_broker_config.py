@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.broker import BrokerError, EmbeddedBroker
-from runtime.broker_config import (
+from runtime.broker.embedded import BrokerError, EmbeddedBroker
+from runtime.broker.jars import Java
+from runtime.broker.jvm import ClusterView, parse_metadata
+from runtime.broker.node_config import (
     logs_read,
     plan_nodes,
     render_log4j2,
@@ -16,8 +18,6 @@ from runtime.broker_config import (
     render_server_properties,
     server_command,
 )
-from runtime.broker_process import ClusterView, parse_metadata
-from runtime.jars import Java
 
 
 def properties(text: str) -> dict[str, str]:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.events import Step, Tick
+from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.bucket import STALE_MAX, Ends, Places, choose
-from stream_jobs.index import REWARDS, STEPS, Steps
-from stream_jobs.state_log import StateLog
-from stream_jobs.trial import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
+from stream_jobs.assemble.changelog import StateLog
+from stream_jobs.assemble.matching.anonymous_sessions import STALE_MAX, Ends, Places, choose
+from stream_jobs.assemble.model import REWARDS, STEPS, Steps
+from stream_jobs.assemble.testing import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
 
 TASK = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Fix the bug."}]
 QUIET = replace(LIMITS, bucket_inactivity=300)

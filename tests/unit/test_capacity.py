@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from benchmarks.capacity import Assumptions, fleet, parsed, plan, scenarios
-from benchmarks.capacity_lag import JOBS, Fleet, Outage, Scenario, simulate
+from benchmarks.capacity.lag import JOBS, Fleet, Outage, Scenario, simulate
+from benchmarks.capacity.plan import Assumptions, fleet, parsed, plan, scenarios
 
 SMALL = Fleet(
     partitions=8, runs=2, workers={"assemble": 4, "reward": 4, "lake": 4}, rate=dict.fromkeys(JOBS, 1000.0), skew=0.0,

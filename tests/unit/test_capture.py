@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.capture import BEAM_SEARCH, EMBEDDINGS, Call, Capture, EngineTap, _call
-from rollout.sampling import applied, server_wide
-from schemas import capture
-from schemas.capture import Choice, Frame
-from schemas.events import Sampling
+from rollout.vllm_plugin.sampling import applied, server_wide
+from rollout.vllm_plugin.token_capture import BEAM_SEARCH, EMBEDDINGS, Call, Capture, EngineTap, _call
+from schemas import engine_frames
+from schemas.engine_frames import Choice, Frame
+from schemas.records import Sampling
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 # ---------------------------------------------------------------- wire
@@ -65,35 +65,37 @@ EVENTS = st.sampled_from([b"data: {}\n\n", b"event: ping\ndata: {}\n\n", b": kee
 
 @given(FRAMES)
 def test_what_is_encoded_is_decoded(frames: list[Frame]) -> None:
-    assert capture.decode(b"".join(map(capture.encode, frames))) == frames
+    assert engine_frames.decode(b"".join(map(engine_frames.encode, frames))) == frames
 
 
 @given(FRAMES, st.binary(max_size=60))
 def test_a_plain_reply_is_split_again(frames: list[Frame], body: bytes) -> None:
-    whole = capture.trail(body, map(capture.encode, frames))
-    assert capture.split(whole, str(len(body))) == (body, frames)
+    whole = engine_frames.trail(body, map(engine_frames.encode, frames))
+    assert engine_frames.split(whole, str(len(body))) == (body, frames)
 
 
 @given(st.lists(st.tuples(FRAMES, EVENTS), max_size=5))
 def test_comments_are_events_of_their_own(sent: list[tuple[list[Frame], bytes]]) -> None:
-    stream = b"".join(capture.comment(b"".join(map(capture.encode, frames))) + event for frames, event in sent)
+    stream = b"".join(
+        engine_frames.comment(b"".join(map(engine_frames.encode, frames))) + event for frames, event in sent
+    )
     events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
-    told = [capture.read_comment(event) for event in events if capture.is_comment(event)]
+    told = [engine_frames.read_comment(event) for event in events if engine_frames.is_comment(event)]
     assert told == [frames for frames, _ in sent]
-    assert [event for event in events if not capture.is_comment(event)] == [event for _, event in sent]
+    assert [event for event in events if not engine_frames.is_comment(event)] == [event for _, event in sent]
 
 
 @given(FRAME, st.data())
 def test_a_frame_cut_short_is_an_error(frame: Frame, data: st.DataObject) -> None:
-    encoded = capture.encode(frame)
+    encoded = engine_frames.encode(frame)
     with pytest.raises(ValueError, match=r"."):
-        capture.decode(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
+        engine_frames.decode(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
 
 
 @pytest.mark.parametrize("bad", [b"{}\n", b'{"g":0,"c":[{}]}\n', b'{"g":0,"c":0}\n', b"[]\n", b"x\n", b"no newline"])
 def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        capture.decode(bad)
+        engine_frames.decode(bad)
 
 
 @pytest.mark.parametrize(
@@ -105,23 +107,23 @@ def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
 )  # fmt: skip
 def test_sampling_parameters_of_a_wrong_type_are_an_error(more: bytes) -> None:
     with pytest.raises(ValueError, match="capture frame"):
-        capture.decode(b'{"g":0,"c":[],%s}\n' % more)
+        engine_frames.decode(b'{"g":0,"c":[],%s}\n' % more)
 
 
 def test_sampling_parameters_of_a_newer_middleware_are_left_out() -> None:
-    (frame,) = capture.decode(b'{"g":0,"c":[],"s":{"temperature":1,"xtc":0.5}}\n')
+    (frame,) = engine_frames.decode(b'{"g":0,"c":[],"s":{"temperature":1,"xtc":0.5}}\n')
     assert frame.sampling == Sampling(source="engine", temperature=1.0)
 
 
 @pytest.mark.parametrize("own", ["", "x", "-1", "4"])
 def test_a_length_that_cannot_be_is_an_error(own: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        capture.split(b"abc", own)
+        engine_frames.split(b"abc", own)
 
 
 def test_ids_and_logprobs_must_be_as_many() -> None:
     with pytest.raises(ValueError, match="log-probabilities"):
-        capture.encode(Frame(0, None, (Choice(0, pack_ids([1, 2]), pack_logprobs([-0.5])),)))
+        engine_frames.encode(Frame(0, None, (Choice(0, pack_ids([1, 2]), pack_logprobs([-0.5])),)))
 
 
 # ---------------------------------------------------------------- an app that generates as vLLM does
@@ -305,7 +307,7 @@ def call(
     async def receive() -> MutableMapping[str, Any]:
         raise AssertionError("nothing to receive")
 
-    headers = [(capture.ASK.encode(), b"1")] if asking else []
+    headers = [(engine_frames.ASK.encode(), b"1")] if asking else []
     scope = {"type": "http", "path": path, "app": app, "headers": headers}
     asyncio.run((middleware or Capture(app))(scope, receive, send))
     names = [name.lower() for name, _ in sent[0]["headers"]]
@@ -337,8 +339,8 @@ def first_frame(generation: int, *choices: Choice) -> Frame:
 def test_a_plain_reply_is_followed_by_one_frame_a_generation() -> None:
     final = Params(n=2, output_kind=Kind.FINAL_ONLY)
     headers, body = call(App(final, final))
-    assert headers[capture.ASK] == "1"
-    own, frames = capture.split(body, headers[capture.OWN_BODY])
+    assert headers[engine_frames.ASK] == "1"
+    own, frames = engine_frames.split(body, headers[engine_frames.OWN_BODY])
     assert own == b"{  }"
     assert frames == [first_frame(g, whole(0), whole(1)) for g in range(2)]
 
@@ -346,7 +348,7 @@ def test_a_plain_reply_is_followed_by_one_frame_a_generation() -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_plain_reply_does_not_depend_on_how_the_outputs_came(kind: Kind) -> None:
     headers, body = call(App(Params(n=2, output_kind=kind)))
-    _, frames = capture.split(body, headers[capture.OWN_BODY])
+    _, frames = engine_frames.split(body, headers[engine_frames.OWN_BODY])
     assert frames == [first_frame(0, whole(0), whole(1))]
 
 
@@ -357,7 +359,7 @@ def test_in_a_stream_tokens_come_right_before_the_event_that_shows_them(kind: Ki
     comments, own = events[:-1:2], [*events[1:-1:2], events[-1]]
     assert b"".join(own) == call(App(Params(n=2, output_kind=kind), stream=True), asking=False)[1]
     assert own[-1] == b"data: [DONE]\n\n"
-    frames = [capture.read_comment(comment)[0] for comment in comments]
+    frames = [engine_frames.read_comment(comment)[0] for comment in comments]
     told_once = [(frame.prompt_ids, frame.sampling, frame.cached) for frame in frames]
     assert told_once == [(pack_ids(PROMPT), HOW, 2)] + [(None, None, None)] * 5
     shown = [own_event.decode().strip().split(",")[-1].removeprefix("data: ") for own_event in own[:-1]]
@@ -379,25 +381,29 @@ def test_who_does_not_ask_gets_the_label_and_nothing_else() -> None:
     app = App(Params(output_kind=Kind.FINAL_ONLY))
     headers, body = call(app, asking=False)
     assert body == b"{  }"
-    assert headers == {"content-type": "application/json", "content-length": "4", capture.VERSION_START: "default"}
+    assert headers == {
+        "content-type": "application/json",
+        "content-length": "4",
+        engine_frames.VERSION_START: "default",
+    }
     assert app.client.seen == [Params(output_kind=Kind.FINAL_ONLY)], "the engine computes nothing for us"
 
 
 def test_the_label_is_followed_not_asked_for() -> None:
     app = App()
     middleware = Capture(app)
-    assert call(app, middleware)[0][capture.VERSION_START] == "default"
+    assert call(app, middleware)[0][engine_frames.VERSION_START] == "default"
     asyncio.run(app.client.update_weight_version("run/1.0"))
     for asking in (True, False):
-        assert call(app, middleware, asking=asking)[0][capture.VERSION_START] == "run/1.0"
+        assert call(app, middleware, asking=asking)[0][engine_frames.VERSION_START] == "run/1.0"
     assert app.client.asked == 1
 
 
 def test_a_reply_that_sampled_nothing_or_failed_has_no_frames() -> None:
     for app in (App(), App(Params(), status=500)):
         headers, body = call(app)
-        assert headers[capture.ASK] == "1"
-        assert capture.OWN_BODY not in headers
+        assert headers[engine_frames.ASK] == "1"
+        assert engine_frames.OWN_BODY not in headers
         assert body == b"{  }"
 
 
@@ -405,7 +411,7 @@ def test_the_health_of_a_dead_engine_can_be_asked() -> None:
     app = App()
     headers, _ = call(app, path="/health")
     assert app.client.asked == 0
-    assert capture.VERSION_START not in headers
+    assert engine_frames.VERSION_START not in headers
 
 
 @pytest.mark.parametrize(
@@ -418,7 +424,7 @@ def test_the_engine_is_asked_for_logprobs_unless_the_client_did(params: Params, 
     headers, body = call(app)
     assert [seen.logprobs for seen in app.client.seen] == [logprobs]
     assert params == before
-    _, frames = capture.split(body, headers[capture.OWN_BODY])
+    _, frames = engine_frames.split(body, headers[engine_frames.OWN_BODY])
     assert frames[0].choices[0].logprobs == whole(0).logprobs
 
 
@@ -428,16 +434,16 @@ def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     assert generation is not None
     generation.note(RequestOutput(PROMPT, [Output(0, [1], [{1: Logprob(-0.25)}])]))
     generation.note(RequestOutput(PROMPT, [Output(0, [2], None)]))
-    ((first,), *_) = (frame.choices for frame in capture.decode(call_.take()))
+    ((first,), *_) = (frame.choices for frame in engine_frames.decode(call_.take()))
     assert (first.ids, first.logprobs) == (pack_ids([1, 2]), None)
     generation.note(RequestOutput(PROMPT, [Output(0, [3], [{9: Logprob(-0.5)}])]))  # not the sampled one's
-    assert capture.decode(call_.take())[0].choices[0].logprobs is None
+    assert engine_frames.decode(call_.take())[0].choices[0].logprobs is None
     generation.note(RequestOutput(PROMPT, [Output(0, [4], [{4: Logprob(-1 / 3)}])]))
-    logprobs = capture.decode(call_.take())[0].choices[0].logprobs
+    logprobs = engine_frames.decode(call_.take())[0].choices[0].logprobs
     assert logprobs is not None
     assert unpack_logprobs(logprobs) == pytest.approx([-1 / 3], rel=2**-24)
     generation.note(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
-    assert capture.decode(call_.take()) == [Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))]
+    assert engine_frames.decode(call_.take()) == [Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))]
     assert call_.take() == b""
 
 
@@ -456,7 +462,7 @@ def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
 )
 def test_what_limits_the_sampling_is_told(params: Params, constraints: list[str]) -> None:
     headers, body = call(App(params))
-    (frame,) = capture.split(body, headers[capture.OWN_BODY])[1]
+    (frame,) = engine_frames.split(body, headers[engine_frames.OWN_BODY])[1]
     assert frame.sampling is not None and frame.sampling.constraints == tuple(constraints)
 
 
@@ -480,9 +486,11 @@ def test_beam_search_and_embeddings_say_why_they_have_no_tokens(reason: str, str
         app = App(Params(), prompt={"type": "embeds"}, stream=stream)
     headers, body = call(app)
     if stream:
-        (frames,) = (capture.read_comment(event) for event in body.split(b"\n\n") if capture.is_comment(event))
+        (frames,) = (
+            engine_frames.read_comment(event) for event in body.split(b"\n\n") if engine_frames.is_comment(event)
+        )
     else:
-        _, frames = capture.split(body, headers[capture.OWN_BODY])
+        _, frames = engine_frames.split(body, headers[engine_frames.OWN_BODY])
     assert frames == [Frame(0, None, (), reason)]
 
 
@@ -490,7 +498,7 @@ def test_a_request_that_is_only_called_like_a_beam_is_captured() -> None:
     app = App(Params())
     app.request_id = "chatcmpl-my-beam-3"
     headers, body = call(app)
-    assert capture.split(body, headers[capture.OWN_BODY])[1][0].choices == (whole(0),)
+    assert engine_frames.split(body, headers[engine_frames.OWN_BODY])[1][0].choices == (whole(0),)
 
 
 def test_a_client_that_leaves_closes_the_generation_at_once() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
-from schemas.codec import Codec
-from schemas.events import Refused
-from stream_jobs.checkpoint import EVERY, WORTH_IT, CheckpointFile, Mark
-from stream_jobs.ledger import Ledger
+from schemas.codec.single_object import Codec
+from schemas.records import Refused
+from stream_jobs.admit.decisions.checkpoint import EVERY, WORTH_IT, CheckpointFile, Mark
+from stream_jobs.admit.decisions.state import Ledger
 
 CODEC = Codec()
 MARK = Mark.of("journal-1", 7, b"its last record")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import changed, load
+from runtime.process.config import changed, load
 from schemas.errors import SettingsError
 
 

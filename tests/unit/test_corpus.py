@@ -16,11 +16,11 @@ import pytest
 from tests_corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying, reply
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.trial import running
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
-from schemas.events import Step
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import running
+from schemas.codec.single_object import Codec
+from schemas.records import Step
 from schemas.settings import Settings
 
 CASES = cases()

@@ -10,11 +10,11 @@ import pytest
 from tests_admit import cand
 from tests_small_lake import SmallLake
 
-from runtime.author import whoami
-from schemas.events import BatchGroup, BatchMember, CandidateStep, Place, ReadyBatch, Step, Trajectory, TrajectoryStep
+from clawstream.query.connection import SqlError, connect
+from clawstream.query.curation import Mark, Target, WrongMark, targets
+from runtime.user import whoami
+from schemas.records import BatchGroup, BatchMember, CandidateStep, Place, ReadyBatch, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
-from stream_jobs.curate import Mark, Target, WrongMark, targets
-from stream_jobs.sql import SqlError, connect
 
 BUCKET = "bucket-" + "0" * 32
 INSIDE = f"{BUCKET}~01J00000000000000000000000"

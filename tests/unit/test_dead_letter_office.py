@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from clawstream.ops.dead_letters.redrive import NotSendable, check, key_of
 from schemas.settings import Settings
-from stream_jobs.dead_letter_office import NotSendable, check, key_of
-from stream_jobs.trial import failed_call
+from stream_jobs.assemble.testing import failed_call
 
 
 @pytest.mark.parametrize(("trajectory", "key"), [("t", b"t"), (None, b"None~F0")])

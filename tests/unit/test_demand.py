@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_admit import SOURCE, cand, entries, policy
 
-from gateway.api_keys import Scope, create_key
-from gateway.demand import KEPT, Demand, Journaled, Standing
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
-from schemas.events import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
-from stream_jobs.admit import Admission
-from stream_jobs.journal import Invalid
+from gateway.api.rollout_budget.budget import KEPT, Demand, Journaled, Standing
+from gateway.auth.api_keys import Scope, create_key
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
+from stream_jobs.admit.decisions.journal import Invalid
+from stream_jobs.admit.fold import Admission
 
 CODEC = Codec()
 SCRIPT = Script([Say([7], ["x"], [-0.5])])

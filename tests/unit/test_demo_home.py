@@ -10,7 +10,7 @@ import pytest
 
 from demo.configuration import demo_settings
 from demo.main import fresh_home, make_model
-from runtime.supervisor import AlreadyRunning, Supervisor
+from runtime.process.supervisor import AlreadyRunning, Supervisor
 from schemas.settings import Settings
 
 

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_dialects import broken, takes_or_refuses
 
+from gateway.attribution.sessions import Origin
+from gateway.capture.engine_tokens import Captured, packed_tokens
+from gateway.capture.steps import Call, Engine, steps_of
+from gateway.capture.stream import EventStream
 from gateway.errors import BadRequest
-from gateway.openai_chat import OpenAIChat
-from gateway.protocol import Answer, Choice, Kind, Request
-from gateway.scripted import Say, Script
-from gateway.scripted_chat import ChatVoice, plain
-from gateway.scripted_engine import frames_of, whole_frames
-from gateway.sessions import Origin
-from gateway.steps import Call, Engine, steps_of
-from gateway.streaming import EventStream
-from gateway.tokens import Captured, packed_tokens
-from schemas import capture
+from gateway.protocols.base import Answer, Choice, Kind, Request
+from gateway.protocols.openai_chat import OpenAIChat
+from gateway.testing.chat import ChatVoice, plain
+from gateway.testing.engine import frames_of, whole_frames
+from gateway.testing.script import Say, Script
+from schemas import engine_frames
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hé"}]}
@@ -135,7 +135,7 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
     ask, incoming, own = ASK | {"stream": True} | more, b"", b""
     for at, event in enumerate(ChatVoice().events(ask, Script(script))):
         frames = frames_of(Script(script), event, 1, at == 0)
-        incoming += capture.comment(b"".join(map(capture.encode, frames))) if frames else b""
+        incoming += engine_frames.comment(b"".join(map(engine_frames.encode, frames))) if frames else b""
         incoming += event.data
         own += event.data
     captured = Captured()
@@ -202,7 +202,7 @@ def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
     told = CHAT.answer(request, "vllm", orjson.dumps(plain(json.loads(CHAT.engine_body(request, "vllm")), script)))
     own = orjson.dumps(plain(ASK, script))
     captured = Captured()
-    body = captured.trail(capture.trail(own, map(capture.encode, whole_frames(script, 1))), str(len(own)))
+    body = captured.trail(engine_frames.trail(own, map(engine_frames.encode, whole_frames(script, 1))), str(len(own)))
     answer = CHAT.answer(request, "captured", body)
     assert answer.body == own and orjson.loads(told.body) == plain(ASK, script)
     assert answer.choices[0].message_json == told.choices[0].message_json
@@ -250,8 +250,8 @@ def test_no_tokens_at_all_are_tokens_too() -> None:
 
 def told(spans: Any, finish: str = "stop") -> Captured:
     captured = Captured()
-    choice = capture.Choice(0, pack_ids([5, 6]), pack_logprobs([-1.0, -2.0]), finish, spans)
-    captured.add([capture.Frame(0, pack_ids([1]), (choice,))])
+    choice = engine_frames.Choice(0, pack_ids([5, 6]), pack_logprobs([-1.0, -2.0]), finish, spans)
+    captured.add([engine_frames.Frame(0, pack_ids([1]), (choice,))])
     return captured
 
 
@@ -273,8 +273,8 @@ def test_what_the_engine_broke_off_is_an_error_whatever_the_protocol_says() -> N
 def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
     captured = Captured()
     for g in (0, 1):
-        choices = tuple(capture.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop") for i in (0, 1))
-        captured.add([capture.Frame(g, pack_ids([g]), choices)])
+        choices = tuple(engine_frames.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop") for i in (0, 1))
+        captured.add([engine_frames.Frame(g, pack_ids([g]), choices)])
     request = replace(a_request(), n=6, prompts=3)  # of the third prompt nothing came yet
     assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [[0], [1], [10], [11], [], []]
     assert [unpack_ids(captured.tokens(i, request).prompt_ids or b"") for i in range(4)] == [[0], [0], [1], [1]]

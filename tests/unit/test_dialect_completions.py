@@ -16,16 +16,16 @@ from openai import AsyncOpenAI, BadRequestError
 from tests_dialects import broken, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
-from gateway.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
-from gateway.protocol import Answer, Choice, Kind
-from gateway.scripted import Json, Say, Script
-from gateway.scripted_completions import CompletionsVoice
-from gateway.streaming import EventStream
-from gateway.tokens import NO_IDS, NO_LOGPROBS, Captured
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas import capture
-from schemas.codec import Codec
+from gateway.capture.engine_tokens import NO_IDS, NO_LOGPROBS, Captured
+from gateway.capture.stream import EventStream
+from gateway.protocols.base import Answer, Choice, Kind
+from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
+from gateway.testing.completions import CompletionsVoice
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Json, Say, Script
+from schemas import engine_frames
+from schemas.codec.single_object import Codec
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 DIALECT, VOICE = OpenAICompletions(), CompletionsVoice()
@@ -225,12 +225,12 @@ def test_from_the_first_finish_on_it_waits() -> None:
 def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     """A real engine tells the tokens of all choices in one comment, then writes an event for each: not every event has a comment."""
 
-    def comment(*choices: capture.Choice) -> bytes:
-        return capture.comment(capture.encode(capture.Frame(0, pack_ids([1, 2, 3]), choices)))
+    def comment(*choices: engine_frames.Choice) -> bytes:
+        return engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, pack_ids([1, 2, 3]), choices)))
 
-    def told(which: int, at: int, say: Say) -> capture.Choice:
+    def told(which: int, at: int, say: Say) -> engine_frames.Choice:
         finish = say.finish_reason if at == len(say.ids) - 1 else None
-        return capture.Choice(which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish)
+        return engine_frames.Choice(which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish)
 
     said = [Say([4], ["x"], [-4.0]), HI, YO]
     ask = ASK | {"n": 3}

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests_dialects import ADD, LOOK, broken, json_values, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
-from gateway.anthropic_messages import ANTHROPIC, AnthropicMessages, finish_of, type_of
-from gateway.scripted import Json, Say, Script
-from gateway.scripted_messages import MessagesVoice
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages, finish_of, type_of
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.messages import MessagesVoice
+from gateway.testing.script import Json, Say, Script
+from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 DIALECT, VOICE = AnthropicMessages(), MessagesVoice()

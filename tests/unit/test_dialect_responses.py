@@ -16,12 +16,12 @@ from openai import AsyncOpenAI, BadRequestError
 from tests_dialects import ADD, LOOK, broken, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
-from gateway.openai_responses import OpenAIResponses, finish_of
-from gateway.scripted import Json, Say, Script
-from gateway.scripted_responses import ResponsesVoice
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.protocols.openai_responses import OpenAIResponses, finish_of
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.responses import ResponsesVoice
+from gateway.testing.script import Json, Say, Script
+from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 DIALECT, VOICE = OpenAIResponses(), ResponsesVoice()

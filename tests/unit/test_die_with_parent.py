@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.die_with_parent import bonded
+from runtime.process.child import bonded
 
 ROOT = Path(__file__).parents[2]
 DEAF = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.doctor import Diagnosis, StoredPosition, Verdict, format_diagnoses, judged
-from stream_jobs.lake import Lake
-from stream_jobs.lake_log import marks_in
-from stream_jobs.lake_positions import made_anew
+from clawstream.ops.doctor import Diagnosis, StoredPosition, Verdict, format_diagnoses, judged
+from stream_jobs.lake.delta.log import marks_in
+from stream_jobs.lake.main import Lake
+from stream_jobs.lake.positions import made_anew
 
 ENDS = {("t", 0): (5, 9), ("t", 1): (0, 0)}
 

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from tests_ports import free_port
 
-from rollout.drain import QUIET_S, drained, in_flight_of
-from rollout.server import VllmServer
-from rollout.worker import public_url
+from rollout.main import public_url
+from rollout.server.drain import QUIET_S, drained, in_flight_of
+from rollout.server.process import VllmServer
 from schemas.errors import SettingsError
 from schemas.settings import RolloutSettings, Settings
 

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from schemas.events import Step
+from schemas.records import Step
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.index import STEPS
-from stream_jobs.tree import prompt_of
-from stream_jobs.trial import Worker, session, spoken
+from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.payload.segment_tree import prompt_of
+from stream_jobs.assemble.testing import Worker, session, spoken
 
 TASK = [{"role": "user", "content": "2+2?"}]
 SAMPLED: Mapping[str, Any] = {

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gateway.durability.spool import lock
 from gateway.errors import GatewayError, SpoolFailed, SpoolTaken
-from gateway.spool import lock
 from rollout.errors import RolloutError
 from runtime.errors import PlumbingError
 from runtime.exit_codes import MEANINGS, NO_RESTART, exit_code
 from runtime.kafka import Fenced, KafkaError, SourceTruncated, Unavailable
-from runtime.ports import PortTaken
-from runtime.supervisor import AlreadyRunning
+from runtime.process.ports import PortTaken
+from runtime.process.supervisor import AlreadyRunning
 from schemas.errors import ForeseenError, InvalidId, SchemaError, SettingsError
 from stream_jobs.errors import StreamJobError
 from trainer.errors import TrainerError
@@ -59,7 +59,7 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
 ) -> None:
     module, _, name = error.partition(":")
     program = (
-        f"from {module} import {name}; from runtime.lifecycle import run_async; from schemas.settings import Settings\n"
+        f"from {module} import {name}; from runtime.process.lifecycle import run_async; from schemas.settings import Settings\n"
         f"async def main(settings, stop):\n    raise ExceptionGroup('a task has failed', [{name}('why')])\n"
         "run_async('p', Settings(), main)\n"
     )
@@ -81,7 +81,7 @@ def test_the_root_of_every_package_is_of_the_foreseen() -> None:
 def test_a_command_ends_as_a_process_does(error: str, code: int, traces: int) -> None:
     module, _, name = error.partition(":")
     program = (
-        f"import sys; from {module} import {name}; from runtime.cli.main import app, main\n"
+        f"import sys; from {module} import {name}; from clawstream.cli.main import app, main\n"
         f"@app.command()\ndef broken() -> None:\n    raise {name}('why')\n"
         "sys.argv = ['clawstream', 'broken']; main()\n"
     )
@@ -94,7 +94,7 @@ def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path)
     try:
         words = ["gateway", f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
         done = subprocess.run(
-            [sys.executable, "-m", "runtime.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "clawstream.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
         )
     finally:
         os.close(held)

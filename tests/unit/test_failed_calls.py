@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gateway.api_keys import create_key
-from gateway.failed_calls import MESSAGE_CHARS, engine_failure
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
-from schemas.events import FailedCall
+from gateway.auth.api_keys import create_key
+from gateway.proxy.failed_calls import MESSAGE_CHARS, engine_failure
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import FailedCall
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

@@ -15,14 +15,14 @@ from typing import Any
 import orjson
 import pytest
 
-from runtime.function_pool import FunctionPool, PoolStopped
-from runtime.preflight import problems_of
-from schemas.events import Trajectory, TrajectoryStep
-from schemas.named_function import Named, NoAnswer
+from clawstream.ops.preflight import problems_of
+from runtime.functions.pool import FunctionPool, PoolStopped
+from schemas.records import Trajectory, TrajectoryStep
+from schemas.rule_spec import Named, NoAnswer
 from schemas.settings import FunctionSettings, Settings
 from schemas.user_function import FunctionNotFound
-from stream_jobs.assess import assessment_of
-from stream_jobs.reward import rewards_of
+from stream_jobs.reward.assessments import assessment_of
+from stream_jobs.reward.rewards import rewards_of
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent

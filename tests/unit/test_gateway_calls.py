@@ -13,16 +13,16 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from openai.types import CompletionUsage
 
-from gateway.openai_chat import OpenAIChat
-from gateway.scripted import Say, Script
-from gateway.scripted_chat import chunks, plain
-from gateway.streaming import EventStream
-from gateway.tokens import NO_PROMPT, NOT_TOLD, Captured
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas import capture
-from schemas.codec import Codec
-from schemas.events import Step, VersionSpan
+from gateway.capture.engine_tokens import NO_PROMPT, NOT_TOLD, Captured
+from gateway.capture.stream import EventStream
+from gateway.protocols.openai_chat import OpenAIChat
+from gateway.testing.chat import chunks, plain
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas import engine_frames
+from schemas.codec.single_object import Codec
+from schemas.records import Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
@@ -77,7 +77,9 @@ def test_plain_call_is_one_step_with_everything(play: Play) -> None:
         (step,) = w.steps()
         assert raw.headers["x-clawstream-trajectory"] == "t1"
         assert raw.headers["x-clawstream-step"] == step.step_id
-        assert not [h for h in raw.headers if h in (capture.ASK, capture.OWN_BODY, capture.VERSION_START)]
+        assert not [
+            h for h in raw.headers if h in (engine_frames.ASK, engine_frames.OWN_BODY, engine_frames.VERSION_START)
+        ]
         assert step.step_id == f"{step.call_id}.0" and step.call_id.startswith("t1~")
         assert (step.run_id, step.trajectory_key, step.group_id, step.channel) == ("default", "t1", "g1", "val")
         assert (step.protocol, step.model, step.status, step.finish_reason) == ("openai.chat", "policy", "ok", "stop")

@@ -11,10 +11,10 @@ import orjson
 import pytest
 from tests_raw_http import ASK, ASK_STREAM, CALL, SOON_S, connected, request
 
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 

@@ -13,13 +13,13 @@ import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
 from tests_ports import free_port
 
+from gateway.durability.spool import Spool
 from gateway.errors import SpoolTaken
-from gateway.scripted import Say, Script
-from gateway.scripted_engine import ScriptedEngine
-from gateway.spool import Spool
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

@@ -12,14 +12,14 @@ from structlog.testing import capture_logs
 from tests_ports import free_port
 from tests_wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
 
-from gateway.connections import Address, Pool
+from gateway.engines.engine import MUTE, Lane
+from gateway.engines.http1 import Address, Pool
+from gateway.engines.registry import Worker
 from gateway.errors import NoWorker, UpstreamFailed
-from gateway.lane import MUTE, Lane
-from gateway.protocol import Kind
-from gateway.scripted import Script
-from gateway.scripted_engine import ScriptedEngine
-from gateway.workers import Worker
-from schemas.events import WorkerStatus
+from gateway.protocols.base import Kind
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Script
+from schemas.records import WorkerStatus
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 PATIENT_S = 4.0

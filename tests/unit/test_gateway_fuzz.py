@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from gateway.errors import BadRequest
-from gateway.protocol import Kind
-from gateway.request_body import renamed
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, play
-from schemas.codec import Codec
+from gateway.protocols.base import Kind
+from gateway.protocols.request_fields import renamed
+from gateway.testing.gateway import Trial, play
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)

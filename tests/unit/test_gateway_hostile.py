@@ -16,14 +16,14 @@ import orjson
 import pytest
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, running
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
-from schemas import capture
-from schemas.codec import Codec
-from schemas.events import Step
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import Trial, running
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas import engine_frames
+from schemas.codec.single_object import Codec
+from schemas.records import Step
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
@@ -114,8 +114,8 @@ def test_what_is_nested_deeply_is_recorded(tmp_path: Path) -> None:
 
 
 def test_comments_of_a_stranger_tell_no_tokens(tmp_path: Path) -> None:
-    told = capture.Choice(0, pack_ids([1]), pack_logprobs([-1.0]), "stop", (("v", 0, 1),))
-    comment = capture.comment(capture.encode(capture.Frame(0, pack_ids([1]), (told,))))
+    told = engine_frames.Choice(0, pack_ids([1]), pack_logprobs([-1.0]), "stop", (("v", 0, 1),))
+    comment = engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, pack_ids([1]), (told,))))
     said = comment + chunk({"content": "Hello"}) + chunk({}, "stop") + DONE
     got, (step,) = streamed(tmp_path, said)
     assert got == said
@@ -126,7 +126,7 @@ def test_comments_of_a_stranger_tell_no_tokens(tmp_path: Path) -> None:
     "head", [{"g": 0, "c": [{"i": [], "n": 0}]}, {"g": 0, "c": [{"i": 0, "n": -1}]}, {"g": 0, "c": 7}]
 )
 def test_an_account_of_tokens_that_is_none_costs_the_tokens_alone(tmp_path: Path, head: Any) -> None:
-    comment = capture.comment(orjson.dumps(head) + b"\n")
+    comment = engine_frames.comment(orjson.dumps(head) + b"\n")
     got, (step,) = streamed(tmp_path, comment + chunk({"content": "Hello"}) + chunk({}, "stop") + DONE, "captured")
     assert b"Hello" in got and got.endswith(DONE)
     assert step.status == "ok" and (step.tokens_absent_reason or "").startswith("the engine's account of the tokens")

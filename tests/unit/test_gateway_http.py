@@ -12,7 +12,7 @@ import pytest
 from tests_ports import free_port
 from tests_wire import OK, SOON_S, Answer, Rig, Wire, as_text, run, saying, wired
 
-from gateway.connections import Address, Connection, Pool, address_of
+from gateway.engines.http1 import Address, Connection, Pool, address_of
 from gateway.errors import UpstreamFailed
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")

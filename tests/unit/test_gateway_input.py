@@ -17,13 +17,13 @@ from multidict import CIMultiDict
 from openai import AsyncOpenAI
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, running
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
-from schemas.events import SessionEvent
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import Trial, running
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import SessionEvent
 from schemas.settings import Settings
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

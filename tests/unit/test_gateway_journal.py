@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from tests_spool import append, drain, files, journal, note, open_spool, records_in, sample, size_of, wait_for
 
-from gateway.bus import LogPosition, MemoryBus, Message, Passed
+from gateway.durability.delivery import Journal
+from gateway.durability.log import LogPosition, MemoryBus, Message, Passed
+from gateway.durability.spool import Spool, read_segment
+from gateway.durability.spool_frames import SYNC_BYTES, scan
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
-from gateway.journal import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool, read_segment
-from gateway.spool_frames import SYNC_BYTES, scan
 
 
 def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:

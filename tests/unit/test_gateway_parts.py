@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.disconnect import Client
+from gateway.asgi.client_disconnect import Client
+from gateway.asgi.sse import ENDS, Splitter, data_of
 from gateway.errors import ClientGone
-from gateway.sse import ENDS, Splitter, data_of
 
 # ---------------------------------------------------------------- server-sent events
 

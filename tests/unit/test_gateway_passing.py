@@ -17,16 +17,16 @@ import pytest
 from tests_raw_http import ASK, CALL, connected, request
 from tests_wire import Wire, wired
 
-from gateway.api_keys import create_key
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.forwarding import returned, with_query
-from gateway.request_body import with_whole_characters
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, running
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
+from gateway.auth.api_keys import create_key
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.protocols.request_fields import with_whole_characters
+from gateway.proxy.forwarding import returned, with_query
+from gateway.testing.gateway import Trial, running
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()

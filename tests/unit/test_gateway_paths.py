@@ -12,16 +12,16 @@ import pytest
 from tests_raw_http import ASK, connected, request
 from tests_wire import ASK as SAID
 
-from gateway import key_commands
-from gateway.api_keys import ApiKey, create_key, digest_of, read_keys
+from gateway.auth import key_commands
+from gateway.auth.api_keys import ApiKey, create_key, digest_of, read_keys
+from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
 from gateway.errors import KeyLimited, Unprocessable
-from gateway.key_limits import KeyLimits, tokens_of_reply
-from gateway.paths import Place, place_of, proxied, tidied
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.proxy.paths import Place, place_of, proxied, tidied
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 from tests_wire import ASK
 
-from gateway.connections import Connection, Pool
+from gateway.asgi.in_flight_limits import Replies
+from gateway.engines.http1 import Connection, Pool
 from gateway.errors import Overloaded
-from gateway.memory import Replies
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 
 CODEC = Codec()
 Play = Callable[..., None]

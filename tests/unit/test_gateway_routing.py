@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.connections import address_of
-from gateway.door import credential_of
-from gateway.errors import BadRequest, GatewayError
-from gateway.health import (
+from gateway.attribution.resolver import credential_of
+from gateway.engines.circuit_breaker import (
     CLOSED,
     FAILURES,
     LONGEST_PAUSE_S,
@@ -31,12 +29,14 @@ from gateway.health import (
     fold,
     kind_of,
 )
-from gateway.lane import Lane
-from gateway.request_body import renamed
-from gateway.workers import Ranking, Worker, WorkerTable, choose, ranked, slot_of, suited
-from runtime.config import load, words_of
+from gateway.engines.engine import Lane
+from gateway.engines.http1 import address_of
+from gateway.engines.registry import Ranking, Worker, WorkerTable, choose, ranked, slot_of, suited
+from gateway.errors import BadRequest, GatewayError
+from gateway.protocols.request_fields import renamed
+from runtime.process.config import load, words_of
 from schemas.errors import SettingsError
-from schemas.events import WorkerStatus
+from schemas.records import WorkerStatus
 from schemas.settings import UpstreamSettings
 
 # ---------------------------------------------------------------- the table

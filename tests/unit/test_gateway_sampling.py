@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.sampling import asked_for
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.codec import Codec
-from schemas.events import Sampling, Step, Usage
+from gateway.capture.sampling import asked_for
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import Sampling, Step, Usage
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}

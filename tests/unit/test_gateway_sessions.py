@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api_keys import Scope, create_key, revoke_key
-from gateway.door import Door
+from gateway.attribution.conversation import first_user_turn, last_user_text, system_text
+from gateway.attribution.resolver import Door
+from gateway.attribution.sessions import KEPT, Origin, Session, SessionKeys, secret_of
+from gateway.auth.api_keys import Scope, create_key, revoke_key
 from gateway.errors import BadRequest, Forbidden, WrongKey
 from gateway.metrics import Metrics
-from gateway.sessions import KEPT, Origin, Session, SessionKeys, secret_of
-from gateway.turns import first_user_turn, last_user_text, system_text
 from schemas.errors import SettingsError
 from schemas.ids import is_bucket
 from schemas.settings import Settings

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tests_spool import append, drain, files, journal, note, open_spool, size_of, wait_for
 
-from gateway.bus import MemoryBus, Message
+from gateway.durability.delivery import Journal
+from gateway.durability.log import MemoryBus, Message
+from gateway.durability.spool import DISK_RESERVE_BYTES, Spool
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
-from gateway.journal import Journal
-from gateway.spool import DISK_RESERVE_BYTES, Spool
 
 
 def test_a_crash_keeps_everything_in_order_over_segments(tmp_path: Path) -> None:

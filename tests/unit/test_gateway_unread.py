@@ -15,12 +15,12 @@ import pytest
 from tests_corpus import replaying, reply
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.trial import running
-from gateway.unread import MAX_UNREAD, Unread
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
-from schemas.events import Step
+from gateway.capture.unread import MAX_UNREAD, Unread
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import running
+from schemas.codec.single_object import Codec
+from schemas.records import Step
 from schemas.settings import Settings
 
 CODEC = Codec()

@@ -12,13 +12,13 @@ import pytest
 from tests_wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
 from gateway.errors import GatewayError, NoWorker, UpstreamFailed, UpstreamTimeout
-from gateway.scripted import Script
-from gateway.scripted_engine import ScriptedEngine
-from gateway.trial import Trial, running
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.gateway import Trial, running
+from gateway.testing.script import Script
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()

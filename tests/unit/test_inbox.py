@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.inbox import Inbox
+from stream_jobs.worker.fetch_buffer import Inbox
 
 
 def record(offset: int, size: int) -> Any:

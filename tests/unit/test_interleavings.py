@@ -17,13 +17,13 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 from tests_interleavings import AGENT, LIMITS, Logs, Rig, chaos, disturbed, duplicated, full_rounds, plainly, with_gaps
 
-from schemas.events import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
-from stream_jobs.admit import Admission
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.journal import Entry, Invalid, Journaled, Source
-from stream_jobs.judge import Limits
-from stream_jobs.ledger import past_of
-from stream_jobs.trial import BUCKET, Worker, curation, reward, session, spoken, step
+from schemas.records import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
+from stream_jobs.admit.decisions.journal import Entry, Invalid, Journaled, Source
+from stream_jobs.admit.decisions.state import past_of
+from stream_jobs.admit.fold import Admission
+from stream_jobs.assemble.handlers import Limits
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.testing import BUCKET, Worker, curation, reward, session, spoken, step
 
 SEED = st.integers(0, 2**32)
 SOURCE = Source("t", 0, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.jars import (
+from runtime.broker.jars import (
     JarsError,
     JavaError,
     PinnedJar,

@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kafka import Record
-from runtime.records import Decoder
-from schemas.avro_reader import MALFORMED
-from schemas.avro_types import expanded
-from schemas.codec import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
+from runtime.topics.records import Decoder
+from schemas.codec.avro_schema import expanded
+from schemas.codec.compiled_reader import MALFORMED
+from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
 from schemas.errors import Undecodable
-from schemas.events import Reward, Trajectory, TrajectoryStep
+from schemas.records import Reward, Trajectory, TrajectoryStep
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake_avro import reader_of
-from stream_jobs.lake_columns import avro_columns, merged, named, pruned, tupled, widened
-from stream_jobs.lake_rows import Rows, Schemas
-from stream_jobs.lake_tables import Table, catalog
+from stream_jobs.lake.tables.arrow_columns import avro_columns, merged, named, pruned, tupled, widened
+from stream_jobs.lake.tables.avro_values import reader_of
+from stream_jobs.lake.tables.catalog import Table, catalog
+from stream_jobs.lake.tables.row_decoder import Rows, Schemas
 
 CODEC = Codec()
 PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1), bool: st.booleans(),

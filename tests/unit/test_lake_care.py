@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from runtime.cli.tables import app
-from schemas import events
-from schemas.avro_types import expanded
-from schemas.codec import shipped
+from clawstream.cli.tables import app
+from clawstream.ops.replay.lake_source import pinned
+from clawstream.query.connection import connect
+from clawstream.query.sandbox import run_sql
+from schemas import records
+from schemas.codec.avro_schema import expanded
+from schemas.codec.single_object import shipped
 from schemas.errors import SettingsError
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake_care import Caretaker, care, vacuum
-from stream_jobs.lake_delta import LakeMissing, SchemaRefused, open_table
-from stream_jobs.lake_tables import Placed, Row, catalog
-from stream_jobs.lake_versions import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
-from stream_jobs.lake_writer import Lake
-from stream_jobs.replay_lake import pinned
-from stream_jobs.sql import connect
-from stream_jobs.sql_query import run_sql
+from stream_jobs.lake.delta.maintenance import Caretaker, care, vacuum
+from stream_jobs.lake.delta.snapshots import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
+from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
+from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -37,12 +37,12 @@ NOW = datetime(2026, 5, 1, tzinfo=UTC)
 def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) -> list[Row]:
     """Rewards with these ids, from offset `first`, as the log took them at `at_ms`."""
 
-    def reward(event_id: str) -> events.Reward:
+    def reward(event_id: str) -> records.Reward:
         values: dict[str, Any] = {
             "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
             "reward_revision": 0, "created_at": 1,
         }  # fmt: skip
-        return events.Reward(**values | changes)
+        return records.Reward(**values | changes)
 
     table = lake.tables["rewards"]
     return [row for i, e in enumerate(ids) for row in table.rows_of(Placed(*SOURCE, first + i, at_ms, {}, reward(e)))]

@@ -10,20 +10,20 @@ from typing import cast
 import duckdb
 import pytest
 
+from clawstream.query.connection import connect
+from clawstream.query.sandbox import run_sql
 from runtime.kafka import Cluster
-from schemas import events
+from schemas import records
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged, SqlError
-from stream_jobs.lake_care import care
-from stream_jobs.lake_delta import CommitCollided, commit, dataset, open_table
-from stream_jobs.lake_log import app_id
-from stream_jobs.lake_positions import held, positions
-from stream_jobs.lake_repair import NotRepaired, check, repair
-from stream_jobs.lake_tables import Placed, Row, catalog
-from stream_jobs.lake_versions import pin, tables
-from stream_jobs.lake_writer import Lake
-from stream_jobs.sql import connect
-from stream_jobs.sql_query import run_sql
+from stream_jobs.lake.delta.log import app_id
+from stream_jobs.lake.delta.maintenance import care
+from stream_jobs.lake.delta.repair import NotRepaired, check, repair
+from stream_jobs.lake.delta.snapshots import pin, tables
+from stream_jobs.lake.delta.table import CommitCollided, commit, dataset, open_table
+from stream_jobs.lake.positions import held, positions
+from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
 COMMITS, EACH = 25, 4
@@ -51,7 +51,7 @@ KAFKA = cast(Cluster, OneTopic())
 def rewards(first: int, last: int) -> list[Row]:
     table = catalog()["rewards"]
     made = [
-        events.Reward(
+        records.Reward(
             event_id=f"e{n}", run_id="r", trajectory_key=f"k{n}", source="rule", name="f", function_version="1", value=float(n),
             reward_revision=0, created_at=n,
         )

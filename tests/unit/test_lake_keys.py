@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tests_small_lake import SmallLake
 
-from schemas.events import Reward
+from schemas.records import Reward
 from schemas.settings import Settings
-from stream_jobs.lake_delta import dataset, open_table
-from stream_jobs.lake_keys import present
+from stream_jobs.lake.delta.table import dataset, open_table
+from stream_jobs.lake.keys import present
 
 
 def reward(n: int) -> Reward:

@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 
 from runtime.kafka import Cluster, Record
-from runtime.records import Decoder
-from schemas import events
-from schemas.avro_types import expanded
-from schemas.codec import MAGIC, Codec, shipped
+from runtime.topics.records import Decoder
+from schemas import records
+from schemas.codec.avro_schema import expanded
+from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.settings import Settings
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake_delta import MORE_FIELDS
-from stream_jobs.lake_feed import Feed
-from stream_jobs.lake_rows import Schemas
-from stream_jobs.lake_tables import catalog
-from stream_jobs.lake_writer import Lake
+from stream_jobs.lake.consumer import Feed
+from stream_jobs.lake.delta.table import MORE_FIELDS
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.row_decoder import Schemas
+from stream_jobs.lake.writer import Lake
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
     new = [{"name": f"n{i}", "type": ["null", "string"], "default": None} for i in range(MORE_FIELDS + 1)]
     schema["fields"] = [*schema["fields"], *new]
     fingerprint = schemas.announce(json.dumps(schema))
-    reward = events.Reward(
+    reward = records.Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0,
         created_at=1,
     )  # fmt: skip
@@ -92,6 +92,6 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
     assert feed.look()
     feed._take(Record(topic, 0, 0, 1_000, b"k", value, {}))
     (letter,) = (codec.decode(v) for v in sent)
-    assert isinstance(letter, events.DeadLetter)
+    assert isinstance(letter, records.DeadLetter)
     assert (letter.value, letter.process, letter.reason) == (value, "lake", "invalid")
     assert "MORE_FIELDS" in letter.detail and not feed.rows["rewards"]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stream_jobs import lake_reference
-from stream_jobs.lake_tables import catalog
+from clawstream.query import column_reference
+from stream_jobs.lake.tables.catalog import catalog
 
 PAGE = Path(__file__).parents[2] / "docs" / "lake-columns.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    expected = lake_reference.reference() + "\n"
-    assert PAGE.read_text() == expected, "python -m stream_jobs.lake_reference > docs/lake-columns.md"
+    expected = column_reference.reference() + "\n"
+    assert PAGE.read_text() == expected, "python -m clawstream.query.column_reference > docs/lake-columns.md"
 
 
 def test_each_column_has_a_description() -> None:
-    tables, views = lake_reference.of_tables(), lake_reference.of_views()
+    tables, views = column_reference.of_tables(), column_reference.of_views()
     assert tables.keys() == catalog().keys()
     every = {**tables, **{f"view {name}": columns for name, columns in views.items()}}
     lacking = [

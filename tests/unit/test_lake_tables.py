@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.kafka import SourceTruncated
-from schemas import events
-from schemas.codec import AVRO_DIR, plain_of
+from schemas import records as events
+from schemas.codec.single_object import AVRO_DIR, plain_of
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
-from stream_jobs.lake_feed import first_offset
-from stream_jobs.lake_tables import Placed, Row, Table, catalog, tables_of
-from stream_jobs.lake_window import Window, digest, fresh
+from stream_jobs.lake.consumer import first_offset
+from stream_jobs.lake.dedupe import Window, digest, fresh
+from stream_jobs.lake.tables.catalog import Placed, Row, Table, catalog, tables_of
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 words = st.text(st.characters(codec="utf-8"), max_size=12)

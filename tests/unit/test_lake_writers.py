@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from schemas import events
+from schemas import records
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake import Lake, LakeTaken, dataset, open_table
-from stream_jobs.lake_care import Caretaker
-from stream_jobs.lake_claims import ALONE, LAYOUT, Hold, Share, claim
-from stream_jobs.lake_tables import Placed, Row, catalog
+from stream_jobs.lake.delta.maintenance import Caretaker
+from stream_jobs.lake.fencing import ALONE, LAYOUT, Hold, Share, claim
+from stream_jobs.lake.main import Lake, LakeTaken, dataset, open_table
+from stream_jobs.lake.tables.catalog import Placed, Row, catalog
 
 TABLE = "rewards"
 
@@ -126,8 +126,8 @@ def test_a_lake_of_one_writer_knows_no_layout() -> None:
 
 
 def rows(partition: int, first: int, *ids: str) -> list[Row]:
-    def reward(event_id: str) -> events.Reward:
-        return events.Reward(
+    def reward(event_id: str) -> records.Reward:
+        return records.Reward(
             event_id=event_id, run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
             reward_revision=0, created_at=1,
         )  # fmt: skip

@@ -11,26 +11,26 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
+from clawstream.query.view_columns import comment_of
 from runtime.kafka import Fenced
-from schemas import events
+from schemas import records
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake import Lake, LakeMissing, LakeTaken, dataset, open_table
-from stream_jobs.lake_care import care
-from stream_jobs.lake_delta import create
-from stream_jobs.lake_tables import Placed, Row, catalog
-from stream_jobs.lake_writer import MARK_OFFSETS, oldest_of_newest
-from stream_jobs.sql_columns import comment_of
+from stream_jobs.lake.delta.maintenance import care
+from stream_jobs.lake.delta.table import create
+from stream_jobs.lake.main import Lake, LakeMissing, LakeTaken, dataset, open_table
+from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.writer import MARK_OFFSETS, oldest_of_newest
 
 SOURCE = ("T", 0)
 
 
 def rows(first: int, *ids: str, **changes: Any) -> list[Row]:
-    def reward(event_id: str) -> events.Reward:
+    def reward(event_id: str) -> records.Reward:
         values: dict[str, Any] = {
             "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
             "reward_revision": 0, "created_at": 1,
         }  # fmt: skip
-        return events.Reward(**values | changes)
+        return records.Reward(**values | changes)
 
     table = catalog()["rewards"]
     placed = [Placed(*SOURCE, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)]
@@ -55,10 +55,10 @@ def never(row: Row, why: str) -> None:
 def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Path) -> None:
     """The Delta client tells no file statistics of columns that stand behind a struct column."""
     lake, table = claimed(tmp_path), catalog()["steps"]
-    step = events.Step(
+    step = records.Step(
         step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0, protocol="p", model="m",
         status="ok", streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=1,
-        finished_at=2, usage=events.Usage(prompt_tokens=3),
+        finished_at=2, usage=records.Usage(prompt_tokens=3),
     )  # fmt: skip
     new = table.rows_of(Placed(*SOURCE, 0, 5_000, {}, step))
     assert lake.append("steps", new, {SOURCE: 1}, never) == 1
@@ -130,11 +130,11 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
 
     def event(number: int) -> Any:
         if table == "rewards":
-            return events.Reward(
+            return records.Reward(
                 event_id=f"{topic}{number}", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
                 reward_revision=0, created_at=1,
             )  # fmt: skip
-        return events.Late(
+        return records.Late(
             run_id="r", channel="train", trajectory_id=f"{topic}{number}", revision=1, missed_batch_seq=0, input_to=0
         )
 

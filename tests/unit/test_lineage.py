@@ -11,36 +11,36 @@ import pytest
 from tests_small_lake import SmallLake
 from typer.testing import CliRunner
 
-from runtime.cli.main import app
-from schemas import events
+from clawstream.cli.main import app
+from clawstream.query.connection import connect
+from clawstream.query.lineage import Ancestry, NotInLake
+from schemas import records
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.ancestry import Ancestry, NotInLake
-from stream_jobs.sql import connect
 
 RUN = "r"
 
 
 def version(
     name: str, parent: str | None, first: int | None = None, last: int | None = None, topic: str = "BB"
-) -> events.WeightVersion:
+) -> records.WeightVersion:
     sync, attempt = map(int, name.split("."))
-    return events.WeightVersion(
+    return records.WeightVersion(
         version_id=f"{RUN}/{name}", run_id=RUN, sync_index=sync, attempt=attempt, format="full", files=(), channel="train",
         parent_version=f"{RUN}/{parent}" if parent else None, batches_topic_id=topic, first_batch_seq=first, last_batch_seq=last,
         metrics={}, created_at=1,
     )  # fmt: skip
 
 
-def step(key: str, n: int, versions: dict[str, tuple[int, int]] | str = f"{RUN}/0.0") -> events.Step:
+def step(key: str, n: int, versions: dict[str, tuple[int, int]] | str = f"{RUN}/0.0") -> records.Step:
     """versions: spans by version, or the one label of all of the response."""
     label = versions if isinstance(versions, str) else None
     spans = versions.items() if isinstance(versions, dict) else ()
-    return events.Step(
+    return records.Step(
         step_id=f"{key}~{n}.0", run_id=RUN, trajectory_key=key, call_id=f"{key}~{n}", choice_index=0, protocol="p", model="m",
         status="ok", streamed=False, request_json=b"{}", response_json=b"{}", prompt_token_ids=pack_ids([1, 2]),
         response_token_ids=pack_ids([3, 4, 5]), response_logprobs=pack_logprobs([-1.0] * 3), version_first=label, version_last=label,
-        versions=tuple(events.VersionSpan(version=v, start=a, end=b) for v, (a, b) in spans), gateway_id="g", received_at=1,
+        versions=tuple(records.VersionSpan(version=v, start=a, end=b) for v, (a, b) in spans), gateway_id="g", received_at=1,
         finished_at=1,
     )  # fmt: skip
 
@@ -52,10 +52,10 @@ class Story(SmallLake):
         super().__init__(settings)
         self.places: dict[str, int] = {}
 
-    def closed(self, key: str, *steps: events.Step, group: str | None = None, parts: int = 1, **changes: Any) -> None:
+    def closed(self, key: str, *steps: records.Step, group: str | None = None, parts: int = 1, **changes: Any) -> None:
         """A closed trajectory, its steps told by `changes` of TrajectoryStep by index, with the candidate of revision 0."""
         said = [
-            events.TrajectoryStep(
+            records.TrajectoryStep(
                 **{"step_id": s.step_id, "index": i, "parent": i - 1 if i else None, "segment": i, "status": "ok",
                    "drift": "clean" if i else "root", "prompt_tokens": 2, "response_tokens": 3, "response_json": b"{}",
                    "oldest_version": f"{RUN}/0.0", "newest_version": f"{RUN}/0.0", "trainable": True, "offset": i}
@@ -67,7 +67,7 @@ class Story(SmallLake):
         pieces = [said[i * cut : (i + 1) * cut if i < parts - 1 else len(said)] for i in range(parts)]
         self.put("steps", "SS", *steps)
         self.put("trajectories", "TT", *(
-            events.Trajectory(
+            records.Trajectory(
                 run_id=RUN, trajectory_key=key.partition("~")[0], trajectory_id=key, group_id=group or key.partition("-")[0], channel="train",
                 outcome="completed", opened_at=1000, closed_at=2000, part=i, parts=parts, segments=(), steps=tuple(piece),
             )
@@ -77,23 +77,23 @@ class Story(SmallLake):
 
     def member(
         self, key: str, reward: float | None = 1.0, revision: int = 0, untrainable: tuple[str, ...] = ()
-    ) -> events.BatchMember:
-        value = events.RewardValue(source="env", name="score", function_version="1", value=reward, reward_revision=0)
+    ) -> records.BatchMember:
+        value = records.RewardValue(source="env", name="score", function_version="1", value=reward, reward_revision=0)
         last = self.places.get(key, 0)
-        return events.BatchMember(
+        return records.BatchMember(
             trajectory_id=key, trajectory_key=key.partition("~")[0], revision=revision,
-            place=events.Place(topic_id="TT", partition=0, first_offset=max(0, last - 1), last_offset=last), rewards=(value,),
+            place=records.Place(topic_id="TT", partition=0, first_offset=max(0, last - 1), last_offset=last), rewards=(value,),
             untrainable_steps=untrainable, trainable_tokens=3, oldest_sync_index=0,
         )  # fmt: skip
 
     def batch(
-        self, seq: int, *groups: list[events.BatchMember], channel: Any = "train", topic: str = "BB", n: int = 2
+        self, seq: int, *groups: list[records.BatchMember], channel: Any = "train", topic: str = "BB", n: int = 2
     ) -> None:
         made = [
-            events.BatchGroup(group_id=g[0].trajectory_id.partition("-")[0], round=0, n=n, members=tuple(g))
+            records.BatchGroup(group_id=g[0].trajectory_id.partition("-")[0], round=0, n=n, members=tuple(g))
             for g in groups
         ]
-        record = events.ReadyBatch(
+        record = records.ReadyBatch(
             run_id=RUN, channel=channel, batch_seq=seq, groups=tuple(made), policy_version=7, sync_every=2, algorithm="grpo",
             reward_weights={}, input_topic_id="CC", input_partition=0, input_from=0, input_to=1, content_hash="h",
             trainable_tokens=3, created_at_event_time=1,
@@ -116,7 +116,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     # Batch 6: an untrained step of each kind; two parts; spans of two versions; a trajectory of a bucket; late revisions.
     lake.closed(
         "g6-0", *(step("g6-0", i, {f"{RUN}/1.0": (0, 1), f"{RUN}/2.1": (1, 3)}) for i in range(4)), parts=2,
-        step0={"trainable": False, "untrainable_reason": "retried"}, step1={"tags": (events.Tag(name="title", evidence="e"),)},
+        step0={"trainable": False, "untrainable_reason": "retried"}, step1={"tags": (records.Tag(name="title", evidence="e"),)},
         step2={"oldest_version": f"{RUN}/1.0", "newest_version": f"{RUN}/2.1"}, step3={"segment": None},
     )  # fmt: skip
     bucket = "bucket-" + "0" * 32
@@ -128,7 +128,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         lake.member(f"{bucket}~9", None),
     ]
     lake.batch(6, g6)
-    late = events.Late(run_id=RUN, channel="train", trajectory_id="g6-0", revision=3, missed_batch_seq=6, input_to=9)
+    late = records.Late(run_id=RUN, channel="train", trajectory_id="g6-0", revision=3, missed_batch_seq=6, input_to=9)
     lake.put("late_revisions", "BB", late)
     # A group with one reward has nothing to compare; one whose payload the lake does not have yet.
     for key in ("g7-0", "g7-1"):
@@ -142,13 +142,13 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     # Refused, waiting, late, open.
     for key in ("g8-0", "w-0"):
         lake.closed(key, step(key, 1))
-    refused = events.Refused(
+    refused = records.Refused(
         run_id=RUN, channel="train", group_id="g8", trajectory_ids=("g8-0",), revisions=(0,), whole_group=True,
         reason="zero_variance", detail="all 1.0", n=2, input_topic_id="CC", input_from=0, input_to=1,
     )  # fmt: skip
     lake.put("groups", "BB", refused)
     lake.put("steps", "SS", step("g8-0", 99), step("open-0", 1))
-    mark = events.StepMark(
+    mark = records.StepMark(
         event_id="m", run_id=RUN, trajectory_key="g8-0", trajectory_id="g8-0", step_id="g8-0~99.0", mark="late",
         evidence="closed as completed at 2000", offset=9,
     )  # fmt: skip

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_admit import SOURCE, cand, policy
 
-from schemas.codec import Codec
-from schemas.events import Place, ReadyBatch, Tag, Tick
+from schemas.codec.single_object import Codec
 from schemas.ids import agent_key
+from schemas.records import Place, ReadyBatch, Tag, Tick
 from schemas.tokens import pack_ids
-from stream_jobs import prefix
-from stream_jobs.admit import Admission
-from stream_jobs.index import REWARDS, STEPS, Open, StepEntry, Steps
-from stream_jobs.journal import Entry
-from stream_jobs.prefix import measure
-from stream_jobs.trajectory import payload_bytes
-from stream_jobs.tree import _Branch, prompt_of
-from stream_jobs.trial import BUCKET, LIMITS, Worker, curation, reward, session, step
-from trainer.rows import rows_of
+from stream_jobs.admit.decisions.journal import Entry
+from stream_jobs.admit.fold import Admission
+from stream_jobs.assemble.matching import token_prefix
+from stream_jobs.assemble.matching.token_prefix import measure
+from stream_jobs.assemble.model import REWARDS, STEPS, Open, StepEntry, Steps
+from stream_jobs.assemble.output_records import payload_bytes
+from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
+from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, curation, reward, session, step
+from trainer.data.sequences import rows_of
 
 AGENT = agent_key("codex", b"", "s")
 SHORT = replace(LIMITS, steps_max=3)
@@ -171,7 +171,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
 def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(made: Any, recent: int) -> None:
     steps, whole = Steps(), list[tuple[list[int], list[int]]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix, "RECENT", recent)
+        patch.setattr(token_prefix, "RECENT", recent)
         for n, (prompt, response, status) in enumerate(made):
             found = measure(steps, step("k", n, prompt, response))
             begins = [len(p + r) if r and prompt[: len(p + r)] == p + r else 0 for p, r in whole]

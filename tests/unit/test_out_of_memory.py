@@ -7,14 +7,14 @@ from typing import Any, Never
 import pyarrow as pa
 import pytest
 
-from gateway.seed_reward import score_of
-from schemas.codec import Codec
-from schemas.named_function import Named
-from stream_jobs.assess import assessment_of
-from stream_jobs.index import STEPS
-from stream_jobs.lake_writer import storable_rows
-from stream_jobs.reward import rewards_of
-from stream_jobs.trial import Worker, session, step
+from gateway.claw_r1.reward import score_of
+from schemas.codec.single_object import Codec
+from schemas.rule_spec import Named
+from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.testing import Worker, session, step
+from stream_jobs.lake.writer import storable_rows
+from stream_jobs.reward.assessments import assessment_of
+from stream_jobs.reward.rewards import rewards_of
 
 
 def hungry(*_: Any) -> Never:

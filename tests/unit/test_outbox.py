@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.bus import KafkaBus
+from gateway.durability.log import KafkaBus
 from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}

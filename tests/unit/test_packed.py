@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_jobs.packed import BUCKETS, WIDTH, Packed, _place
-from stream_jobs.rounds import ClosedRounds, Owed, Rounds
+from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, Packed, _place
+from stream_jobs.admit.decisions.rounds import ClosedRounds, Owed, Rounds
 
 NUMBERS = st.tuples(
     st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1)

@@ -10,7 +10,7 @@ import pytest
 
 from schemas.errors import SettingsError
 from schemas.settings import PolicySettings, Settings
-from stream_jobs.policy import (
+from stream_jobs.admit.policy import (
     Published,
     flaw_of_policy,
     is_of_settings,
@@ -19,7 +19,7 @@ from stream_jobs.policy import (
     same_content,
     settings_of,
 )
-from stream_jobs.policy_log import changed_policy
+from stream_jobs.admit.policy_log import changed_policy
 from trainer.settings_check import check_algorithm
 
 SETTINGS = Settings(run_id="demo")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import load
-from runtime.ports import PortTaken, check_free
-from runtime.preflight import ports, problems_of
-from runtime.up import COMMANDS
+from clawstream.ops.preflight import ports, problems_of
+from clawstream.ops.up import COMMANDS
+from runtime.process.config import load
+from runtime.process.ports import PortTaken, check_free
 
 EVERY = list(COMMANDS)
 DATA_PART = [n for n in EVERY if n not in ("trainer", "rollout")]

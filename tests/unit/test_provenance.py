@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from schemas.events import Sampling, Step, TokenSpan
+from schemas.records import Sampling, Step, TokenSpan
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.provenance import provenance
+from stream_jobs.assemble.payload.trainability import provenance
 
 NAN = float("nan")
 

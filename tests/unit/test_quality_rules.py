@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quality.built_in import BUILT_IN
-from quality.length import LONGEST, MOST_STEPS
-from quality.repetition import longest_loop
-from quality.score import Score
-from schemas.events import Segment, Trajectory, TrajectoryStep
+from rewards.quality.built_in import BUILT_IN
+from rewards.quality.length import LONGEST, MOST_STEPS
+from rewards.quality.repetition import longest_loop
+from rewards.quality.score import Score
+from schemas.records import Segment, Trajectory, TrajectoryStep
 from schemas.tokens import pack_ids, pack_logprobs
 
 FINE = list(range(100, 130))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tests_admit import cand, fold, policy, refusals, reward
 
-from quality.readiness import CONDITIONS, Readiness, compute_readiness
-from schemas.events import AdmissionPolicy, Candidate, CandidateStep, PolicyApplied, RewardValue, WeightVersion
+from clawstream.query.connection import connect
+from schemas.records import AdmissionPolicy, Candidate, CandidateStep, PolicyApplied, RewardValue, WeightVersion
 from schemas.settings import Settings
-from stream_jobs.lake import Lake
-from stream_jobs.lake_tables import Placed, catalog
-from stream_jobs.sql import connect
+from stream_jobs.admit.eligibility import CONDITIONS, Readiness, compute_readiness
+from stream_jobs.lake.main import Lake
+from stream_jobs.lake.tables.catalog import Placed, catalog
 
 PLACE = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fastavro.utils import generate_one
 
-from schemas import codec as codec_module
-from schemas.codec import TOP_LEVEL, Codec, record_from, shipped
+from schemas.codec import single_object as codec_module
+from schemas.codec.record_json import changed, from_json, to_json
+from schemas.codec.single_object import TOP_LEVEL, Codec, record_from, shipped
 from schemas.errors import NotARecord
-from schemas.events import Reward, Step, VersionSpan
-from schemas.record_json import changed, from_json, to_json
+from schemas.records import Reward, Step, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs
 
 CODEC = Codec()

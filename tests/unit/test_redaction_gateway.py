@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.scripted import Say, Script
-from gateway.trial import Trial, play
-from schemas.codec import Codec
+from gateway.testing.gateway import Trial, play
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 CODEC = Codec()

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gateway.errors import RedactionUnusable
 from gateway.redaction.records import R, emptied
 from gateway.redaction.shell import THREAD_BYTES, Redaction, Vocabularies, redaction_of
-from schemas.codec import Codec
-from schemas.events import Curation, Reward, SessionEvent, Step, Tag, TokenSpan, VersionSpan
+from schemas.codec.single_object import Codec
+from schemas.records import Curation, Reward, SessionEvent, Step, Tag, TokenSpan, VersionSpan
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.provenance import provenance
+from stream_jobs.assemble.payload.trainability import provenance
 
 SECRET = "joe@example.com"
 

@@ -18,9 +18,9 @@ from gateway.redaction.rules import RULES
 from gateway.redaction.scan import Named, Scan
 from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
-from schemas.events import TokenSpan, VersionSpan
+from schemas.records import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.tree import Sampled, build
+from stream_jobs.assemble.payload.segment_tree import Sampled, build
 
 SCAN = Scan(list(RULES.values()), b"key")
 SECRETS = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import load
-from runtime.remembered import FILE, changes, forget, recalled, remember, withheld_from
+from runtime.process.config import load
+from runtime.process.remembered_settings import FILE, changes, forget, recalled, remember, withheld_from
 from schemas.errors import SettingsError
 
 SECRETS = [

@@ -15,31 +15,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.cli.words import instant
-from runtime.config import load
+from clawstream.cli.common_options import instant
+from clawstream.ops.replay.fold import Moment, Out, Replay
+from clawstream.ops.replay.lake_source import READ, LakeMoments, Span, partitions_of, pinned
+from clawstream.ops.replay.run import Order, _asked, home_of, keep_settings, replay_settings
+from clawstream.ops.replay.verify import first_difference
+from clawstream.ops.topics.copy import Choice, Copier, copied_settings, copy_topics, renamed
 from runtime.kafka import Cluster, Record
-from runtime.moments import millis, moment_of
-from runtime.records import Decoder
-from runtime.remembered import recalled, withheld_from
-from runtime.topic_copy import Choice, Copier, copied_settings, copy_topics, renamed
-from runtime.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
-from schemas.codec import Codec
+from runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
+from runtime.process.config import load
+from runtime.process.remembered_settings import recalled, withheld_from
+from runtime.times import millis, moment_of
+from runtime.topics.records import Decoder
+from schemas.codec.single_object import Codec
 from schemas.errors import InvalidId, SettingsError
-from schemas.events import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
+from schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
 from schemas.settings import KafkaSettings, Settings
 from schemas.topics import partition_of
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.lake_events import events_of
-from stream_jobs.lake_tables import Placed, catalog
-from stream_jobs.lake_versions import versions_of
-from stream_jobs.lake_writer import Lake
-from stream_jobs.payload import Kept, payload_of
-from stream_jobs.provenance import provenance
-from stream_jobs.replay import Moment, Out, Replay
-from stream_jobs.replay_check import first_difference
-from stream_jobs.replay_lake import READ, LakeMoments, Span, partitions_of, pinned
-from stream_jobs.replay_run import Order, _asked, home_of, keep_settings, replay_settings
-from stream_jobs.trial import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.payload.cache import Kept, payload_of
+from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
+from stream_jobs.lake.delta.snapshots import versions_of
+from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.lake.tables.row_events import events_of
+from stream_jobs.lake.writer import Lake
 
 Log = list[tuple[int, Any]]
 CODEC = Codec()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import tags
+from gateway.attribution import tags
 from schemas.replies import AUXILIARY_TAGS, Call, answer_in, calls_in, loaded, texts_in
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.events import Step, Tick
+from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.index import STEPS
-from stream_jobs.trial import BUCKET, LIMITS, Worker, content, session, spoken, step
+from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, content, session, spoken, step
 
 TASK = [{"role": "user", "content": "Fix the bug."}]
 

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from rollout.engine import Served, read_layout, stage
 from rollout.errors import InvalidWeights, WeightsUnreadable
-from rollout.server import server_arguments, server_environment
+from rollout.main import server_of
+from rollout.server.process import server_arguments, server_environment
+from rollout.server.weight_files import remove_others, verify
 from rollout.versions import PUT_OFF_S, REMEMBERED, Versions, WeightsFeed
-from rollout.weight_files import remove_others, verify
-from rollout.worker import server_of
+from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.kafka import Cluster, Record, Unavailable
-from schemas.codec import Codec
+from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.events import WeightFile, WeightVersion
+from schemas.records import WeightFile, WeightVersion
 from schemas.settings import RolloutSettings, Settings
 from schemas.topics import Topics
 

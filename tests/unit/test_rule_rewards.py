@@ -12,12 +12,12 @@ import pytest
 
 from rewards.built_in import BUILT_IN
 from rewards.rule import Rule
-from schemas.codec import Codec
+from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.events import Tag, Trajectory, TrajectoryStep
-from schemas.named_function import of_run
+from schemas.records import Tag, Trajectory, TrajectoryStep
+from schemas.rule_spec import of_run
 from schemas.user_function import load_function
-from stream_jobs.reward import rewards_of, rules_of
+from stream_jobs.reward.rewards import rewards_of, rules_of
 
 FIND = partial(load_function, folders=[])
 

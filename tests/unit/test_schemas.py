@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ulid import ULID
 
-from schemas import codec as codec_module
-from schemas import events, ids, tokens
-from schemas.avro_reader import Records, reader_of
-from schemas.avro_writer import writer_of
-from schemas.codec import AVRO_DIR, MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
+from schemas import ids, records, tokens
+from schemas.codec import single_object as codec_module
+from schemas.codec.compiled_reader import Records, reader_of
+from schemas.codec.compiled_writer import writer_of
+from schemas.codec.single_object import AVRO_DIR, MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
 
 CODEC = Codec()
@@ -52,7 +52,7 @@ def random_record(cls: type) -> typing.Any:
 def test_class_has_the_fields_of_its_schema(cls: type) -> None:
     seen = set()
     for schema in records_of(shipped(cls.__name__)):
-        record = getattr(events, schema["name"])
+        record = getattr(records, schema["name"])
         assert [f.name for f in dataclasses.fields(record)] == [f["name"] for f in schema["fields"]]
         for f, field in zip(dataclasses.fields(record), schema["fields"], strict=True):
             assert ("default" in field) == (f.default is not dataclasses.MISSING), (schema["name"], f.name)
@@ -117,8 +117,8 @@ def test_what_the_compiled_reader_makes_of_broken_bytes_fastavro_makes_of_them(d
 
 
 def test_what_no_avro_writer_writes_is_undecodable() -> None:
-    header = CODEC.encode(events.Tick(partition=1))[:10]
-    assert CODEC.decode(header + b"\x02\x00") == events.Tick(partition=1)
+    header = CODEC.encode(records.Tick(partition=1))[:10]
+    assert CODEC.decode(header + b"\x02\x00") == records.Tick(partition=1)
     for body in (b"\x02\x04\x00", b"\x02\x01\x00", b"\xff" * 10 + b"\x01\x00", b"\xff" * 9 + b"\x03\x00"):
         with pytest.raises(Undecodable):
             CODEC.decode(header + body)
@@ -126,7 +126,7 @@ def test_what_no_avro_writer_writes_is_undecodable() -> None:
 
 @pytest.mark.parametrize("value", [-(2**63), -(2**31), -8193, -1, 0, 1, 63, 64, 8191, 8192, 2**31, 2**63 - 1])
 def test_whole_numbers_of_any_size(value: int) -> None:
-    tick = events.Tick(partition=0, event_time=value)
+    tick = records.Tick(partition=0, event_time=value)
     assert CODEC.decode(CODEC.encode(tick)) == tick
 
 
@@ -139,7 +139,7 @@ def test_whole_numbers_of_any_size(value: int) -> None:
 )  # fmt: skip
 def test_wrong_field_types_are_refused(wrong: dict[str, typing.Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        CODEC.encode(events.Tick(**wrong))
+        CODEC.encode(records.Tick(**wrong))
 
 
 @pytest.mark.parametrize("schema", [["null", "string", "int"], "fixed", {"type": "fixed"}])
@@ -163,17 +163,17 @@ def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
 
 def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
     """In one block or in many: a record of two bytes would become sixty."""
-    tags = tuple(events.Tag(name="QQ", evidence="ZZ") for _ in range(2))
-    value = CODEC.encode(dataclasses.replace(random_record(events.Step), tags=tags))
+    tags = tuple(records.Tag(name="QQ", evidence="ZZ") for _ in range(2))
+    value = CODEC.encode(dataclasses.replace(random_record(records.Step), tags=tags))
     at = value.index(b"\x04" + b"\x04QQ\x04ZZ" * 2 + b"\0")
     head, tail = value[:at], value[at + 14 :]
 
-    def decoded(block: int, blocks: int) -> events.Step:
+    def decoded(block: int, blocks: int) -> records.Step:
         zigzag, count = block << 1, b""
         while zigzag > 127:
             zigzag, count = zigzag >> 7, count + bytes([zigzag & 127 | 128])
         found = CODEC.decode(head + (count + bytes([zigzag]) + b"\0\0" * block) * blocks + b"\0" + tail)
-        assert isinstance(found, events.Step)
+        assert isinstance(found, records.Step)
         return found
 
     assert len(decoded(50_000, 2).tags) == 100_000
@@ -206,7 +206,7 @@ def newer_step_schema() -> dict[str, typing.Any]:
 
 def test_newer_writer_is_read_once_announced() -> None:
     old, schema = Codec(), newer_step_schema()
-    step = random_record(events.Step)
+    step = random_record(records.Step)
     plain = {**codec_module.plain_of(step), "from_the_future": "hello"}
     import io
 
@@ -221,7 +221,7 @@ def test_newer_writer_is_read_once_announced() -> None:
 
 def test_confluent_framing_is_read() -> None:
     codec = Codec()
-    step = random_record(events.Step)
+    step = random_record(records.Step)
     value = codec.encode(step)
     framed = b"\x00" + struct.pack(">i", 7) + value[10:]
     with pytest.raises(UnknownSchema, match="confluent id 7"):
@@ -231,10 +231,12 @@ def test_confluent_framing_is_read() -> None:
 
 
 def test_every_current_schema_is_archived() -> None:
-    """What was released once must stay readable: `python -m schemas.archive` puts a changed schema there."""
+    """What was released once must stay readable: `python -m schemas.codec.archive` puts a changed schema there."""
     fingerprints = {fingerprint_of(s) for s in archived()}
     for cls in TOP_LEVEL:
-        assert fingerprint_of(shipped(cls.__name__)) in fingerprints, f"{cls.__name__}: run python -m schemas.archive"
+        assert fingerprint_of(shipped(cls.__name__)) in fingerprints, (
+            f"{cls.__name__}: run python -m schemas.codec.archive"
+        )
 
 
 @pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")

@@ -15,13 +15,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
+from gateway.claw_r1.reward import ComputeReward, Judge, trajectory_of
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
 from gateway.errors import Unprocessable
-from gateway.scripted import Script
-from gateway.seed_reward import ComputeReward, Judge, trajectory_of
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Script
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 from schemas.tokens import unpack_logprobs

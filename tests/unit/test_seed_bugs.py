@@ -21,17 +21,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from gateway.app import create_app
-from gateway.scripted import Say, Script
-from gateway.tokenizer import TextOf
-from gateway.trial import Trial, running
-from gateway.trial import play as play_in
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
-from schemas.events import Candidate, Reward, Step, Tick
+from gateway.claw_r1.tokenizer import TextOf
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import Trial, running
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.trial import Worker
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.testing import Worker
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.seed_flags import meant_by
-from runtime.config import load
+from gateway.claw_r1.flags import meant_by
+from runtime.process.config import load
 from schemas.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_wrong_flags_end_with_the_usage(arguments: list[str], capsys: pytest.Cap
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["runtime.cli", "gateway"], ["gateway.seed_flags"]])
+@pytest.mark.parametrize("command", [["clawstream.cli", "gateway"], ["gateway.claw_r1.flags"]])
 def test_both_entries_take_them(command: list[str]) -> None:
     flags = ["--prompt-length", "0", "--ray-address", "auto"]
     done = subprocess.run(

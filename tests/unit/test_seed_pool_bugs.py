@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from schemas.events import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
-from schemas.reward_value import training_reward
-from stream_jobs.admit import Admission
-from stream_jobs.index import REWARDS, STEPS
-from stream_jobs.journal import Decision, Entry, Source
-from stream_jobs.judge import PAYLOAD_BYTES
-from stream_jobs.payload import PayloadCache, payload_of
-from stream_jobs.provenance import provenance
-from stream_jobs.trial import LIMITS, Worker, curation, reward, session, step
+from schemas.records import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
+from schemas.reward_matching import training_reward
+from stream_jobs.admit.decisions.journal import Decision, Entry, Source
+from stream_jobs.admit.fold import Admission
+from stream_jobs.assemble.handlers import PAYLOAD_BYTES
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
+from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.testing import LIMITS, Worker, curation, reward, session, step
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {

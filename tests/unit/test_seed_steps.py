@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_seed import BIG, CODEC, HI, Play, post, step
 
-from gateway.api_keys import create_key
-from gateway.control import AT_ONCE
-from gateway.scripted import Script
-from gateway.seed_steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
-from gateway.sessions import Origin
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from schemas.events import Reward, SessionEvent, Step, VersionSpan
+from gateway.api.control import AT_ONCE
+from gateway.attribution.sessions import Origin
+from gateway.auth.api_keys import create_key
+from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Script
 from schemas.ids import key_of_step
+from schemas.records import Reward, SessionEvent, Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 WHERE = Origin("default", "t1", "g1", None)

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests_spool import append, drain, files, journal, note, open_spool, sample, size_of, wait_for
 
-from gateway.bus import LogPosition, MemoryBus, Message
-from gateway.journal import Journal
+from gateway.durability.delivery import Journal
+from gateway.durability.log import LogPosition, MemoryBus, Message
+from gateway.durability.spool import DAMAGED, Spool, damaged_in, read_segment, sync_of
+from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
 from gateway.metrics import Metrics
-from gateway.spool import DAMAGED, Spool, damaged_in, read_segment, sync_of
-from gateway.spool_frames import SYNC_BYTES, frame, scan
 
 SYNC = b"\xf0marker\xf1"
 messages = st.builds(Message, st.text(max_size=20), st.binary(max_size=30), st.binary(max_size=200))

@@ -17,16 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 from tests_small_lake import SmallLake
 
-from schemas import events
+from clawstream.query.connection import connect, connect_empty
+from clawstream.query.sandbox import run_sql, write_sql
+from clawstream.query.view_columns import VIEW_COLUMNS
+from schemas import records
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.errors import SqlError
-from stream_jobs.lake import LakeMissing, LakeTaken
-from stream_jobs.lake_delta import commit, create, open_table
-from stream_jobs.lake_tables import catalog
-from stream_jobs.sql import connect, connect_empty
-from stream_jobs.sql_columns import VIEW_COLUMNS
-from stream_jobs.sql_query import run_sql, write_sql
+from stream_jobs.lake.delta.table import commit, create, open_table
+from stream_jobs.lake.main import LakeMissing, LakeTaken
+from stream_jobs.lake.tables.catalog import catalog
 
 
 @pytest.fixture
@@ -39,27 +39,27 @@ def lake(settings: Settings) -> SmallLake:
     return SmallLake(settings)
 
 
-def reward(value: float | None, **changes: Any) -> events.RewardValue:
-    return events.RewardValue(
+def reward(value: float | None, **changes: Any) -> records.RewardValue:
+    return records.RewardValue(
         **{"source": "rule", "name": "f", "function_version": "1", "value": value, "reward_revision": 0} | changes
     )
 
 
-def candidate(key: str, revision: int, sync: int | None, *rewards: events.RewardValue) -> events.Candidate:
-    return events.Candidate(
+def candidate(key: str, revision: int, sync: int | None, *rewards: records.RewardValue) -> records.Candidate:
+    return records.Candidate(
         run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=revision,
         outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
-        steps=(events.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2, trainable=True),),
+        steps=(records.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2, trainable=True),),
         prompt_tokens=3, trainable_tokens=2, oldest_sync_index=sync, trainable=True,
     )  # fmt: skip
 
 
-def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> events.Trajectory:
-    step = events.TrajectoryStep(
+def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> records.Trajectory:
+    step = records.TrajectoryStep(
         step_id=f"{key}~{part + 1}.0", index=part, status="ok", drift="root", prompt_tokens=3, response_tokens=2,
         response_json=b"{}", oldest_version=version, newest_version=version, trainable=True, marks=("retried",), offset=0,
     )  # fmt: skip
-    return events.Trajectory(
+    return records.Trajectory(
         run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train", outcome="completed",
         opened_at=1_000, closed_at=2_000, metadata_json=b'{"gold": 1}', part=part, parts=parts, segments=(), steps=(step,),
     )  # fmt: skip
@@ -121,7 +121,7 @@ def test_every_described_column_of_a_view_is_there() -> None:
 
 def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
     steps = [
-        events.Step(
+        records.Step(
             step_id=s, run_id="r", trajectory_key="a", call_id="a~1", choice_index=0, protocol="p", model="m", status="ok",
             streamed=False, request_json=b'{"x": 1}', response_json=b"{}", prompt_token_ids=pack_ids([1, 2, 3]),
             response_token_ids=pack_ids([4, 5]), response_logprobs=pack_logprobs([-0.5, -0.25]), gateway_id="g",
@@ -133,7 +133,7 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"))
     lake.put("trajectories", "T2", trajectory("a", "r/1.2"))  # the same, replayed into a topic made anew
     marks = [
-        events.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a", step_id="a~9.0", mark="late", offset=9)
+        records.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a", step_id="a~9.0", mark="late", offset=9)
         for i in range(2)
     ]  # fmt: skip
     lake.put("step_marks", "MM", *marks)
@@ -146,8 +146,8 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
 
 
 def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
-    def of(event_id: str, value: float, revision: int, **more: Any) -> events.Reward:
-        return events.Reward(
+    def of(event_id: str, value: float, revision: int, **more: Any) -> records.Reward:
+        return records.Reward(
             event_id=event_id, run_id="r", trajectory_key="k", source="human", name="n", function_version="1", value=value,
             reward_revision=revision, created_at=1, **more,
         )  # fmt: skip
@@ -163,8 +163,8 @@ def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
 def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_the_step(
     settings: Settings, lake: SmallLake, key: str
 ) -> None:
-    def of(event_id: str, value: float, n: int | None, **more: Any) -> events.Reward:
-        return events.Reward(
+    def of(event_id: str, value: float, n: int | None, **more: Any) -> records.Reward:
+        return records.Reward(
             event_id=event_id, run_id="r", trajectory_key=key, source="human", name="n", function_version="1", value=value,
             created_at=1, **{"reward_revision": 0, "step_id": f"{key}~{n}.0" if n is not None else None} | more,
         )  # fmt: skip
@@ -177,7 +177,7 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
         of("g", 7.0, 7),
     ]
     lake.put("rewards", "RR", *sent)
-    mark = events.Curation(
+    mark = records.Curation(
         event_id="m", run_id="r", trajectory_key=key, step_id=f"{key}~2.0", quality=1.0, by="me", created_at=1
     )
     lake.put("curation", "RR2", mark)
@@ -189,7 +189,7 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
 
     whole = trajectory(key, "r/1.2", 0, 2), trajectory(key, "r/1.2", 1, 2)
     lake.put("trajectories", "TT", *(replace(part, trajectory_id=f"{key}~1") for part in whole))
-    late = events.StepMark(
+    late = records.StepMark(
         event_id="l",
         run_id="r",
         trajectory_key=key,

@@ -9,14 +9,14 @@ import cramjam
 import orjson
 import pytest
 
-from schemas.events import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from stream_jobs import assembly as op
-from stream_jobs import state_log
-from stream_jobs.assembly import Assembly
+from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from stream_jobs.assemble import changelog
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.changelog import StateLog
+from stream_jobs.assemble.model import StepEntry
+from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.testing import CODEC
 from stream_jobs.errors import UnreadableStateLog
-from stream_jobs.index import StepEntry
-from stream_jobs.state_log import StateLog
-from stream_jobs.trial import CODEC
 
 
 def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
@@ -24,7 +24,7 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     log = StateLog()
 
     def delta(epoch: int, seq: int, key: str) -> Any:
-        return state_log.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train", 0]])
+        return changelog.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train", 0]])
 
     log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
     log.read(7, delta(5, 1, "again"), 1)
@@ -41,10 +41,10 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
 def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
     """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
     log, state = StateLog(), Assembly()
-    log.read(0, state_log.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train", 0]]), 1)
+    log.read(0, changelog.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train", 0]]), 1)
     log.read(1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
-    log.read(2, state_log.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train", 0]]), 1)
-    log.read(3, state_log.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train", 0]]), 1)
+    log.read(2, changelog.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train", 0]]), 1)
+    log.read(3, changelog.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train", 0]]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
@@ -52,7 +52,7 @@ def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_nam
 def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
     """Entries have no schema: a worker of an older release must not restart on them for ever."""
     with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
-        StateLog().read(1, state_log.delta(0, 1, Assembly(), [entry]), 1)
+        StateLog().read(1, changelog.delta(0, 1, Assembly(), [entry]), 1)
 
 
 def steps_of(log: StateLog) -> list[StepEntry]:
@@ -70,7 +70,7 @@ def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
         [op.STEP, 1, full],
         [op.STEP, 1, [*full[:2], "01NEXT.0", *full[3:18], 9, -(2**62), 11]],
     ]
-    written = state_log.delta(0, 1, Assembly(), entries)
+    written = changelog.delta(0, 1, Assembly(), entries)
     assert full == list(StepEntry(*STEP)) and len(written.hashes) == 8 * (3 + 6)
     log = StateLog()
     log.read(1, CODEC.decode(CODEC.encode(written)), 1)
@@ -91,17 +91,17 @@ def test_the_format_before_is_read() -> None:
 @pytest.mark.parametrize("hashes", [b"", bytes(8), bytes(30), bytes(32)])
 def test_a_delta_whose_hashes_are_not_its_steps_is_refused(hashes: bytes) -> None:
     entries = [[op.OPENED, "r", "k", 5, "train", 1], [op.STEP, 1, list(StepEntry(*STEP))]]
-    written = replace(state_log.delta(0, 1, Assembly(), entries), hashes=hashes)
+    written = replace(changelog.delta(0, 1, Assembly(), entries), hashes=hashes)
     with pytest.raises(UnreadableStateLog, match="can't apply"):
         StateLog().read(1, written, 1)
 
 
-@pytest.mark.parametrize(("format", "release"), [(state_log.FORMAT + 1, "newer"), (0, "older")])
+@pytest.mark.parametrize(("format", "release"), [(changelog.FORMAT + 1, "newer"), (0, "older")])
 def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(format: int, release: str) -> None:
     state = Assembly()
     pieces: list[AssemblyDelta | AssemblySnapshot] = [
-        state_log.delta(0, 1, state, []),
-        *state_log.snapshot(0, 1, state),
+        changelog.delta(0, 1, state, []),
+        *changelog.snapshot(0, 1, state),
     ]
     for piece in pieces:
         with pytest.raises(UnreadableStateLog, match=f"{release} release"):

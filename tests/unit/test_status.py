@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.status import Progress, Status, format_status
+from clawstream.ops.status import Progress, Status, format_status
 
 READY = {
     "state": "running",

@@ -15,16 +15,16 @@ import pytest
 from aiohttp import web
 
 from gateway.app import create_app
-from gateway.bus import MemoryBus
-from gateway.openai_chat import OpenAIChat
-from gateway.openai_completions import OpenAICompletions
-from gateway.openai_responses import OpenAIResponses
-from gateway.protocol import Dialect
-from gateway.request_defaults import with_defaults
-from gateway.token_limits import MAX_COUNTED, may_exceed, prompts_of
-from gateway.trial import running
-from gateway.workers import WorkerTable
-from schemas.codec import Codec
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.protocols.base import Dialect
+from gateway.protocols.defaults import with_defaults
+from gateway.protocols.openai_chat import OpenAIChat
+from gateway.protocols.openai_completions import OpenAICompletions
+from gateway.protocols.openai_responses import OpenAIResponses
+from gateway.proxy.token_limits import MAX_COUNTED, may_exceed, prompts_of
+from gateway.testing.gateway import running
+from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()

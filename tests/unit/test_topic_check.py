@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.topic_check import misfits
+from runtime.topics.check import misfits
 from schemas.settings import Settings
 from schemas.topics import Topics, TopicSpec
 

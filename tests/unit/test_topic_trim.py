@@ -11,13 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_admit import cand, policy, tick
 
+from clawstream.ops.topics.run_survey import Journal, Traces, journal_of, last_trained, traces_in
+from clawstream.ops.topics.trim import (
+    Bound,
+    Cut,
+    cut,
+    format_cuts,
+    journal_bounds,
+    needs,
+    rewards_before_steps,
+    run_bound,
+)
 from runtime.kafka import Cluster, Record, Unavailable
 from runtime.kafka.cluster import all_led
-from runtime.records import Decoder
-from runtime.run_survey import Journal, Traces, journal_of, last_trained, traces_in
-from runtime.topic_trim import Bound, Cut, cut, format_cuts, journal_bounds, needs, rewards_before_steps, run_bound
-from schemas.codec import Codec
-from schemas.events import Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
+from runtime.topics.records import Decoder
+from schemas.codec.single_object import Codec
+from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
 
 CODEC = Codec()
 JOURNAL = Journal("a", "train", "claw.ready-batches.a.train", low=0, end=20, seen=60, trained=20)

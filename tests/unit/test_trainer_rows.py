@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.events import (
+from schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -19,13 +19,13 @@ from schemas.events import (
     TrajectoryStep,
     VersionSpan,
 )
-from schemas.parts import joined
 from schemas.tokens import pack_ids, pack_logprobs
-from trainer.advantages.grpo import grpo
-from trainer.batch import micro_batches, minibatches
+from schemas.trajectory_parts import joined
+from trainer.algorithms.advantages.grpo import grpo
+from trainer.data.minibatches import micro_batches, minibatches
+from trainer.data.sequences import Row, TemperatureSpan, rows_of, rows_of_batch
+from trainer.data.trajectories import scans
 from trainer.errors import PayloadUnreadable, TooFewMembers
-from trainer.payload import scans
-from trainer.rows import Row, TemperatureSpan, rows_of, rows_of_batch
 
 
 def step(

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from demo.model import make_random_model
-from rollout.engine import Served, read_layout, stage
+from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from runtime.kafka import Fenced, SourceTruncated, Unavailable
 from schemas.errors import SettingsError
-from schemas.events import (
+from schemas.ids import Version, parse_version
+from schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -32,18 +33,17 @@ from schemas.events import (
     TrajectoryStep,
     WeightVersion,
 )
-from schemas.ids import Version, parse_version
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from trainer.begun import MOST, Begun
-from trainer.checkpoint import Position, read
+from trainer.data.batches import Incoming, start_of
 from trainer.errors import BatchesReplaced, BatchNeverEnds, CheckpointLost, InvalidCheckpoint, OutOfMemory
-from trainer.ledger import MemoryLedger
-from trainer.lineage import chain, deletable, next_sync_index
-from trainer.loop import check_settings
+from trainer.main import check_settings
 from trainer.run import Run, open_run
-from trainer.source import Incoming, start_of
-from trainer.version_dir import INFO, new_directory, sha256, verify
+from trainer.unfinished_batches import MOST, Begun
+from trainer.versions.atomic_directory import INFO, new_directory, sha256, verify
+from trainer.versions.checkpoint import Position, read
+from trainer.versions.history import chain, deletable, next_sync_index
+from trainer.versions.weight_log import MemoryLedger
 
 GROUPS, MEMBERS = 2, 3
 

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
-from schemas.events import VersionSpan
+from schemas.records import VersionSpan
 from schemas.settings import TrainerSettings
-from trainer.advantages.grpo import grpo
+from trainer.algorithms.advantages.grpo import grpo
+from trainer.algorithms.losses.truncated_is import truncated_is
+from trainer.data.sequences import Row, TemperatureSpan
 from trainer.errors import TooFewMembers
-from trainer.losses.truncated_is import truncated_is
 from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
-from trainer.model_files import TensorDtypes, load_masters, save_rounded
-from trainer.policy import Policy, staleness
-from trainer.rows import Row, TemperatureSpan
+from trainer.model.files import TensorDtypes, load_masters, save_rounded
+from trainer.model.policy import Policy, staleness
 from trainer.run import learning_rate
 
 BOUND = 2.0

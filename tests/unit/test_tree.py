@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.events import VersionSpan
+from schemas.records import VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
-from stream_jobs.tree import Sampled, Tree, build, prompt_of
+from stream_jobs.assemble.payload.segment_tree import Sampled, Tree, build, prompt_of
 
 
 def sampled(prompt: list[int], response: list[int]) -> Sampled:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.turns import links_of, reply_of, turns_of
+from stream_jobs.assemble.matching.conversation import links_of, reply_of, turns_of
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'}}
 CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "ls", "arguments": '{"a":1}'}

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from gateway.anthropic_messages import AnthropicMessagesFold
-from gateway.openai_responses import OpenAIResponsesFold
-from gateway.scripted import Say, Script
-from gateway.trial import Trial
-from gateway.trial import play as play_in
-from gateway.usage import merged, usage_of
-from schemas.codec import Codec
-from schemas.events import Usage
+from gateway.protocols.anthropic_messages import AnthropicMessagesFold
+from gateway.protocols.openai_responses import OpenAIResponsesFold
+from gateway.protocols.usage import merged, usage_of
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import Usage
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import rewards
-from runtime.config import load
-from runtime.supervisor import python
-from schemas.events import Trajectory, TrajectoryStep
+from runtime.process.config import load
+from runtime.process.supervisor import python
+from schemas.records import Trajectory, TrajectoryStep
 from schemas.user_function import FunctionNotFound, load_function
 
 ROOT = Path(__file__).parents[2]

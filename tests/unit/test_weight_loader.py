@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from rollout.engine import INVALID
-from rollout.weight_loader import BROKEN, CHANGED, INVALID_WEIGHTS, LOADED, PATH, UNAVAILABLE, WeightLoader
+from rollout.vllm_plugin.engine import INVALID
+from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, INVALID_WEIGHTS, LOADED, PATH, UNAVAILABLE, WeightLoader
 
 
 class EngineClient:

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.capacity`."""
+
+from benchmarks.capacity.plan import main
+
+main()

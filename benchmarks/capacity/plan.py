@@ -1,0 +1,273 @@
+"""A capacity plan for a number of steps a day, from unit costs, and the lag that it has under bursts and failures. Prints one JSON line.
+
+    python -m benchmarks.capacity                                  10^9 steps a day: what docs/capacity.md says
+    python -m benchmarks.capacity steps_per_day=1e8 runs=1         other assumptions: any field of Assumptions
+    python -m benchmarks.capacity assemble_us=157 vcpu_hour=0.03   other costs and prices
+
+Arithmetic and a simulation (`capacity_lag`): it starts nothing. The unit costs are what `make bench-jobs` and `make bench-gateway` measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from benchmarks.capacity.lag import Fleet, Lag, Outage, Scenario, simulate
+
+DAY_S = 86_400
+MONTH_DAYS = 30.4
+GB, TB = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Everything that a reader may know better. Bytes are of a step unless they say otherwise, as stored: lz4 in Kafka, ZSTD in the lake."""
+
+    # load
+    steps_per_day: float = 1e9
+    peak_factor: float = 2.0
+    """The busiest hour against the mean."""
+    spike_factor: float = 10.0
+    spike_s: float = 60.0
+    steps_per_trajectory: float = 8.0
+    candidates_per_trajectory: float = 2.0
+    """Revisions: one when it closes, one with its reward."""
+    runs: int = 8
+    """Live at once, of equal size."""
+    # CPU, microseconds a step
+    gateway_us: float = 752.0
+    assemble_us: float = 251.0
+    reward_us: float = 57.0
+    admit_us: float = 38.0
+    lake_us: float = 158.0
+    broker_us: float = 110.0
+    """Of each replica: 0.11 core at 1,000 records of 10 KB a second, paced."""
+    # bytes a step
+    steps_bytes: float = 7250.0
+    trajectories_bytes: float = 2400.0
+    candidates_bytes: float = 77.0
+    rewards_bytes: float = 19.0
+    assembly_bytes: float = 78.0
+    """The state log before it is trimmed, measured before trajectories had numbers there; snapshots come to as much again."""
+    ready_bytes: float = 8.0
+    lake_bytes: float = 2890.0
+    # memory, bytes
+    admit_memory_per_trajectory: float = 55.0
+    """With its share of a group id, at a million of them; 42 from three million on."""
+    closed_memory_per_trajectory: float = 1000.0
+    """754 packed, and its key."""
+    # how it is run
+    partitions: int = 96
+    lake_writers: int = 0
+    """0: as many as the rate needs (setting lake.writers)."""
+    replicas: int = 3
+    retention_days: float = 3.0
+    """Of claw.steps and claw.trajectories: twice the longest trajectory at least; the lake has everything."""
+    run_days: float = 14.0
+    """How long a run lives: its rewards, candidates and ready batches are kept as long."""
+    lake_retention_days: float = 365.0
+    target_use: float = 0.6
+    """Of a core, at the busiest hour."""
+    broker_mb_s: float = 150.0
+    """What one broker takes in, replication included."""
+    broker_disk_tb: float = 8.0
+    disk_fill: float = 0.7
+    recovery_s: float = 15.0
+    """From a worker's kill to its first output."""
+    failover_s: float = 10.0
+    floor_s: float = 0.6
+    flush_s: float = 2.0
+    lake_tables: int = 8
+    """Those that get rows at each flush."""
+    skew: float = 0.1
+    """Standard deviation of a partition's share."""
+    # prices, dollars
+    vcpu_hour: float = 0.045
+    ssd_gb_month: float = 0.08
+    object_gb_month: float = 0.023
+    object_put_1000: float = 0.005
+    cross_zone_gb: float = 0.02
+    zones: int = 3
+
+    @property
+    def mean(self) -> float:
+        """Steps a second."""
+        return self.steps_per_day / DAY_S
+
+    @property
+    def peak(self) -> float:
+        """Steps a second in the busiest hour."""
+        return self.mean * self.peak_factor
+
+
+def plan(a: Assumptions) -> dict[str, Any]:
+    """How many of each, how much of it, and what it costs a month."""
+    workers = {
+        job: math.ceil(a.peak * cost / 1e6 / a.target_use)
+        for job, cost in (
+            ("gateway", a.gateway_us),
+            ("assemble", a.assemble_us),
+            ("reward", a.reward_us),
+            ("lake", a.lake_us),
+        )
+    }
+    written = {
+        "steps": a.steps_bytes, "trajectories": a.trajectories_bytes, "candidates": a.candidates_bytes,
+        "rewards": a.rewards_bytes, "assembly": 2 * a.assembly_bytes, "ready_batches": a.ready_bytes,
+    }  # fmt: skip
+    # assemble and lake read steps; the lake, the reward job and a trainer read trajectories; the lake and two channels candidates.
+    read = (
+        2 * a.steps_bytes + 3 * a.trajectories_bytes + 3 * a.candidates_bytes + 2 * a.rewards_bytes + 2 * a.ready_bytes
+    )
+    ingress = sum(written.values())
+    long_kept = a.steps_bytes + a.trajectories_bytes
+    while_it_runs = a.candidates_bytes + a.rewards_bytes + a.ready_bytes
+    stored = a.replicas * a.steps_per_day * (long_kept * a.retention_days + while_it_runs * a.run_days)
+    brokers = max(
+        a.replicas,
+        math.ceil(a.peak * ingress * a.replicas / (a.broker_mb_s * 1e6)),
+        math.ceil(stored / (a.broker_disk_tb * TB * a.disk_fill)),
+    )
+    broker_cores = math.ceil(a.peak * a.broker_us * a.replicas / 1e6 / a.target_use)
+    admits = a.runs * math.ceil(a.peak / a.runs * a.admit_us / 1e6 / a.target_use)
+    vcpus = sum(workers.values()) + broker_cores + admits
+    return {
+        "steps_per_s": {"mean": round(a.mean), "peak": round(a.peak)},
+        "workers": {**workers, "admit": a.runs},
+        "vcpus": vcpus,
+        "partitions": {
+            "count": a.partitions, "peak_steps_per_s_each": round(a.peak / a.partitions),
+            "workers_at_most": a.partitions, "room": round(a.partitions / workers["assemble"], 1),
+        },
+        "kafka": {
+            "brokers": brokers, "broker_vcpus": broker_cores,
+            "bytes_per_step": {name: round(b) for name, b in written.items()},
+            "in_mb_s": {"mean": round(a.mean * ingress / 1e6), "peak": round(a.peak * ingress / 1e6)},
+            "replicated_mb_s_peak": round(a.peak * ingress * a.replicas / 1e6),
+            "out_mb_s_peak": round(a.peak * read / 1e6),
+            "stored_tb": round(stored / TB, 1),
+        },
+        "lake": {
+            "tb_per_day": round(a.steps_per_day * a.lake_bytes / TB, 2),
+            "tb_at_retention": round(a.steps_per_day * a.lake_bytes * a.lake_retention_days / TB),
+            "writers_needed": workers["lake"], "rows_per_s_of_a_writer": round(1e6 / a.lake_us),
+        },
+        "memory": _memory(a),
+        "limits": _limits(a),
+        "dollars_per_month": _costs(a, vcpus, stored, ingress, read, workers["lake"]),
+    }  # fmt: skip
+
+
+def _memory(a: Assumptions) -> dict[str, float]:
+    trajectories = a.steps_per_day / a.steps_per_trajectory
+    return {
+        "admit_gb_per_day_of_a_run": round(trajectories / a.runs * a.admit_memory_per_trajectory / GB, 2),
+        "closed_per_partition_hour": round(trajectories / a.partitions / 24),
+        "closed_gb_per_partition_day": round(trajectories / a.partitions * a.closed_memory_per_trajectory / GB, 2),
+        "closed_max_for_a_day": round(trajectories / a.partitions),
+    }
+
+
+def _limits(a: Assumptions) -> dict[str, float]:
+    """Steps a second at which something that can't be multiplied has no core left."""
+    fold = 46.0 * a.candidates_per_trajectory / a.steps_per_trajectory
+    return {
+        "admit_of_one_run": round(1e6 / a.admit_us),
+        "admit_of_one_run_fold_and_decode_alone": round(1e6 / fold),
+        "one_lake_writer": round(1e6 / a.lake_us),
+        "one_partition": round(1e6 / a.assemble_us),
+        "all_partitions": round(a.partitions * 1e6 / a.assemble_us),
+    }
+
+
+def _costs(a: Assumptions, vcpus: int, stored: float, ingress: float, read: float, writers: int) -> dict[str, float]:
+    other_zones = (a.zones - 1) / a.zones
+    crossing = a.steps_per_day * MONTH_DAYS * (ingress * (a.replicas - 1 + other_zones) + read * other_zones) / GB
+    puts = 2 * a.lake_tables * writers * DAY_S * MONTH_DAYS / a.flush_s
+    costs = {
+        "cpu": vcpus * a.vcpu_hour * 24 * MONTH_DAYS,
+        "kafka_disks": stored / a.disk_fill / GB * a.ssd_gb_month,
+        "between_zones": crossing * a.cross_zone_gb,
+        "lake_at_retention": a.steps_per_day * a.lake_bytes * a.lake_retention_days / GB * a.object_gb_month,
+        "lake_writes": puts / 1000 * a.object_put_1000,
+    }
+    rounded = {name: float(round(value)) for name, value in costs.items()}
+    total = sum(costs.values())
+    return {
+        **rounded,
+        "total": float(round(total)),
+        "per_million_steps": round(total / (a.steps_per_day * MONTH_DAYS / 1e6), 3),
+    }
+
+
+def fleet(a: Assumptions) -> Fleet:
+    """What the plan starts, as the simulation takes it: a core serves at nine tenths of what its cost says."""
+    workers = plan(a)["workers"]
+    workers["lake"] = a.lake_writers or workers["lake"]
+    rate = {job: 0.9e6 / getattr(a, f"{job}_us") for job in ("assemble", "reward", "admit", "lake")}
+    return Fleet(
+        partitions=a.partitions, runs=a.runs, workers=workers, rate=rate, skew=a.skew, floor_s=a.floor_s, lake_floor_s=a.flush_s + a.floor_s
+    )  # fmt: skip
+
+
+def scenarios(a: Assumptions) -> list[Scenario]:
+    """What the plan must live through. Failures come at the busiest hour's rate."""
+    at, hour = 600.0, 3600.0
+
+    def lost(name: str, *outages: Outage, seconds: float = hour) -> Scenario:
+        return Scenario(name=name, seconds=seconds, mean=a.peak, outages=outages)
+
+    everyone = [Outage(job=job, at_s=at, seconds=30.0) for job in ("assemble", "reward")]
+    return [
+        Scenario(name="mean", seconds=hour, mean=a.mean),
+        Scenario(name="day", seconds=DAY_S, mean=a.mean, wave=a.peak_factor - 1),
+        Scenario(name="spike", seconds=hour, mean=a.mean, bursts=((at, a.spike_s, a.spike_factor),)),
+        Scenario(name="spike_at_peak", seconds=hour, mean=a.peak, bursts=((at, a.spike_s, a.spike_factor / a.peak_factor),)),
+        lost("kill_one_assemble", Outage(job="assemble", at_s=at, seconds=a.recovery_s, worker=0)),
+        lost("rebalance_of_all", *everyone),
+        lost("kill_admit", Outage(job="admit", at_s=at, seconds=a.recovery_s, worker=0)),
+        Scenario(name="kills_all_the_time", seconds=hour, mean=a.peak, kills_per_hour=2.0, kill_s=a.recovery_s),
+        lost("broker_failover", Outage(job="broker", at_s=at, seconds=a.failover_s, share=1 / a.replicas)),
+        lost("lake_away_10_min", Outage(job="lake", at_s=at, seconds=600.0), seconds=2 * hour),
+        lost("assemble_away_10_min", Outage(job="assemble", at_s=at, seconds=600.0), seconds=2 * hour),
+    ]  # fmt: skip
+
+
+def run(a: Assumptions, seed: int = 0) -> dict[str, Any]:
+    """The plan, and the lag of each scenario; of a day in ticks of ten seconds, else of half a second."""
+    served = fleet(a)
+    lags: dict[str, Lag] = {
+        s.name: simulate(served, s, seed, 10.0 if s.seconds >= DAY_S else 0.5) for s in scenarios(a)
+    }
+    return {
+        "benchmark": "capacity", "seed": seed, "plan": plan(a),
+        "scenarios": {name: _rounded(lag) for name, lag in lags.items()},
+        "assumptions": asdict(a),
+    }  # fmt: skip
+
+
+def _rounded(lag: Lag) -> dict[str, Any]:
+    return {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(lag).items()}
+
+
+def parsed(words: Sequence[str]) -> Assumptions:
+    """Assumptions from `name=value` words. Raises ValueError for an unknown name or a value that is no number."""
+    kinds = {f.name: int if f.type == "int" else float for f in fields(Assumptions)}
+    given: dict[str, Any] = {}
+    for word in words:
+        name, sep, value = word.partition("=")
+        if not sep or name not in kinds:
+            raise ValueError(f"{word!r}: must be name=value, with a name of {', '.join(kinds)}")
+        given[name] = kinds[name](float(value))
+    return Assumptions(**given)
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(run(parsed(sys.argv[1:]))))
+    except ValueError as error:
+        sys.exit(str(error))

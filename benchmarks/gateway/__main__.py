@@ -1,0 +1,5 @@
+"""`python -m benchmarks.gateway`."""
+
+from benchmarks.gateway.benchmark import main
+
+main()

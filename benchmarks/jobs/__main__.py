@@ -1,0 +1,5 @@
+"""`python -m benchmarks.jobs`."""
+
+from benchmarks.jobs.benchmark import main
+
+main()

@@ -1,0 +1,165 @@
+"""The same fold as assemble's in a plain loop on confluent-kafka: what the work costs without Faust, groups, fencing and take-over.
+
+    python -m benchmarks.jobs.bare_loop --config FILE
+
+It reads both inputs from their beginning, folds a batch, appends one delta a partition, waits for it, sends trajectories, waits, sends
+candidates, waits: the same decisions, records and order as `stream_jobs.assemble.partition`. What it lacks is all that is for the day when something dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
+
+from runtime.kafka.producer import producer_options
+from runtime.process.config import load
+from runtime.topics.records import cluster_of
+from schemas.codec.single_object import Codec
+from schemas.ids import key_of_trajectory
+from schemas.settings import Settings
+from stream_jobs.assemble import changelog
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.job import limits_of
+from stream_jobs.assemble.model import REWARDS, STEPS, Entry
+from stream_jobs.assemble.output_records import assembled, candidate, starts_of
+from stream_jobs.assemble.payload.cache import Kept
+from stream_jobs.assemble.state import Assembly
+
+Places = list[tuple[int, int]]
+"""(partition, offset) of each part of a trajectory."""
+WAIT_S = 0.05
+"""consume() waits so long unless a batch is full."""
+
+
+class Partition:
+    """State of one partition."""
+
+    def __init__(self, number: int, settings: Settings) -> None:
+        self.number, self.state, self.seq = number, Assembly(), 0
+        self.fold = Fold(self.state, limits_of(settings))
+        self.payload: dict[int, Kept] = {}
+        self.carry: list[Entry] = []
+
+
+class Loop:
+    """All partitions."""
+
+    def __init__(self, settings: Settings) -> None:
+        cluster = cluster_of(settings)
+        self._topics, self._codec = settings.kafka.topics, Codec()
+        self._batch = settings.jobs.batch_records
+        self._trajectories_id = cluster.topic_id(self._topics.trajectories)
+        count = cluster.topics(self._topics.steps)[self._topics.steps]
+        self._partitions = [Partition(p, settings) for p in range(count)]
+        servers = {"bootstrap.servers": settings.bootstrap_servers, "log_level": 2}
+        self._producer = Producer(producer_options(servers))
+        self._consumer = Consumer({
+            **servers, "group.id": "bare-loop", "enable.auto.commit": False, "auto.offset.reset": "error", "fetch.wait.max.ms": 50,
+            "isolation.level": "read_committed", "queued.max.messages.kbytes": 65536,
+        })  # fmt: skip
+        inputs = (self._topics.steps, self._topics.rewards)
+        self._consumer.assign([TopicPartition(t, p, 0) for t in inputs for p in range(count)])
+
+    def turn(self) -> None:
+        """One batch."""
+        touched = self._fold(self._consumer.consume(self._batch, WAIT_S))
+        for partition in touched:
+            self._append_delta(partition)
+        self._flush()
+        closing = [p for p in touched if p.state.pending]
+        sent = [self._send_trajectories(p) for p in closing]
+        self._flush()
+        for partition, places in zip(closing, sent, strict=True):
+            self._note_places(partition, places)
+            self._send_candidates(partition)
+        self._flush()
+        for partition in closing:
+            partition.state.apply([op.DONE])
+            partition.carry.insert(0, [op.DONE])
+
+    def _fold(self, messages: Iterable[Message]) -> list[Partition]:
+        touched: dict[int, Partition] = {}
+        for m in messages:
+            if m.error() is not None:
+                raise KafkaException(m.error())
+            partition = touched.setdefault(m.partition(), self._partitions[m.partition()])
+            source = STEPS if m.topic() == self._topics.steps else REWARDS
+            event = self._codec.decode(m.value())
+            kept = partition.fold.record(source, m.offset(), m.timestamp()[1], m.key(), event)
+            if kept is not None:
+                partition.payload[m.offset()] = kept
+        return list(touched.values())
+
+    def _append_delta(self, partition: Partition) -> None:
+        entries = [*partition.carry, *partition.fold.seal()]
+        if entries:
+            partition.seq, partition.carry = partition.seq + 1, []
+            value = self._codec.encode(changelog.delta(0, partition.seq, partition.state, entries))
+            self._produce(self._topics.assembly, value, None, partition=partition.number)
+
+    def _send_trajectories(self, partition: Partition) -> list[Places]:
+        state, sent = partition.state, list[Places]()
+        for key, trajectory in state.pending.closings.items():
+            done = assembled(key, trajectory, state.closed[key], partition.payload)
+            places: Places = []
+            for part in done.parts:
+                name = key_of_trajectory(key[1]).encode()
+                self._produce(self._topics.trajectories, self._codec.encode(part), name, places)
+            partition.carry.append([op.FACTS, *key, done.prompt_tokens, done.order])
+            for offset in starts_of(trajectory):
+                del partition.payload[offset]
+            sent.append(places)
+        return sent
+
+    def _note_places(self, partition: Partition, sent: Sequence[Places]) -> None:
+        """What became known of the closed trajectories by sending them. It rides in the next delta."""
+        for entry, places in zip(partition.carry, sent, strict=True):
+            entry.append([self._trajectories_id, places[0][0], places[0][1], places[-1][1]])
+            partition.state.apply(entry)
+
+    def _send_candidates(self, partition: Partition) -> None:
+        state = partition.state
+        if state.pending.marks or state.pending.burials:
+            raise RuntimeError(f"nothing of the load is late or invalid, but: {state.pending}")
+        for key in state.pending.revised:
+            closed = state.closed[key]
+            assert closed.place is not None
+            names = ("topic_id", "partition", "first_offset", "last_offset")
+            headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+            value = self._codec.encode(candidate(key, closed, self._codec))
+            self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
+
+    def _produce(self, topic: str, value: bytes, key: bytes | None, places: Places | None = None, **more: Any) -> None:
+        def delivered(error: Any, message: Message) -> None:
+            if error is not None:
+                raise KafkaException(error)
+            if places is not None:
+                places.append((message.partition(), message.offset()))
+
+        self._producer.produce(topic, value, key, on_delivery=delivered, **more)
+
+    def _flush(self) -> None:
+        if self._producer.flush(30.0):
+            raise RuntimeError("no acknowledgement within 30 s")
+
+
+def main() -> None:
+    """The process, until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    loop = Loop(load(parser.parse_args().config))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("ready", flush=True)
+    while True:
+        loop.turn()
+
+
+if __name__ == "__main__":
+    main()

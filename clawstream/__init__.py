@@ -1,0 +1,1 @@
+"""The composition root: command line, queries, operations. May import every process."""

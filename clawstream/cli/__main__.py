@@ -1,0 +1,3 @@
+from clawstream.cli.main import main
+
+main()

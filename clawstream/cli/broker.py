@@ -1,0 +1,87 @@
+"""`clawstream broker`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from clawstream.cli.common_options import Config, Words, fail, group, settings_of
+
+app = group("The embedded Apache Kafka.")
+Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")]
+
+
+def _with_nodes(words: list[str] | None, nodes: int | None) -> list[str]:
+    return [*(words or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
+
+
+@app.command("run")
+def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
+    """Run the broker in the foreground, for a supervisor or a container."""
+    from runtime.broker.embedded import run_foreground
+    from runtime.logs import configure
+
+    settings = settings_of(config, _with_nodes(words, nodes))
+    configure("broker", settings.log_level)
+    raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
+
+
+@app.command("prepare")
+def broker_prepare(words: Words = None, config: Config = None) -> None:
+    """Fetch Kafka's jars and make the start cache, unless they are there: starts then take half the processor time."""
+    from runtime.broker.jars import ensure_jars, find_java
+    from runtime.broker.start_cache import make_start_cache, start_cache
+
+    settings = settings_of(config, words).broker
+    cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
+    made = make_start_cache(cache)
+    typer.echo(f"Kafka's jars: {cache.jars_dir}")
+    typer.echo(f"start cache: {cache.path if made else 'another process makes it'}")
+
+
+@app.command("start")
+def broker_start(
+    words: Words = None,
+    config: Config = None,
+    nodes: Nodes = None,
+    wait: Annotated[
+        float | None, typer.Option(min=0, help="Give up after so many seconds of waiting; else never.")
+    ] = None,
+) -> None:
+    """Start the broker in the background, and wait until it serves. After an unclean end it reads its logs first."""
+    from math import inf
+
+    from runtime.broker.embedded import start
+
+    settings = settings_of(config, _with_nodes(words, nodes))
+    patience_s = inf if wait is None else wait
+    for node in start(
+        settings.broker, settings.broker_dir, patience_s=patience_s, say=lambda text: typer.echo(text, err=True)
+    ):
+        typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
+
+
+@app.command("stop")
+def broker_stop(words: Words = None, config: Config = None) -> None:
+    """Stop the broker that was started in the background."""
+    from runtime.broker.embedded import stop
+
+    settings = settings_of(config, words)
+    pids = stop(settings.broker_dir)
+    typer.echo(f"stopped {', '.join(map(str, pids))}" if pids else f"no broker runs on {settings.broker_dir}")
+
+
+@app.command("status")
+def broker_status(words: Words = None, config: Config = None) -> None:
+    """Which nodes run; exit code 1 when none does."""
+    from runtime.broker.embedded import status
+
+    settings = settings_of(config, words)
+    nodes = status(settings.broker_dir)
+    for node in nodes:
+        typer.echo(
+            f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid or '-'}, {'ready' if node.ready else 'not ready'}"
+        )
+    if not any(node.ready for node in nodes):
+        fail(f"no broker is ready on {settings.broker_dir}")

@@ -1,0 +1,134 @@
+"""`clawstream policy` and `clawstream run end`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, load, settings_of
+from runtime.user import whoami
+
+app = group("How a run's trajectories become batches, changed while it goes on.")
+run_app = group("What a run is told: that it ends.")
+
+Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
+By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
+Changes = Annotated[
+    list[str] | None, typer.Argument(metavar="[FIELD=VALUE]... [a.b=c]...", help="E.g. min_quality=0.5; settings.")
+]
+_HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
+
+
+@contextmanager
+def _log_of(run: str | None, words: list[str] | None, config: Path | None) -> Iterator[Any]:
+    """The policies of a run. A policy that is refused is a wrong argument."""
+    settings = settings_of(config, [*(words or ()), *([f"run_id={run}"] if run else [])])
+    module, errors = load("stream_jobs.admit.policy_log"), load("stream_jobs.errors")
+    try:
+        yield module.PolicyLog(settings, cluster_of(settings))
+    except errors.PolicyRefused as e:
+        fail(str(e), 2)
+
+
+@app.command("show")
+def show(words: Words = None, run: Run = None, config: Config = None, form: Form = "table") -> None:
+    """The policy of a run, and whether admission has come to it."""
+    with _log_of(run, words, config) as log:
+        entry = log.newest
+        if entry is None:
+            fail("the run has no policy yet: `clawstream admit` publishes that of the settings")
+        behind = log.behind(entry)
+        if form == "json":
+            typer.echo(json.dumps({**_plain(entry), "behind": behind, "ended_at": log.ended}))
+            return
+        typer.echo(f"{_title(entry)}{'' if log.ended is None else ', the run has ended'}")
+        for channel, records in behind.items():
+            typer.echo(f"  {channel}: {_standing(records)}")
+        fields = {k: v for k, v in _plain(entry)["policy"].items() if k not in _HIDDEN}
+        width = max(map(len, fields))
+        for name, value in fields.items():
+            typer.echo(f"  {name.ljust(width)}  {json.dumps(value)}")
+
+
+@app.command("set")
+def set_fields(words: Changes = None, run: Run = None, by: By = None, config: Config = None) -> None:
+    """Change fields of the policy: those of the settings admit.policy.*, without that prefix. The rest stays as it is."""
+    from schemas.settings import Settings
+
+    changes, others = dict[str, str](), list[str]()
+    for word in words or ():
+        name, _, text = word.partition("=")
+        if "." in name or name in Settings.model_fields:
+            others.append(word)
+        else:
+            changes[name] = text
+    if not changes:
+        fail("nothing to set: say e.g. min_quality=0.5", 2)
+    with _log_of(run, others, config) as log:
+        checks = (load("trainer.settings_check").check_algorithm,)
+        before, entry = log.newest, log.set(changes, by or whoami(), checks)
+        was, now = _plain(before)["policy"], _plain(entry)["policy"]
+        typer.echo(_title(entry))
+        for name in now:
+            if was[name] != now[name] and name not in _HIDDEN:
+                typer.echo(f"  {name}: {json.dumps(was[name])} -> {json.dumps(now[name])}")
+
+
+@app.command("history")
+def history(words: Words = None, run: Run = None, config: Config = None, form: Form = "table") -> None:
+    """Every policy of a run, oldest first, with what it changed."""
+    with _log_of(run, words, config) as log:
+        if form == "json":
+            typer.echo(json.dumps([_plain(e) for e in log.entries]))
+            return
+        was: dict[str, Any] = {}
+        for entry in log.entries:
+            now = _plain(entry)["policy"]
+            changed = [f"{k}={json.dumps(now[k])}" for k in now if k not in _HIDDEN and was and was.get(k) != now[k]]
+            typer.echo(f"{_title(entry)}: {f'not obeyed: {entry.flaw}' if entry.flaw else ', '.join(changed) or 'as it was'}"
+                       if was else _title(entry))  # fmt: skip
+            was = was if entry.flaw else now
+        if log.ended is not None:
+            typer.echo(f"ended at offset {log.ended}")
+
+
+@run_app.command("end")
+def end(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its id.")],
+    words: Words = None,
+    config: Config = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; kept on the log.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
+) -> None:
+    """End a run for ever: what is ready becomes a last batch, all else and all that comes is refused."""
+    if not yes:
+        fail(f"run {run} would take no more trajectories, for ever; say --yes to end it")
+    with _log_of(run, words, config) as log:
+        typer.echo(f"run {run} ends at offset {log.end(reason)} of {log.topic}-{log.partition}")
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    return {
+        "offset": entry.offset,
+        "timestamp_ms": entry.timestamp_ms,
+        "flaw": entry.flaw,
+        "policy": asdict(entry.policy),
+    }
+
+
+def _title(entry: Any) -> str:
+    at = datetime.fromtimestamp(entry.timestamp_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return f"policy {entry.policy.policy_version} of {entry.policy.run_id}, by {entry.policy.published_by or 'settings'}, {at} UTC"
+
+
+def _standing(records: int | None) -> str:
+    if records is None:
+        return "no admission has run yet"
+    return "in force" if records == 0 else f"admission is {records} records before it"

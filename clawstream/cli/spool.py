@@ -1,0 +1,28 @@
+"""`clawstream spool`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from clawstream.cli.common_options import Config, Words, cluster_of, group, load, settings_of
+
+app = group("What gateways could not send.")
+
+
+@app.command("drain")
+def spool_drain(
+    words: Words = None,
+    config: Config = None,
+    gateway_id: Annotated[str | None, typer.Option("--gateway-id", help="Of this gateway only.")] = None,
+) -> None:
+    """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
+    settings = settings_of(config, words)
+    spool, lake = load("clawstream.ops.spool_drain"), load("stream_jobs.lake.lookup")
+    cluster_of(settings)
+    for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
+        runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
+        typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
+        for left in done.damaged:
+            typer.echo(left.told)

@@ -1,0 +1,155 @@
+"""`clawstream tables`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, load, settings_of
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
+
+app = group("The tables of the lake.")
+Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
+
+
+def _settings(config: Path | None, words: list[str] | None, sets: list[str] | None) -> Settings:
+    """The settings of words and of `--set`, which every command takes: some have an optional TABLE where words would be."""
+    return settings_of(config, [*(words or ()), *(sets or ())])
+
+
+def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
+    if output == "json":
+        typer.echo(json.dumps(list(rows)))
+    elif rows:
+        names = list(rows[0])
+        values = [["" if row[n] is None else row[n] for n in names] for row in rows]
+        typer.echo(load("clawstream.query.result_format").as_text(names, values))
+
+
+@app.command("list")
+def tables_list(words: Words = None, config: Config = None, sets: Set = None, output: Form = "table") -> None:
+    """Rows, files, bytes, version and newest row of each table."""
+    settings = _settings(config, words, sets)
+    _print(load("stream_jobs.lake.delta.snapshots").tables(settings), output)
+
+
+@app.command()
+def history(
+    table: Annotated[str, typer.Argument(help="Table.")],
+    words: Words = None,
+    config: Config = None,
+    sets: Set = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
+    output: Form = "table",
+) -> None:
+    """The newest commits of a table."""
+    settings = _settings(config, words, sets)
+    entries = load("stream_jobs.lake.delta.snapshots").history(settings, table, limit)
+    if output == "table":
+        entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
+    _print(entries, output)
+
+
+@app.command()
+def repair(
+    table: Annotated[str, typer.Argument(help="Table.")],
+    words: Words = None,
+    config: Config = None,
+    sets: Set = None,
+    check: Annotated[bool, typer.Option("--check", help="Only say which files can't be read.")] = False,
+    accept_loss: Annotated[
+        bool,
+        typer.Option("--accept-loss", help="Give up records that are in no readable version and no more on Kafka."),
+    ] = False,
+) -> None:
+    """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
+    settings = _settings(config, words, sets)
+    module = load("stream_jobs.lake.delta.repair")
+    if check:
+        flaws = module.check(settings, table)
+        typer.echo("\n".join(flaws) or f"{table}: every file can be read")
+        raise SystemExit(1 if flaws else 0)
+    done = module.repair(settings, table, cluster_of(settings), accept_loss)
+    for flaw in done.flaws:
+        typer.echo(flaw)
+    if done.restored is None:
+        typer.echo(f"{table}: no row had to be taken back")
+        return
+    typer.echo(
+        f"{table}: restored version {done.restored}; {done.rows} rows are read again by the writer, or by its next start"
+    )
+    for back in done.back:
+        given_up = f", {back.lost} offsets are given up" if back.lost else ""
+        typer.echo(f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}")
+    if done.pins:
+        typer.echo(f"pins that lack what the lost commits had: {', '.join(done.pins)}")
+
+
+@app.command()
+def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
+    """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
+    settings = _settings(config, None, sets)
+    care = load("stream_jobs.lake.delta.maintenance")
+    for done in care.care(settings, None if table is None else [_known(table)]):
+        typer.echo(
+            f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
+            f"{done.deleted_files} old files deleted"
+            + (f"; the rest next time: {done.put_off}" if done.put_off else "")
+        )
+
+
+@app.command()
+def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
+    """Delete files that no version within lake.history_days and no kept pin needs."""
+    settings = _settings(config, None, sets)
+    care, versions = load("stream_jobs.lake.delta.maintenance"), load("stream_jobs.lake.delta.snapshots")
+    for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
+        typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
+
+
+@app.command()
+def pin(
+    words: Words = None,
+    config: Config = None,
+    sets: Set = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`.")
+    ] = None,
+) -> None:
+    """Print the versions of all tables now, as JSON: what `sql --at` takes."""
+    settings = _settings(config, words, sets)
+    typer.echo(json.dumps(load("stream_jobs.lake.delta.snapshots").pin(settings, keep)))
+
+
+@app.command()
+def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
+    """The kept pins."""
+    settings = _settings(config, words, sets)
+    for name, found in sorted(load("stream_jobs.lake.delta.snapshots").pins(settings).items()):
+        typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
+
+
+@app.command()
+def unpin(
+    name: Annotated[str, typer.Argument(help="Of `pin --keep`.")],
+    words: Words = None,
+    config: Config = None,
+    sets: Set = None,
+) -> None:
+    """Let the files of a kept pin go."""
+    settings = _settings(config, words, sets)
+    load("stream_jobs.lake.delta.snapshots").unpin(settings, name)
+
+
+def _known(table: str) -> str:
+    names = load("stream_jobs.lake.tables.catalog").catalog()
+    if table not in names:
+        fail(f"no table {table}; there are {', '.join(names)}", 2)
+    return table

@@ -1,0 +1,1 @@
+"""Operations on an installation: start, status, doctor, lag, spool drain."""

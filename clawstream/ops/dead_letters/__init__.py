@@ -1,0 +1,1 @@
+"""Dead letters: listing, repairing and sending them again."""

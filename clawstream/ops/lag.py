@@ -1,0 +1,224 @@
+"""How far every consumer group is behind, in offsets and in records that still have to be handled.
+
+What a group reads is known from its name, so a group that has not committed yet is behind by the whole log:
+
+    <prefix>-assemble                    steps, rewards
+    <prefix>-reward                      trajectories
+    <prefix>-admit.<run>.<channel>       the candidates partition of its run; only records of that run count
+    <prefix>-trainer.<run>.<channel>     ready batches of that run and channel
+    <prefix>-lake                        every topic that the lake keeps
+    any other group of the prefix        what it has committed
+
+Offsets count control records of transactions and the Ticks of every second too; an idle installation is never at 0 for long.
+Records do not: when few offsets are left, they are read and counted. The end of a partition is what `read_committed` readers see:
+records of a transaction that is still open are not there yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from runtime.kafka import Cluster, Record
+from schemas.codec.single_object import Codec
+from schemas.settings import Settings
+from schemas.topics import Topics, partition_of
+
+SCAN_RECORDS = 2_000
+SCAN_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """One group on one topic, summed over partitions.
+
+    committed: sum of the positions, the log's start where nothing is committed; None: nothing is committed at all.
+    records: data records left. exact False: at most so many.
+    """
+
+    group: str
+    topic: str
+    partitions: int
+    committed: int | None
+    end: int
+    offsets: int
+    records: int
+    exact: bool
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """One group on one partition: offsets [position, end) are left."""
+
+    group: str
+    topic: str
+    partition: int
+    position: int
+    end: int
+    was_committed: bool
+    key: bytes | None
+    records: int = 0
+    exact: bool = True
+
+
+@dataclass(slots=True)
+class _Ends:
+    """First and next offset of each partition, asked once a topic."""
+
+    cluster: Cluster
+    known: dict[str, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def of(self, topic: str) -> Mapping[int, tuple[int, int]]:
+        if topic not in self.known:
+            self.known[topic] = self.cluster.watermarks(topic)
+        return self.known[topic]
+
+
+def expected_groups(settings: Settings) -> list[str]:
+    """The groups of an installation that runs everything, for the settings' run."""
+    prefix, run = settings.kafka.topic_prefix, settings.run_id
+    admits = [f"{prefix}-admit.{run}.{channel}" for channel in settings.admit.channels]
+    return [f"{prefix}-assemble", f"{prefix}-reward", *admits, f"{prefix}-trainer.{run}.train", f"{prefix}-lake"]
+
+
+def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, range]:
+    """Topic to partitions that a group must read. role: the group's name without the prefix; there: topics with partition counts."""
+    name, _, rest = role.partition(".")
+    run, _, channel = rest.partition(".")
+    match name:
+        case "assemble":
+            wanted = [topics.steps, topics.rewards]
+        case "reward":
+            wanted = [topics.trajectories]
+        case "admit" if topics.candidates in there:
+            p = partition_of(run.encode(), there[topics.candidates])
+            return {topics.candidates: range(p, p + 1)}
+        case "trainer":
+            wanted = [f"{topics.ready_batches_prefix}{run}.{channel}"]
+        case "lake":
+            kept = (
+                topics.steps,
+                topics.rewards,
+                topics.trajectories,
+                topics.candidates,
+                topics.weights,
+                topics.schemas,
+            )
+            wanted = [*kept, topics.dead_letters, *(t for t in there if topics.parse_ready_batches(t))]
+        case _:
+            wanted = []
+    return {t: range(there[t]) for t in wanted if t in there}
+
+
+def lag(cluster: Cluster, settings: Settings, scan_records: int = SCAN_RECORDS) -> list[GroupLag]:
+    """Every group of the installation on every topic it reads, those expected but not yet seen too. Sorted by group, then topic.
+
+    A partition with more than `scan_records` offsets left is not read: its lag in records is given as at most that in offsets.
+    """
+    prefix = f"{settings.kafka.topic_prefix}-"
+    seen = (g for g in cluster.groups() if g.startswith(prefix))
+    return _lag(cluster, settings, sorted({*seen, *expected_groups(settings)}), scan_records)
+
+
+def data_lag(cluster: Cluster, settings: Settings, group: str) -> int:
+    """Records that a group (its full name) still has to handle; Ticks and control records are none. An upper bound when large."""
+    return sum(row.records for row in _lag(cluster, settings, [group], SCAN_RECORDS))
+
+
+def _lag(cluster: Cluster, settings: Settings, groups: Iterable[str], scan_records: int) -> list[GroupLag]:
+    backlogs = _backlogs(cluster, settings, groups)
+    _count_records(cluster, backlogs, scan_records)
+    rows: dict[tuple[str, str], list[_Backlog]] = {}
+    for b in backlogs:
+        rows.setdefault((b.group, b.topic), []).append(b)
+    return [
+        GroupLag(
+            group=group,
+            topic=topic,
+            partitions=len(parts),
+            committed=sum(b.position for b in parts) if any(b.was_committed for b in parts) else None,
+            end=sum(b.end for b in parts),
+            offsets=sum(b.end - b.position for b in parts),
+            records=sum(b.records for b in parts),
+            exact=all(b.exact for b in parts),
+        )
+        for (group, topic), parts in sorted(rows.items())
+    ]
+
+
+def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[_Backlog]:
+    topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
+    there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
+    # All positions before any end: a group that goes on meanwhile would otherwise be past an end that was asked earlier.
+    positions = {group: cluster.committed(group) for group in groups}
+    ends = _Ends(cluster)
+    out = []
+    for group, everything in positions.items():
+        role = group.removeprefix(f"{prefix}-")
+        committed = {tp: o for tp, o in everything.items() if tp[0] in there}
+        wanted = {(t, p) for t, ps in inputs(topics, role, there).items() for p in ps}
+        key = role.split(".")[1].encode() if role.startswith("admit.") else None
+        for topic, partition in sorted(wanted or committed.keys()):
+            low, high = ends.of(topic)[partition]
+            position = committed.get((topic, partition))
+            known = position is not None and position <= high  # past the end: it is of a topic that is no more
+            start = max(position, low) if position is not None and known else low
+            out.append(_Backlog(group, topic, partition, start, high, known, key))
+    return out
+
+
+def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records: int) -> None:
+    """Fill in `records` and `exact`: one pass over what is left of each partition, for all groups at once."""
+    by_partition: dict[tuple[str, int], list[_Backlog]] = {}
+    for b in backlogs:
+        b.records, b.exact = b.end - b.position, b.end == b.position
+        if 0 < b.records <= scan_records:
+            b.records = 0
+            by_partition.setdefault((b.topic, b.partition), []).append(b)
+    if not by_partition:
+        return
+    codec, deadline = Codec(), time.monotonic() + SCAN_TIMEOUT_S
+    ends = {tp: max(b.end for b in bs) for tp, bs in by_partition.items()}
+    reader = cluster.reader("clawstream-lag", {tp: min(b.position for b in bs) for tp, bs in by_partition.items()})
+    try:
+        while any(reader.positions[tp] < end for tp, end in ends.items()) and time.monotonic() < deadline:
+            for record in reader.poll(2_000, 0.1):
+                for b in by_partition[record.topic, record.partition]:
+                    b.records += b.position <= record.offset < b.end and _counts(codec, record, b.key)
+        for tp, waiting in by_partition.items():
+            for b in waiting:
+                unread = b.end - max(b.position, reader.positions[tp])
+                b.records, b.exact = b.records + max(0, unread), unread <= 0
+    finally:
+        reader.close()
+
+
+def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
+    """Whether a record is work for a group: no tombstone, no Tick, of the group's key if it has one. Poison is work."""
+    return record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
+
+
+def format_lag(rows: Iterable[GroupLag]) -> str:
+    """A table for the terminal: one line a group and topic."""
+    head = ("GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END", "OFFSETS", "RECORDS")
+    body = [
+        (
+            r.group,
+            r.topic,
+            str(r.partitions),
+            "-" if r.committed is None else str(r.committed),
+            str(r.end),
+            str(r.offsets),
+            str(r.records) if r.exact else f"<={r.records}",
+        )
+        for r in rows
+    ]
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+    lines = (
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in (head, *body)
+    )
+    return "\n".join(line.rstrip() for line in lines)

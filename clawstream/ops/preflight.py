@@ -1,0 +1,125 @@
+"""What `clawstream up` checks before it starts anything: all that can be known without Kafka and without an engine.
+
+Each process that has more to check than the types of its settings names its checks in a module of its package, `settings_check.CHECKS`:
+functions of the settings that raise SettingsError. They run in a process of their own, for they import what the settings name, users'
+modules too; ports are looked at by `up` itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from runtime.broker.embedded import status
+from runtime.errors import InUse, PlumbingError
+from runtime.process.child import bonded
+from runtime.process.config import PREFIX
+from runtime.process.ports import PortTaken, check_free
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+Check = Callable[[Settings], object]
+
+MODULES = {
+    "gateway": "gateway.settings_check",
+    "reward": "stream_jobs.reward.settings_check",
+    "admit": "stream_jobs.reward.settings_check",
+    "trainer": "trainer.settings_check",
+    "rollout": "rollout.settings_check",
+}
+"""Process to the module of its checks."""
+BROKER_GONE_S = 10.0
+PORTS_FREE_S = 3.0
+"""The processes of a supervisor that has just been killed need a moment to go."""
+
+
+class BrokerRuns(InUse):
+    """A broker that `clawstream up` did not start runs on this data directory: stop it with `clawstream broker stop`."""
+
+
+def check(settings: Settings, names: Sequence[str]) -> None:
+    """Raise SettingsError, with a line for each wrong setting, BrokerRuns or PortTaken. names: the processes that are to start."""
+    _check_settings(settings, names)
+    if "broker" in names:
+        _check_no_broker(settings)
+    deadline = time.monotonic() + PORTS_FREE_S
+    for name, host, port, setting in ports(settings, names):
+        while True:
+            try:
+                check_free(host, port, name, setting)
+                break
+            except PortTaken:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+
+def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, int, str]]:
+    """Yield process, host, port and the setting of the port, of everything that listens."""
+    if "broker" in names:
+        for node in range(settings.broker.nodes):
+            first = settings.broker.port + 10 * node
+            for port in (first, first + 1):
+                yield "broker", "127.0.0.1", port, "broker.port"
+    if "gateway" in names:
+        yield "gateway", settings.gateway.host, settings.gateway.port, "gateway.port"
+    if "rollout" in names and settings.rollout.attach_url is None:
+        yield "rollout", settings.rollout.host, settings.rollout.port, "rollout.port"
+
+
+def _check_no_broker(settings: Settings) -> None:
+    deadline = time.monotonic() + BROKER_GONE_S
+    while pids := [node.pid for node in status(settings.broker_dir) if node.pid is not None]:
+        if time.monotonic() > deadline:
+            raise BrokerRuns(
+                f"broker: one runs on {settings.broker_dir} already (pid {', '.join(map(str, pids))}); stop it: "
+                f"clawstream broker stop data_dir={settings.data_dir}"
+            )
+        time.sleep(0.1)
+
+
+def _check_settings(settings: Settings, names: Sequence[str]) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+    done = subprocess.run(
+        bonded([sys.executable, "-P", "-m", "clawstream.ops.preflight", *names]),
+        input=settings.model_dump_json(), capture_output=True, text=True, env=environ, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise PlumbingError(f"the settings could not be checked:\n{done.stderr[-2000:]}")
+    problems = json.loads(done.stdout.splitlines()[-1])
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Return what is wrong with the settings of these processes, one text for each check that fails."""
+    found: list[str] = []
+    for module in dict.fromkeys(MODULES[name] for name in names if name in MODULES):
+        try:
+            checks: Sequence[Check] = importlib.import_module(module).CHECKS
+        except ModuleNotFoundError as error:
+            found.append(
+                f"{module.partition('.')[0]} needs the package {error.name}, which is not installed: see docs/install.md"
+            )
+            continue
+        for one in checks:
+            try:
+                one(settings)
+            except SettingsError as error:
+                found.append(str(error))
+    return found
+
+
+def main() -> None:
+    """Check the settings on standard input for the processes on the command line; print the problems as a line of JSON."""
+    problems = problems_of(Settings.model_validate_json(sys.stdin.read()), sys.argv[1:])
+    sys.stdout.write(f"\n{json.dumps(problems)}\n")
+
+
+if __name__ == "__main__":
+    main()

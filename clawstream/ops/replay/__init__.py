@@ -1,0 +1,1 @@
+"""Replay: a window of topics or of the lake through assemble, reward and admit again."""

@@ -1,0 +1,245 @@
+"""The fold of a replay: records of a window in the order of log time in, what assemble and the reward job would put out. Pure.
+
+It is the same fold as assemble's (`stream_jobs.assemble.fold`), with what makes a live run depend on chance taken away: every record is a
+batch of its own, the partitions go on together by log time, and rules answer in the very moment in which a trajectory closes. So the
+same records give the same candidates, numbers and order included, at any speed. It is the run as it would have been had no process ever been behind.
+
+The clock of `claw.steps` is the partition's own, its ticks included, as in the live run. That of `claw.rewards` is the common one:
+all records before it have been folded, so no reward can come that is older.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
+
+from schemas.codec.single_object import Codec
+from schemas.ids import key_of_trajectory, parse_version
+from schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
+from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from schemas.trajectory_parts import joined
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.handlers import Limits
+from stream_jobs.assemble.model import REWARDS, STEPS, Closed, Entry, Key, Open, Source
+from stream_jobs.assemble.output_records import assembled, candidate, starts_of, step_mark
+from stream_jobs.assemble.payload.cache import Kept, PayloadCache
+from stream_jobs.assemble.state import Assembly
+
+Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
+"""What the reward functions and quality rules say of a whole trajectory."""
+
+
+class Moment(NamedTuple):
+    """One record of an input. time: ms of log time, never lower than the one before. event: a record of `schemas.records`.
+
+    A tick has no offset that counts.
+    """
+
+    time: int
+    partition: int
+    source: Source
+    offset: int
+    key: bytes | None
+    event: Any
+
+
+class Moments(Protocol):
+    """Where a replay reads: topics, or the lake."""
+
+    end: int
+    """The last time of the window, ms; known once all moments were read."""
+    unreadable: int
+    """Records that say nothing: left out."""
+
+    def moments(self) -> Iterator[Moment]:
+        """All records and ticks of one run, in order."""
+
+    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+        """As `InputLog.payload`: what is not in memory any more."""
+
+
+class Out(NamedTuple):
+    """A record to write: to `rewards`, `trajectories` or `candidates` of the replay."""
+
+    topic: str
+    partition: int
+    key: bytes | None
+    event: Any
+    headers: Mapping[str, bytes] | None
+    time: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was replayed."""
+
+    steps: int = 0
+    rewards: int = 0
+    marks: int = 0
+    trajectories: Counter[str] = field(default_factory=Counter)
+    """By outcome."""
+    candidates: int = 0
+    answers: int = 0
+    """Of rules, made by the replay."""
+    no_rewards: Counter[str] = field(default_factory=Counter)
+    """Answers without a reward, by reason."""
+    newest_attempt: int | None = None
+    """The highest attempt of this run's version ids that steps name; None: they name none."""
+    buried: Counter[str] = field(default_factory=Counter)
+    """Records that would have become dead letters, by reason."""
+
+    def step(self, step: Step, run_id: str) -> None:
+        """Count a step."""
+        self.steps += 1
+        for name in {step.version_first, step.version_last, *(span.version for span in step.versions)}:
+            version = parse_version(name or "")
+            if version is not None and version.run_id == run_id:
+                self.newest_attempt = max(version.attempt, self.newest_attempt or 0)
+
+    def plain(self) -> dict[str, Any]:
+        """For a report."""
+        return {f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v for f in fields(self)}
+
+
+class Replay:
+    """All partitions of one run.
+
+    trajectories_id: topic id of the replay's trajectories. again: payload that the cache has lost, by (partition, starts).
+    """
+
+    def __init__(
+        self, run_id: str, partitions: int, limits: Limits, codec: Codec, rules: Rules, trajectories_id: str, cache_bytes: int,
+        again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, Kept]]],
+    ) -> None:  # fmt: skip
+        self.tally = Tally()
+        self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
+        self.candidates_at = partition_of(run_id.encode(), CANDIDATE_PARTITIONS)
+        self.ends: Counter[int] = Counter()
+        """Next offset of each partition of the trajectories."""
+        self.rules, self.again = rules, again
+        self._parts = [_Partition(p, self, limits, cache_bytes // partitions) for p in range(partitions)]
+        self._ticked = -1
+
+    def take(self, moment: Moment) -> list[Out]:
+        """What one record brings about."""
+        out = self._parts[moment.partition].take(moment)
+        return [*self.tick(moment.time), *out] if any(o.topic == "candidates" for o in out) else out
+
+    def tick(self, time: int) -> list[Out]:
+        """Before a candidate: time goes on for admission, in all partitions at once."""
+        if time <= self._ticked:
+            return []
+        self._ticked = time
+        ticks = (Tick(partition=p, event_time=time) for p in range(len(self._parts)))
+        return [Out("candidates", self.candidates_at, None, tick, None, time) for tick in ticks]
+
+    @property
+    def open(self) -> int:
+        """Trajectories that have begun and not ended."""
+        return sum(len(p.state.opened) for p in self._parts)
+
+    @property
+    def waiting(self) -> int:
+        """Rewards, marks and completions whose target has not come."""
+        return sum(len(side) for p in self._parts for side in p.state.waiting)
+
+
+class _Partition:
+    """One partition of assemble, without its state log: what is lost with the process begins again."""
+
+    def __init__(self, partition: int, replay: Replay, limits: Limits, cache_bytes: int) -> None:
+        self.state = Assembly()
+        self._partition, self._replay = partition, replay
+        self._fold = Fold(self.state, limits)
+        self._cache = PayloadCache(cache_bytes)
+        self._rewards = 0  # numbers the records of `claw.rewards`, recorded or made here
+
+    def take(self, moment: Moment) -> list[Out]:
+        """Fold one record; what it decides is put out."""
+        tally, out = self._replay.tally, list[Out]()
+        self._fold.tick(REWARDS, moment.time)  # the order of moments says that no older reward comes
+        if isinstance(moment.event, Tick):
+            self._fold.tick(STEPS, moment.time)
+        elif moment.source == STEPS:
+            kept = self._fold.record(STEPS, moment.offset, moment.time, moment.key, moment.event)
+            if kept is not None:
+                self._cache.put(moment.offset, kept)
+            if isinstance(moment.event, Step):
+                tally.step(moment.event, self._replay.run_id)
+        else:
+            out.append(Out("rewards", self._partition, moment.key, moment.event, None, moment.time))
+            self._reward(moment.time, moment.key, moment.event)
+            tally.rewards += 1
+        out += self._decided(moment.time)
+        return out
+
+    def _reward(self, time: int, key: bytes | None, event: Any) -> None:
+        self._fold.record(REWARDS, self._rewards, time, key, event)
+        self._rewards += 1
+
+    def _decided(self, time: int) -> list[Out]:
+        out, pending = list[Out](), self.state.pending
+        for key, trajectory in list(pending.closings.items()):
+            out += self._closing(key, trajectory, time)
+        self._fold.seal()
+        if not pending:
+            return out
+        for mark in pending.marks:
+            name = key_of_trajectory(mark.key[1]).encode()
+            out.append(self._trajectory_record(name, step_mark(mark), time))
+            self._replay.tally.marks += 1
+        self._replay.tally.buried.update(b.reason for b in pending.burials)
+        for key in pending.revised:
+            out.append(self._candidate(key, time))
+        self.state.apply([op.DONE])
+        return out
+
+    def _closing(self, key: Key, trajectory: Open, time: int) -> Iterator[Out]:
+        replay, state = self._replay, self.state
+        payload = self._payload(key, trajectory, state.closed[key])
+        closed = state.closed[key]
+        done = assembled(key, trajectory, closed, payload)
+        name, first = key_of_trajectory(key[1]).encode(), replay.ends[self._partition]
+        for part in done.parts:
+            yield self._trajectory_record(name, part, time)
+        place = [replay.trajectories_id, self._partition, first, replay.ends[self._partition] - 1]
+        state.apply([op.FACTS, *key, done.prompt_tokens, done.order, place])
+        for offset in starts_of(trajectory):
+            self._cache.drop(offset)
+        replay.tally.trajectories[closed.outcome] += 1
+        for reward in replay.rules(joined(done.parts)):
+            yield Out("rewards", self._partition, name, reward, None, time)
+            self._reward(time, name, reward)
+            replay.tally.answers += 1
+            if isinstance(reward, Reward) and reward.value is None:
+                replay.tally.no_rewards[reward.reason or "no reason"] += 1
+
+    def _payload(self, key: Key, trajectory: Open, closed: Closed) -> dict[int, Kept]:
+        """All that the trajectory needs; where retention has taken some of it, it closes as lost."""
+        if closed.outcome == "lost":
+            return {}
+        starts = starts_of(trajectory)
+        found = {o: kept for o in starts if (kept := self._cache.get(o)) is not None}
+        missing = {o: start for o, start in starts.items() if o not in found}
+        if missing:
+            found.update(self._replay.again(self._partition, missing))
+        if any(o not in found for o in starts):
+            lost: Entry = [op.LOST, *key, "payload lost to retention"]
+            self.state.apply(lost)
+        return found
+
+    def _trajectory_record(self, key: bytes, event: Trajectory | StepMark, time: int) -> Out:
+        self._replay.ends[self._partition] += 1
+        return Out("trajectories", self._partition, key, event, None, time)
+
+    def _candidate(self, key: Key, time: int) -> Out:
+        replay, closed = self._replay, self.state.closed[key]
+        assert closed.place is not None, f"{key}: a candidate before its trajectory"
+        names = ("topic_id", "partition", "first_offset", "last_offset")
+        headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+        replay.tally.candidates += 1
+        made = candidate(key, closed, replay.codec)
+        return Out("candidates", replay.candidates_at, key[0].encode(), made, headers, time)

@@ -1,0 +1,237 @@
+"""A replay's input from the lake: steps, session events, rewards and marks of one run, at pinned versions of the tables.
+
+The rows say where their records lay and when, so the order is that of the log. Ticks are not kept; what they did is: each closing of a
+trajectory is a row, and the time at which it was closed counts as a tick of its partition. A last one, at the end of all records,
+closes what is due and was not closed yet. So the replay is that of the topics, unless it has other time-outs: then time goes on with the
+records only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from clawstream.ops.replay.fold import Moment
+from clawstream.ops.topics.copy import Choice
+from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
+from schemas.settings import Settings
+from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.payload.cache import Kept, metadata_of, payload_of
+from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake.tables.row_events import events_of
+
+CHUNK = 1000
+"""Records in memory at once."""
+_EPOCH = 1 << 40
+"""Offsets of a topic that was made anew come behind all of the one before."""
+_PLACE = ("kafka_topic_id", "kafka_partition", "kafka_offset", "kafka_timestamp")
+CLOSINGS = "trajectories"
+READ: Mapping[Source, Mapping[str, type]] = {
+    STEPS: {"steps": Step, "session_events": SessionEvent},
+    REWARDS: {"rewards": Reward, "curation": Curation, "assessments": Assessment},
+}
+"""The tables that hold what was on an input, each with its records."""
+
+
+def pinned(settings: Settings, pins: Mapping[str, int | None] | None = None) -> dict[str, int]:
+    """Versions of all tables that a replay reads: those given, the newest of the others; given as None: not read. Raises LakeMissing."""
+    found, pins = {}, pins or {}
+    if "steps" in pins and pins["steps"] is None:
+        raise LakeMissing(f"lake {settings.lake_uri} had no table steps then")
+    for name in (*READ[STEPS], *READ[REWARDS], CLOSINGS):
+        wanted = pins.get(name)
+        if name in pins and wanted is None:
+            continue
+        try:
+            table = open_table(settings.lake_uri, name, settings.lake.storage_options, wanted)
+        except LakeMissing:
+            if wanted is not None or name == "steps":
+                raise
+            continue  # an older release made the lake, without that table
+        found[name] = int(table.version())
+    return found
+
+
+def partitions_of(settings: Settings, versions: Mapping[str, int]) -> int:
+    """How many partitions the inputs of the run had, as far as its rows say; at least those of the settings."""
+    highest = settings.kafka.partitions - 1
+    for name, rows in _datasets(settings, versions).items():
+        if name != CLOSINGS:
+            found = rows.to_table(columns=[_PLACE[1]], filter=pc.field("run_id") == settings.run_id).column(0)
+            highest = max(highest, pc.max(found).as_py() if len(found) else 0)
+    return highest + 1
+
+
+def _datasets(settings: Settings, versions: Mapping[str, int]) -> dict[str, Any]:
+    storage = settings.lake.storage_options
+    return {
+        name: dataset(open_table(settings.lake_uri, name, storage, version), storage)
+        for name, version in versions.items()
+    }
+
+
+class _Ref(NamedTuple):
+    """Where one record is. time: running maximum of its partition; timestamp: its own, ms; offset: as the fold counts."""
+
+    time: int
+    partition: int
+    source: Source
+    offset: int
+    table: str
+    timestamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Log time [since, until) in ms; None: all."""
+
+    since_ms: int | None = None
+    until_ms: int | None = None
+
+
+class LakeMoments:
+    """The records of a run in the lake, as they lay on the log."""
+
+    def __init__(
+        self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, choice: Choice
+    ) -> None:  # fmt: skip
+        """partitions: as `partitions_of` has it. Raises LakeError when there is nothing of the run."""
+        self.unreadable = 0
+        self._choice, self._span, self._partitions = choice, span, partitions
+        self._tables = _datasets(settings, versions)
+        self._epochs: dict[str, int] = {}
+        self._stamps: dict[
+            int, tuple[array[int], array[int]]
+        ] = {}  # of steps, by partition: offsets in order, timestamps
+        self._refs = sorted(ref for source in (STEPS, REWARDS) for ref in self._index(source))
+        if not self._refs:
+            raise LakeError(
+                f"lake {settings.lake_uri} has nothing of run {choice.run} in that window, at these versions"
+            )
+        self.end = max(ref.time for ref in self._refs)
+        self._ticks = self._closings()
+        self.end = max([self.end, *(t for t, _ in self._ticks)])
+
+    def _where(self, *more: Any) -> Any:
+        condition = pc.field("run_id") == self._choice.run
+        for one in more:
+            condition &= one
+        return condition
+
+    def _within(self, column: str) -> list[Any]:
+        """Of the window."""
+        span, at = self._span, pc.field(column)
+        since = [at >= _instant(span.since_ms)] if span.since_ms is not None else []
+        return since + ([at < _instant(span.until_ms)] if span.until_ms is not None else [])
+
+    def _index(self, source: Source) -> Iterator[_Ref]:
+        """All records of one input, without what they say: about 220 bytes of memory each."""
+        parts = []
+        for name in READ[source]:
+            if name in self._tables:
+                rows = self._tables[name].to_table(columns=list(_PLACE), filter=self._where(*self._within(_PLACE[3])))
+                parts.append(rows.append_column("table", pa.array([name] * rows.num_rows, pa.string())))
+        if not parts:
+            return  # no table of that input was there
+        rows = pa.concat_tables(parts)
+        firsts = rows.group_by("kafka_topic_id").aggregate([("kafka_timestamp", "min")]).sort_by("kafka_timestamp_min")
+        self._epochs |= {t: index for index, t in enumerate(firsts.column("kafka_topic_id").to_pylist())}
+        places = sorted(
+            (p, o + _EPOCH * self._epochs[i], t // 1000, name)
+            for i, p, o, t, name in zip(
+                *(rows.column(c).to_pylist() for c in _PLACE[:3]),
+                rows.column(_PLACE[3]).cast(pa.int64()).to_pylist(),
+                rows.column("table").to_pylist(),
+                strict=True,
+            )
+        )
+        time: dict[int, int] = {}
+        for partition, offset, timestamp, name in places:
+            if source == STEPS:
+                offsets, stamps = self._stamps.setdefault(partition, (array("q"), array("q")))
+                offsets.append(offset)
+                stamps.append(timestamp)
+            time[partition] = max(time.get(partition, 0), timestamp)
+            yield _Ref(time[partition], partition, source, offset, name, timestamp)
+
+    def _closings(self) -> list[tuple[int, int]]:
+        """(time, partition) of what was closed in the window."""
+        if CLOSINGS not in self._tables:
+            return []
+        where = self._where(*self._within("closed_at"), pc.field("part") == 0)
+        rows = self._tables[CLOSINGS].to_table(columns=["closed_at", "kafka_partition"], filter=where)
+        times = (t // 1000 for t in rows.column("closed_at").cast(pa.int64()).to_pylist())
+        return sorted(set(zip(times, rows.column("kafka_partition").to_pylist(), strict=True)))
+
+    def moments(self) -> Iterator[Moment]:
+        """As `Moments.moments`."""
+        ticks, at = self._ticks, 0
+        for first in range(0, len(self._refs), CHUNK):
+            refs = self._refs[first : first + CHUNK]
+            events = self._read(refs)
+            for ref in refs:
+                while at < len(ticks) and ticks[at] <= (ref.time, ref.partition):
+                    yield _tick(*ticks[at])
+                    at += 1
+                event = self._choice.of(events[ref])
+                if event is not None:
+                    key = event.trajectory_key.encode()
+                    yield Moment(ref.time, ref.partition, ref.source, ref.offset, key, event)
+        yield from (_tick(*tick) for tick in ticks[at:])
+        yield from (_tick(self.end, partition) for partition in range(self._partitions))
+
+    def _read(self, refs: list[_Ref]) -> dict[_Ref, Any]:
+        """The records, table by table: one scan over the files that can have some."""
+        found: dict[_Ref, Any] = {}
+        for name in {ref.table for ref in refs}:
+            wanted = {(r.partition, r.offset): r for r in refs if r.table == name}
+            times = [r.timestamp for r in wanted.values()]
+            at = pc.field(_PLACE[3])
+            where = self._where(at >= _instant(min(times)), at <= _instant(max(times)))
+            for place, event in self._events(name, where):
+                if (ref := wanted.get(place)) is not None:
+                    found[ref] = event
+        return found
+
+    def _events(self, name: str, where: Any) -> Iterator[tuple[tuple[int, int], Any]]:
+        """((partition, offset as the fold counts), record) of rows."""
+        record = next(tables[name] for tables in READ.values() if name in tables)
+        rows = self._tables[name].to_table(filter=where)
+        ids, partitions, offsets = (rows.column(c).to_pylist() for c in _PLACE[:3])
+        for topic_id, p, o, event in zip(ids, partitions, offsets, events_of(record, rows), strict=True):
+            if topic_id in self._epochs:
+                yield (p, o + _EPOCH * self._epochs[topic_id]), event
+
+    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+        """As `InputLog.payload`. Of the lake only files of the trajectory's own time are read."""
+        offsets, stamps = self._stamps[partition]
+        times = [stamps[bisect_left(offsets, offset)] for offset in starts]
+        raw = [offset % _EPOCH for offset in starts]
+        at = pc.field(_PLACE[3])
+        where = self._where(
+            at >= _instant(min(times)), at <= _instant(max(times)),
+            pc.field(_PLACE[1]) == partition, pc.field(_PLACE[2]).isin(raw),
+        )  # fmt: skip
+        for name in READ[STEPS]:
+            if name in self._tables:
+                for (_, offset), event in self._events(name, where):
+                    chosen = self._choice.of(event) if offset in starts else None
+                    if isinstance(chosen, Step):
+                        yield offset, payload_of(chosen, provenance(chosen), starts[offset])
+                    elif isinstance(chosen, SessionEvent):
+                        yield offset, metadata_of(chosen)
+
+
+def _tick(time: int, partition: int) -> Moment:
+    return Moment(time, partition, STEPS, -1, None, Tick(partition=partition))
+
+
+def _instant(ms: int) -> Any:
+    return pa.scalar(ms * 1000, pa.timestamp("us", "UTC"))

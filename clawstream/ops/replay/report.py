@@ -1,0 +1,65 @@
+"""What admission said: batches with their content hashes, in order, refusals by reason, late revisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.kafka import Cluster
+from runtime.topics.records import Decoder
+from schemas.records import Candidate, Late, PolicyApplied, ReadyBatch, Refused
+from stream_jobs.admit.decisions.journal import Decision, Entry, Journaled
+from stream_jobs.admit.fold import Admission
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one fold gave."""
+
+    candidates: int = 0
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    late: int = 0
+
+    def add(self, decisions: Iterable[Decision]) -> Outcome:
+        """Count them."""
+        for decision in decisions:
+            match decision:
+                case ReadyBatch():
+                    self.batches.append(described(decision))
+                case Refused():
+                    self.refused[decision.reason] += 1
+                case Late():
+                    self.late += 1
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """For a report."""
+        return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
+
+    def fold(self, admission: Admission, entries: Iterable[Entry]) -> Outcome:
+        """Let an admission decide about a log from its beginning."""
+        self.add(admission.opening())
+        for entry in entries:
+            self.candidates += isinstance(entry.event, Candidate)
+            self.add(admission.fold(entry))
+        return self
+
+
+def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[Journaled]:
+    """All decisions on a ready-batches topic."""
+    for record in cluster.read_all(topic):
+        event = decoder.decode(record.value)
+        if isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
+            yield event
+
+
+def described(batch: ReadyBatch) -> dict[str, Any]:
+    """A batch in a line."""
+    return {
+        "batch_seq": batch.batch_seq, "content_hash": batch.content_hash, "admission_policy_version": batch.policy_version,
+        "groups": len(batch.groups), "trajectories": sum(len(g.members) for g in batch.groups),
+        "trainable_tokens": batch.trainable_tokens,
+    }  # fmt: skip

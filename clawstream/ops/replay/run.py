@@ -1,0 +1,332 @@
+"""`clawstream replay run`: a window of topics or of the lake again through assemble, reward and admit, into topics of its own.
+
+1. The plan is fixed: offsets of the source's topics or versions of its tables. It is kept, so that the same name gives the same again.
+2. The topics of prefix `replay-<name>` are made. What a killed replay left there is deleted first.
+3. The policy, then what the fold of the replay decides (`clawstream.ops.replay.fold`), is written: rewards, trajectories, candidates.
+4. The end of the run, unless it is to stay open. Then admission itself, as in a live run, reads the candidates to their end.
+
+Nothing of the source is written to. Everything that has the settings of the replay (`settings.yaml`) goes on from there: a trainer, a lake, SQL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clawstream.ops.replay.fold import Moments, Out, Replay
+from clawstream.ops.replay.report import Outcome, journal
+from clawstream.ops.replay.topic_source import TopicMoments
+from clawstream.ops.topics.copy import Choice, Writer
+from clawstream.ops.topics.fresh_prefix import FreshPrefix
+from runtime.atomic_file import write_durably
+from runtime.kafka import Cluster
+from runtime.kafka.window import Window, window_of
+from runtime.logs import logger
+from runtime.process.remembered_settings import public, remember
+from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
+from schemas.codec.single_object import Codec
+from schemas.errors import SettingsError
+from schemas.ids import check_run_id
+from schemas.records import AdmissionPolicy, RunEnded, Tick, Trajectory
+from schemas.rule_spec import of_run
+from schemas.settings import PolicySettings, Settings
+from stream_jobs.admit.main import Desk
+from stream_jobs.admit.policy import policy_of
+from stream_jobs.admit.policy_log import PolicyLog
+from stream_jobs.assemble.job import limits_of
+from stream_jobs.assemble.model import STEPS
+from stream_jobs.errors import PolicyRefused
+from stream_jobs.reward.evaluate import Answers
+
+NAME = re.compile(r"[a-z0-9-]{1,25}")
+PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to replay. pins: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
+
+    as_run: another run id for what comes out. keep_rules: recorded answers of rules count, nobody is asked again. with_steps: the
+    steps are copied, too. stay_open: the run does not end, so that what waits is not decided.
+    """
+
+    name: str
+    pins: Mapping[str, int | None] | None = None
+    since_ms: int | None = None
+    until_ms: int | None = None
+    as_run: str | None = None
+    keep_rules: bool = False
+    with_steps: bool = False
+    stay_open: bool = False
+
+
+def home_of(settings: Settings, name: str) -> Path:
+    """The directory of a replay."""
+    return settings.data_dir.absolute() / "replays" / name
+
+
+def replay_settings(settings: Settings, name: str, run_id: str, partitions: int) -> Settings:
+    """The installation of a replay: the same cluster and blobs, everything else of its own. Raises SettingsError."""
+    if not NAME.fullmatch(name):
+        raise SettingsError(f"name {name!r}: a replay's name has 1 to 25 of a-z 0-9 -")
+    factor, insync = settings.replication
+    kafka = settings.kafka.model_copy(
+        update={
+            "topic_prefix": f"replay-{name}", "partitions": partitions, "bootstrap_servers": settings.bootstrap_servers,
+            "replication_factor": factor, "min_insync_replicas": insync,
+        }
+    )  # fmt: skip
+    # The functions of the run are those of the replay's run too: what its policy requires follows from them.
+    functions = {
+        name: {**configured, run_id: of_run(configured, settings.run_id)}
+        for name in ("reward_functions", "quality_functions")
+        if (configured := getattr(settings.jobs, name))
+    }
+    trainer = settings.trainer.model_copy(update={"weights_dir": None, "checkpoint_dir": None})
+    return settings.model_copy(
+        update={
+            "run_id": check_run_id(run_id), "data_dir": home_of(settings, name), "kafka": kafka, "trainer": trainer,
+            "jobs": settings.jobs.model_copy(update={"write_ticks": False, **functions}),
+            "lake": settings.lake.model_copy(update={"uri": None, "storage_options": {}}),
+            "gateway": settings.gateway.model_copy(update={"blob_uri": settings.blob_uri}),
+        }
+    )  # fmt: skip
+
+
+def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
+    """Replay the run of the settings, and report. Done before, it only reports again; killed, it begins again.
+
+    Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
+    """
+    cluster = cluster_of(settings)
+    target = replay_settings(settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions)
+    fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
+    with closing(Answers(settings)) as answers, fresh.held():
+        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order, answers))
+        if begun.result is not None:
+            return {**begun.result, "was_done": True}
+        target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
+        fresh.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
+        keep_settings(target)
+        source = _source(settings, cluster, order, begun.plan, answers)
+        report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
+        policy = replace(policy_of(target, 1, now_micros()), **_fields(begun.plan["policy"]))
+        report |= _assemble(target, cluster, order, source, answers, settings.run_id, policy)
+        if report["newest_attempt"] is not None:
+            keep_settings(_with_ids_above(target, report["newest_attempt"]))
+        report |= _admit(target, cluster)
+        fresh.done(report)
+    return {**report, "was_done": False}
+
+
+def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
+    """A trainer of the replay publishes versions; none may have the id of a version that the recorded tokens name."""
+    first = max(target.trainer.first_attempt, newest_attempt + 1)
+    return target.model_copy(update={"trainer": target.trainer.model_copy(update={"first_attempt": first})})
+
+
+def keep_settings(target: Settings) -> None:
+    """Write the settings of a replay into its directory, without secrets: a command that lacks one then names it."""
+    tree, _ = public(target)
+    write_durably(target.data_dir / "settings.yaml", json.dumps(tree).encode(), 0o600)
+    remember(target)
+
+
+def _asked(settings: Settings, order: Order) -> dict[str, Any]:
+    """All that the outcome depends on: another of it under the same name is a mistake."""
+    jobs = settings.jobs.model_dump(mode="json", include={
+        "trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s", "bucket_inactivity_s", "agent_inactivity_s",
+        "reward_functions", "quality_functions", "train_truncated", "tick_interval_s",
+    })  # fmt: skip
+    policy = settings.admit.policy.model_dump(mode="json")
+    return {
+        **asdict(order), "source": settings.kafka.topic_prefix, "run": settings.run_id, "lake": settings.lake_uri, "jobs": jobs,
+        "policy": policy, "channels": list(settings.admit.channels),
+    }  # fmt: skip
+
+
+def _fresh(settings: Settings, cluster: Cluster, name: str) -> FreshPrefix:
+    return FreshPrefix(cluster, f"replay-{name}", home_of(settings, name) / "replay.json")
+
+
+def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
+    """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
+    policy = {"policy": _recorded_policy(settings, cluster, order, answers)}
+    if order.pins is not None:
+        from clawstream.ops.replay.lake_source import partitions_of, pinned
+
+        versions = pinned(settings, order.pins)
+        return {"from": "lake", "versions": versions, "partitions": partitions_of(settings, versions), **policy}
+    topics = settings.kafka.topics
+    windows = [window_of(cluster, t, order.since_ms, order.until_ms) for t in (topics.steps, topics.rewards)]
+    return {
+        "from": "topics",
+        "windows": [w.plain() for w in windows],
+        "partitions": max(len(w.ranges) for w in windows),
+        **policy,
+    }
+
+
+def _recorded_policy(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
+    """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
+
+    All of them where the settings have no policy of their own. What it awaits, wherever recorded answers count: these
+    come after their trajectory has closed, and the settings need not name the functions that gave them.
+    """
+    said, run = settings.admit.policy, settings.run_id
+    names = set(PolicySettings.model_fields) if said == PolicySettings() else set[str]()
+    names |= {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"} if names else set()
+    for name, is_set, is_asked in (
+        ("required_rewards", said.required_rewards is not None, answers.rewards(run)),
+        ("require_assessment", said.require_assessment is not None, answers.assesses(run)),
+    ):
+        if is_set or (is_asked and not order.keep_rules):
+            names.discard(name)
+        else:
+            names.add(name)
+    try:
+        newest = PolicyLog(settings, cluster).newest
+    except PolicyRefused:  # there is no such topic any more: the lake may have what it held
+        return {}
+    if newest is None:
+        return {}
+    # The trainer of the replay has sync_every from the settings, and would refuse another one.
+    return {n: v for n, v in asdict(newest.policy).items() if n in names - {"sync_every"}}
+
+
+def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a policy, as they were before they became JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in policy.items()}
+
+
+def _source(
+    settings: Settings, cluster: Cluster, order: Order, plan: Mapping[str, Any], answers: Answers
+) -> Moments:  # fmt: skip
+    run = settings.run_id
+    choice = Choice(
+        run, order.as_run, order.keep_rules or not answers.rewards(run), order.keep_rules or not answers.assesses(run)
+    )
+    if plan["from"] == "lake":
+        from clawstream.ops.replay.lake_source import LakeMoments, Span
+
+        span = Span(order.since_ms, order.until_ms)
+        return LakeMoments(settings, plan["versions"], plan["partitions"], span, choice)
+    steps, rewards = map(Window.of_plain, plan["windows"])
+    return TopicMoments(cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice)
+
+
+# -- assemble and reward
+
+
+def _assemble(
+    target: Settings, cluster: Cluster, order: Order, source: Moments, answers: Answers, source_run: str, policy: AdmissionPolicy
+) -> dict[str, Any]:  # fmt: skip
+    """Everything up to the candidates. source_run: whose rules are asked."""
+
+    def rules(trajectory: Trajectory) -> list[Any]:
+        # Not the clock: the same again must be the same bytes.
+        return [] if order.keep_rules else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
+
+    began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
+    pen, limits = _Pen(cluster, target), limits_of(target)
+    if order.pins is not None:  # the lake has no ticks, so it does not tell a silence from an idle log
+        limits = replace(limits, silent_after=None)
+    replay = Replay(
+        run, target.kafka.partitions, limits, pen.codec, rules, cluster.topic_id(topics.trajectories),
+        target.jobs.cache_mb << 20, source.payload,
+    )  # fmt: skip
+    pen.write([Out("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
+    said_at = began
+    for moment in source.moments():
+        if order.with_steps and moment.source == STEPS and not isinstance(moment.event, Tick):
+            pen.write([Out("steps", moment.partition, moment.key, moment.event, None, moment.time)])
+        pen.write(replay.take(moment))
+        if time.monotonic() - said_at > PROGRESS_S:
+            said_at = time.monotonic()
+            logger().info("replaying", steps=replay.tally.steps, until_ms=moment.time)
+    pen.write(replay.tick(source.end))
+    if not order.stay_open:
+        ended = RunEnded(run_id=run, reason=f"the end of replay {order.name}", created_at=now_micros())
+        pen.write([Out("candidates", replay.candidates_at, run.encode(), ended, None, source.end)])
+    pen.close()
+    tally, seconds = replay.tally, time.monotonic() - began
+    return {
+        **tally.plain(), "open": replay.open, "waiting": replay.waiting, "unreadable": source.unreadable,
+        "assemble_s": round(seconds, 3), "steps_per_s": round(tally.steps / seconds, 1),
+    }  # fmt: skip
+
+
+class _Pen:
+    """Writes what the fold puts out."""
+
+    def __init__(self, cluster: Cluster, target: Settings) -> None:
+        self._writer = Writer(cluster)
+        topics = target.kafka.topics
+        self._names = {
+            "steps": topics.steps, "rewards": topics.rewards, "trajectories": topics.trajectories, "candidates": topics.candidates,
+        }  # fmt: skip
+        self.codec = Codec()
+
+    def write(self, outs: list[Out]) -> None:
+        for out in outs:
+            topic = self._names[out.topic]
+            self._writer.put(topic, out.partition, out.key, self.codec.encode(out.event), out.time, out.headers)
+
+    def close(self) -> None:
+        """Raises CopyFailed when something lies elsewhere than the candidates say."""
+        self._writer.close()
+
+
+# -- admit
+
+
+def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
+    """Admission to the end of the candidates, and what it said."""
+    began, topics, channels = time.monotonic(), target.kafka.topics, target.admit.channels
+    create_topics(cluster, target, [topics.ready_batches_spec(target.run_id, c) for c in channels])
+    decoder = Decoder(cluster, topics.schemas)
+    desks = [Desk(target, channel, cluster, decoder) for channel in channels]
+    for desk in desks:
+        desk.open()
+    for desk in desks:
+        end = desk.end
+        while desk.position < end:
+            desk.step(0.5)
+    for desk in desks:
+        desk.close()
+    said = {c: _said(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
+    return {"channels": said, "admit_s": round(time.monotonic() - began, 3)}
+
+
+def _said(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
+    """What a ready-batches topic holds."""
+    return {
+        "topic": topic,
+        "topic_id": cluster.topic_id(topic),
+        **Outcome().add(journal(cluster, decoder, topic)).plain(),
+    }
+
+
+# -- those that there are
+
+
+def list_replays(settings: Settings) -> list[dict[str, Any]]:
+    """Name, what was asked, and the result of each; None while it is not done."""
+    files = sorted((settings.data_dir / "replays").glob("*/replay.json"))
+    return [{"name": f.parent.name, **json.loads(f.read_text())} for f in files]
+
+
+def delete_replay(settings: Settings, name: str) -> int:
+    """Delete its topics and its plan; its directory stays where something else is in it. Returns how many topics there were."""
+    replay_settings(settings, name, settings.run_id, settings.kafka.partitions)  # or an error that says what is wrong
+    fresh = _fresh(settings, cluster_of(settings), name)
+    if fresh.read() is None:
+        raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")
+    with fresh.held():
+        return fresh.delete()

@@ -1,0 +1,56 @@
+"""A replay's input from topics: a window of `claw.steps` and `claw.rewards`, one run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from clawstream.ops.replay.fold import Moment
+from clawstream.ops.topics.copy import Choice
+from runtime.kafka import Cluster, Record
+from runtime.kafka.window import Window, in_order
+from runtime.topics.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import FailedCall, Tick
+from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.payload.cache import Kept
+from stream_jobs.assemble.payload.input_log import InputLog
+
+
+class TopicMoments:
+    """Steps with their ticks, and rewards, by log time. Reads only; the same window always gives the same."""
+
+    def __init__(self, cluster: Cluster, decoder: Decoder, steps: Window, rewards: Window, choice: Choice) -> None:
+        self.end = 0
+        self.unreadable = 0
+        self._cluster, self._decoder, self._choice = cluster, decoder, choice
+        self._windows: dict[Source, Window] = {STEPS: steps, REWARDS: rewards}
+
+    def moments(self) -> Iterator[Moment]:
+        """As `Moments.moments`. Ticks on rewards say nothing: the order does."""
+        steps = self._windows[STEPS].topic
+        for time, record in in_order(self._cluster, [self._windows[STEPS], self._windows[REWARDS]]):
+            self.end = time
+            source: Source = STEPS if record.topic == steps else REWARDS
+            event = self._chosen(record)
+            if event is not None:
+                yield Moment(time, record.partition, source, record.offset, record.key, event)
+            elif source == STEPS:  # ticks, and what other runs and failed calls say of the time
+                yield Moment(time, record.partition, source, -1, None, Tick(partition=record.partition))
+
+    def _chosen(self, record: Record) -> Any | None:
+        """What a record of the run says; None: it is none of those that are replayed."""
+        if self._decoder.codec.is_tick(record.value):
+            return None
+        try:
+            event = self._decoder.decode(record.value)
+        except (Undecodable, UnknownSchema):
+            self.unreadable += 1
+            return None
+        if not hasattr(event, "run_id") or isinstance(event, FailedCall):
+            return None
+        return self._choice.of(event)
+
+    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+        """As `InputLog.payload`."""
+        return InputLog(self._cluster, self._decoder, self._windows[STEPS].topic, partition).payload(starts)

@@ -1,0 +1,123 @@
+"""Admission again over recorded candidates: the same batches under the recorded policies, or those of another policy.
+
+Reads only. What a live admission decided in many starts must be what one fold over its whole input decides (invariant 13b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from clawstream.ops.replay.report import Outcome, described, journal
+from runtime.kafka import Cluster, SourceTruncated
+from runtime.topics.records import Decoder, cluster_of, now_micros
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import AdmissionPolicy, Candidate, Channel, Late, PolicyApplied, ReadyBatch, RunEnded, Tick
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.admit.decisions.journal import Entry, Journaled, Source
+from stream_jobs.admit.decisions.journal_start import check_whole
+from stream_jobs.admit.decisions.state import Past, past_of
+from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.main import place_of
+from stream_jobs.admit.policy import policy_of
+from stream_jobs.errors import StreamJobError
+
+
+class NothingRecorded(StreamJobError):
+    """The run has no batches or no candidates to begin with. The message says which topic was looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run and channel have recorded. past: what was decided on candidates topics before today's. candidates: reads the log."""
+
+    source: Source
+    past: Past
+    journal: list[Journaled]
+    candidates: Callable[[], Iterator[Entry]]
+
+
+def check(settings: Settings, channel: Channel) -> dict[str, Any]:
+    """Fold the recorded candidates under the recorded policies; `first_difference` is None when all batches came again, in order.
+
+    Batches of a candidates topic that is no more can't be checked and are counted. Raises NothingRecorded, SourceTruncated.
+    """
+    recorded = read(cluster_of(settings), settings, channel)
+    wanted = [described(r) for r in recorded.journal if isinstance(r, ReadyBatch)]
+    not_checked = recorded.past.next_seq
+    admission = Admission(settings.run_id, channel, recorded.source, recorded.past)
+    found = Outcome().fold(admission, recorded.candidates())
+    return {
+        "run": settings.run_id, "channel": channel, "candidates": found.candidates, "batches": len(wanted),
+        "not_checked": not_checked, "first_difference": first_difference(wanted, found.batches),
+        "recorded": Outcome().add(recorded.journal).plain(), "replayed": found.plain(),
+    }  # fmt: skip
+
+
+def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
+    """Fold the recorded candidates under the policy of the settings, whatever was in force then."""
+    recorded = read(cluster_of(settings), settings, channel)
+    past = Past(policy=policy_of(settings, 1, now_micros()))
+    admission = Admission(settings.run_id, channel, recorded.source, past)
+    entries = (e for e in recorded.candidates() if not isinstance(e.event, AdmissionPolicy))
+    found = Outcome().fold(admission, entries)
+    return {
+        "run": settings.run_id, "channel": channel, "candidates": found.candidates,
+        "recorded": Outcome().add(recorded.journal).plain(), "replayed": found.plain(),
+    }  # fmt: skip
+
+
+def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
+    """All that is recorded of the run and channel of the settings. Raises NothingRecorded, SourceTruncated."""
+    topics, run = settings.kafka.topics, settings.run_id
+    there = cluster.topics()
+    topic, journal_topic = topics.candidates, topics.ready_batches(run, channel)
+    for name in (topic, journal_topic):
+        if name not in there:
+            raise NothingRecorded(f"there is no topic {name} on {cluster.bootstrap_servers}")
+    decoder = Decoder(cluster, topics.schemas)
+    partition = partition_of(run.encode(), there[topic])
+    source = Source(cluster.topic_id(topic), partition, there[topics.steps])
+    low = cluster.watermarks(topic, [partition])[partition][0]
+    check_whole(cluster, journal_topic)
+    whole = list(journal(cluster, decoder, journal_topic))
+    first = next(
+        (i for i, r in enumerate(whole) if not isinstance(r, Late) and r.input_topic_id == source.topic_id), None
+    )
+    if first is None:
+        raise NothingRecorded(f"{journal_topic} has nothing that was decided on today's {topic}")
+    opened = next((r for r in whole[first:] if isinstance(r, PolicyApplied)), None)
+    if opened is not None and opened.from_offset < low:
+        raise SourceTruncated(
+            f"source truncated: {topic}-{partition} begins at {low}, run {run} at {opened.from_offset}: its beginning is gone"
+        )
+    past = past_of(whole[:first], source.topic_id, low)
+    return Recorded(source, past, whole[first:], partial(_candidates, cluster, decoder, topic, partition, run))
+
+
+def first_difference(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first batch that is another one, with what was recorded and what came now; None: there is none.
+
+    What a live admission had not yet come to when its journal was read is no difference.
+    """
+    for index, batch in enumerate(wanted):
+        again = found[index] if index < len(found) else None
+        if again is None or again["content_hash"] != batch["content_hash"]:
+            return {"index": index, "recorded": batch, "replayed": again}
+    return None
+
+
+def _candidates(cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str) -> Iterator[Entry]:
+    """The log as admission takes it: ticks, and what is of the run. What can't be read was buried."""
+    for record in cluster.read_all(topic, partition):
+        try:
+            event = decoder.decode(record.value)
+            if isinstance(event, Tick):
+                yield Entry(record.offset, event)
+            elif isinstance(event, Candidate | AdmissionPolicy | RunEnded) and record.key == run.encode():
+                yield Entry(record.offset, event, place_of(record.headers) if isinstance(event, Candidate) else None)
+        except (Undecodable, UnknownSchema, ValueError):
+            continue

@@ -1,0 +1,146 @@
+"""`clawstream spool drain`: what a gateway holds back, or left behind, goes to Kafka; of each record the lake is asked first.
+
+1. Take the directory of what is held; the whole spool too when its gateway does not run.
+2. The oldest segment first: ask the lake for all of its records, send those that it does not have, in order.
+3. All acknowledged: remove the segment. A crash in between sends it again: the ids are the same.
+
+Of a damaged segment (`gateway.spool`) what can be read is sent; the file stays, until a person mends it or removes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gateway.durability.blobs import Blobs
+from gateway.durability.log import Message
+from gateway.durability.spool import DAMAGED, HELD, Damage, damaged_in, lock, put_with_damaged, read_segment, set_aside
+from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
+from runtime.blob_store import BlobStore
+from runtime.kafka import Cluster
+from runtime.topics.records import cluster_of
+from schemas.codec.single_object import Codec
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.settings import Settings
+
+__all__ = ["Drained", "GatewayError", "damaged", "drain"]
+InLake = Callable[[Settings, Sequence[Any]], list[bool]]
+CheckNotBehind = Callable[[Settings, Cluster, str], None]
+
+
+class Drained(NamedTuple):
+    """What became of one gateway's spool. runs: the gateway does, so only what it has put aside was looked at. damaged: what is left
+    because it can't be read.
+    """
+
+    gateway_id: str
+    sent: int
+    in_lake: int
+    runs: bool
+    damaged: list[Damage]
+
+
+def drain(
+    settings: Settings,
+    in_lake: InLake,
+    check_not_behind: CheckNotBehind,
+    gateway_id: str | None = None,
+) -> Iterator[Drained]:
+    """One result a gateway, as it is done. in_lake, check_not_behind: of `stream_jobs.lake.lookup`.
+
+    gateway_id: only this one. Raises GatewayError, and what the lake and Kafka raise; what was sent by then is not lost.
+    """
+    root, names = settings.spool_dir, _gateways(settings)
+    if gateway_id is not None and gateway_id not in names:
+        raise GatewayError(f"no spool of {gateway_id} in {root}: there is {', '.join(names) or 'none'}")
+    cluster, codec = cluster_of(settings), Codec()
+    blobs = Blobs(
+        BlobStore(settings.blob_uri, settings.gateway.blob_options), codec, settings.gateway.produce_timeout_s
+    )
+    work = _Work(settings, cluster, codec, blobs, in_lake, check_not_behind)
+    for name in names if gateway_id is None else [gateway_id]:
+        with _taken(root / name) as (paths, runs):
+            sent, known = work.drain(root / name, paths)
+        yield Drained(name, sent, known, runs, damaged_in(root / name))
+
+
+def damaged(settings: Settings) -> list[Damage]:
+    """Segments of all gateways of this spool directory that are kept because some of them can't be read. Raises GatewayError."""
+    try:
+        return [found for name in _gateways(settings) for found in damaged_in(settings.spool_dir / name)]
+    except OSError as error:
+        raise GatewayError(f"spool {settings.spool_dir}: {error}") from error
+
+
+def _gateways(settings: Settings) -> list[str]:
+    root = settings.spool_dir
+    return sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+
+
+class _Work(NamedTuple):
+    settings: Settings
+    cluster: Cluster
+    codec: Codec
+    blobs: Blobs
+    in_lake: InLake
+    check_not_behind: CheckNotBehind
+
+    def drain(self, directory: Path, paths: Sequence[Path]) -> tuple[int, int]:
+        """Records sent, and those that the lake had."""
+        sent = known = 0
+        asked: set[str] = set()
+        producer = self.cluster.producer()
+        try:
+            for path in paths:
+                messages, unreadable_bytes, _ = read_segment(path)
+                for topic in {m.topic for m in messages} - asked:
+                    self.check_not_behind(self.settings, self.cluster, topic)
+                    asked.add(topic)
+                missing = self._missing(messages)
+                for message in missing:
+                    try:
+                        (fitting,) = self.blobs.fit_now([message])
+                    except RecordTooLarge:
+                        set_aside(directory, message)
+                    else:
+                        producer.put(*fitting)
+                producer.flush()
+                if unreadable_bytes:
+                    put_with_damaged(directory, path)
+                else:
+                    path.unlink()
+                sent, known = sent + len(missing), known + len(messages) - len(missing)
+        finally:
+            producer.close()
+        return sent, known
+
+    def _missing(self, messages: Sequence[Message]) -> list[Message]:
+        """Those that the lake does not have. What can not be read is sent: whoever reads it there buries it."""
+        events: list[Any] = []
+        for message in messages:
+            try:
+                events.append(self.codec.decode(message.value))
+            except (Undecodable, UnknownSchema):
+                events.append(None)
+        there = self.in_lake(self.settings, events)
+        return [m for m, found in zip(messages, there, strict=True) if not found]
+
+
+@contextmanager
+def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
+    """Segments that are ours now, oldest first, and whether the gateway runs."""
+    with ExitStack() as stack:
+        try:
+            stack.callback(os.close, lock(directory / HELD))
+        except SpoolTaken as error:
+            raise SpoolTaken(f"spool {directory} is just being drained by another `clawstream spool drain`") from error
+        paths, runs = [path for name in (HELD, DAMAGED) for path in (directory / name).glob("*.spool")], False
+        try:
+            stack.callback(os.close, lock(directory))
+            paths += directory.glob("*.spool")
+        except SpoolTaken:
+            runs = True
+        yield sorted(paths, key=lambda path: path.name), runs

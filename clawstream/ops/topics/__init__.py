@@ -1,0 +1,1 @@
+"""Topic operations: copy to another prefix, and trim what no run needs."""

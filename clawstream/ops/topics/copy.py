@@ -1,0 +1,266 @@
+"""Copies of `claw.steps`, `claw.rewards` and the schemas under another prefix: every record with its timestamp, and the source's ticks.
+
+With the same number of partitions each partition is copied as it is. With another one the records of all partitions are merged by
+time, each goes where its key belongs, and the source's ticks, at most one a second, go to every new partition: behind all that came
+before them anywhere, so that time says the same there. Nobody else may write ticks there (`jobs.write_ticks=false`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clawstream.ops.topics.fresh_prefix import FreshPrefix
+from runtime.errors import PlumbingError
+from runtime.kafka import Cluster, Producer, Record
+from runtime.kafka.window import Window, in_order, window_of
+from runtime.topics.records import Decoder
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
+from schemas.ids import check_run_id, parse_version
+from schemas.records import Assessment, Reward, Tick
+from schemas.settings import Settings
+from schemas.topics import partition_of
+
+PREFIX = re.compile(r"[a-z0-9_-]{1,32}")
+TICK_MS = 1000
+FLUSH_BYTES = 32 << 20
+FLUSH_RECORDS = 20_000
+REWARDER = "clawstream.reward"
+"""`by` of what the reward job writes."""
+
+
+class CopyFailed(PlumbingError):
+    """The copy does not have what was written to it: somebody else writes there, too. Begin again under another prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which records are copied, and under which name. run: of this run only. as_run: its new name.
+
+    rewards, assessments: those that the reward job has written too.
+    """
+
+    run: str | None = None
+    as_run: str | None = None
+    rewards: bool = True
+    assessments: bool = True
+
+    @property
+    def every(self) -> bool:
+        """Whether nothing has to be looked at."""
+        return self.run is None and self.as_run is None and self.rewards and self.assessments
+
+    def of(self, event: Any) -> Any | None:
+        """The record as the copy has it, None when it is left out."""
+        if self.run is not None and event.run_id != self.run:
+            return None
+        if not self.rewards and isinstance(event, Reward) and event.source == "rule" and event.by == REWARDER:
+            return None
+        if not self.assessments and isinstance(event, Assessment):
+            return None
+        return event if self.as_run is None else renamed(event, self.as_run)
+
+
+def renamed(event: Any, run_id: str) -> Any:
+    """A step, session event, reward or mark of another run. The versions that sampled a step go with it: they stay versions of its run."""
+    old = event.run_id
+    changes: dict[str, Any] = {"run_id": run_id}
+    for name in ("version_first", "version_last"):
+        if (version := getattr(event, name, None)) is not None:
+            changes[name] = _version(version, old, run_id)
+    if spans := getattr(event, "versions", ()):
+        changes["versions"] = tuple(dataclasses.replace(s, version=_version(s.version, old, run_id)) for s in spans)
+    return dataclasses.replace(event, **changes)
+
+
+def _version(version: str, old: str, new: str) -> str:
+    parsed = parse_version(version)
+    return str(parsed._replace(run_id=new)) if parsed is not None and parsed.run_id == old else version
+
+
+class Writer:
+    """Puts records, a bounded number in flight, and knows where each lies: nobody else writes to these topics."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._producer: Producer = cluster.producer()
+        self._cluster = cluster
+        self.ends: Counter[tuple[str, int]] = Counter()
+        """Next offset of each partition written to."""
+        self._bytes = self._records = 0
+
+    def put(
+        self, topic: str, partition: int, key: bytes | None, value: bytes | None, time: int,
+        headers: Mapping[str, bytes] | None = None,
+    ) -> int:  # fmt: skip
+        """Write one; returns its offset."""
+        self._producer.put(topic, key, value, headers, partition, time)
+        self.ends[topic, partition] += 1
+        self._bytes, self._records = self._bytes + len(value or b""), self._records + 1
+        if self._bytes > FLUSH_BYTES or self._records > FLUSH_RECORDS:
+            self.flush()
+        return self.ends[topic, partition] - 1
+
+    def flush(self) -> None:
+        """Wait until everything is acknowledged."""
+        self._producer.flush()
+        self._bytes = self._records = 0
+
+    def close(self) -> None:
+        """Everything is acknowledged and in its place, or CopyFailed."""
+        self.flush()
+        self._producer.close()
+        for topic in {t for t, _ in self.ends}:
+            for partition, (low, high) in self._cluster.watermarks(topic).items():
+                if (low, high) != (0, self.ends[topic, partition]):
+                    raise CopyFailed(
+                        f"{topic}-{partition} holds offsets {low} to {high - 1}, not {self.ends[topic, partition]} records"
+                    )
+
+
+def copied_settings(settings: Settings, prefix: str, partitions: int) -> Settings:
+    """The installation of the copy: the same but for prefix, partitions and who writes ticks. Raises SettingsError."""
+    if prefix == settings.kafka.topic_prefix or not PREFIX.fullmatch(prefix):
+        raise SettingsError(f"prefix {prefix!r}: must be another one, of 1 to 32 of a-z 0-9 _ -")
+    kafka = settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": partitions})
+    return settings.model_copy(update={"kafka": kafka, "jobs": settings.jobs.model_copy(update={"write_ticks": False})})
+
+
+def copy_topics(
+    cluster: Cluster,
+    settings: Settings,
+    prefix: str,
+    partitions: int | None = None,
+    since_ms: int | None = None,
+    until_ms: int | None = None,
+    choice: Choice | None = None,
+) -> dict[str, Any]:
+    """Copy; returns records by topic, and what was left out. Raises InvalidId, SettingsError, PrefixTaken, WindowGone, CopyFailed.
+
+    partitions: of the copy; default: as many as there are. since_ms, until_ms: log time. Killed, it begins again; done, it only says so.
+    """
+    choice, topics = choice or Choice(), settings.kafka.topics
+    for run in (choice.run, choice.as_run):
+        if run is not None:
+            check_run_id(run)
+    source = (topics.steps, topics.rewards)
+    for topic in source:
+        cluster.topic_id(topic)  # or an error that says what is missing
+    count = partitions or cluster.topics(topics.steps)[topics.steps]
+    target = copied_settings(settings, prefix, count)
+    fresh = FreshPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
+    asked = {
+        "source": settings.kafka.topic_prefix, "partitions": count, "since_ms": since_ms, "until_ms": until_ms,
+        **dataclasses.asdict(choice),
+    }  # fmt: skip
+    copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
+    with fresh.held():
+        begun = fresh.begin(asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source})
+        if begun.result is not None:
+            return {**begun.result, "was_done": True}
+        fresh.make(target, copies)
+        windows = [Window.of_plain(begun.plan[t]) for t in source]
+        result = _copy(cluster, settings, target, windows, copies, choice)
+        fresh.done(result)
+    return {**result, "was_done": False}
+
+
+def _copy(
+    cluster: Cluster, settings: Settings, target: Settings, windows: list[Window], copies: tuple[str, str], choice: Choice
+) -> dict[str, Any]:  # fmt: skip
+    _copy_schemas(cluster, settings.kafka.topics.schemas, target.kafka.topics.schemas)
+    writer, decoder = Writer(cluster), Decoder(cluster, settings.kafka.topics.schemas)
+    result: dict[str, Any] = {
+        "partitions": target.kafka.partitions,
+        "records": {},
+        "ticks": 0,
+        "left_out": 0,
+        "unreadable": 0,
+    }
+    for window, topic in zip(windows, copies, strict=True):
+        copier = Copier(decoder, choice, target.kafka.partitions, len(window.ranges))
+        for time, record in in_order(cluster, [window]):
+            for partition, key, value in copier.places(time, record):
+                at = record.timestamp_ms if copier.same else time
+                writer.put(
+                    topic, partition, key, value, at, record.headers
+                )  # headers say what was sent again on purpose
+        for partition, key, value in copier.end():
+            writer.put(topic, partition, key, value, copier.time)
+        result["records"][topic] = copier.copied
+        for name in ("ticks", "left_out", "unreadable"):
+            result[name] += getattr(copier, name)
+    writer.close()
+    return result
+
+
+def _copy_schemas(cluster: Cluster, source: str, target: str) -> None:
+    """What was announced in the source; the copy's topic is compacted as well, so that twice does no harm."""
+    producer = cluster.producer()
+    for record in cluster.read_all(source):
+        producer.put(target, record.key, record.value)
+    producer.flush()
+    producer.close()
+
+
+class Copier:
+    """Where each record of one topic goes. Pure. partitions: of the copy; before: of the source."""
+
+    def __init__(self, decoder: Decoder, choice: Choice, partitions: int, before: int) -> None:
+        self.same = partitions == before
+        self.copied = self.ticks = self.left_out = self.unreadable = 0
+        self.time = 0
+        self._decoder, self._choice, self._partitions = decoder, choice, partitions
+        self._ticked = -TICK_MS
+
+    def places(self, time: int, record: Record) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+        """Partition, key and value of what becomes of a record, in the order of time."""
+        self.time = time
+        if self._decoder.codec.is_tick(record.value):
+            self.ticks += self.same
+            yield from [(record.partition, record.key, record.value)] if self.same else self._everywhere(time)
+            return
+        value = self._value(record)
+        if value is not None or (record.value is None and self._choice.every):
+            self.copied += 1
+            yield self._partition(record), record.key, value
+
+    def end(self) -> Iterator[tuple[int, None, bytes]]:
+        """What closes the copy: how far time had come."""
+        if not self.same and self._ticked >= 0:
+            self._ticked = -TICK_MS
+            yield from self._everywhere(self.time)
+
+    def _everywhere(self, time: int) -> Iterator[tuple[int, None, bytes]]:
+        if time < self._ticked + TICK_MS:
+            return
+        self._ticked = time
+        for partition in range(self._partitions):
+            self.ticks += 1
+            yield partition, None, self._decoder.codec.encode(Tick(partition=partition))
+
+    def _value(self, record: Record) -> bytes | None:
+        if self._choice.every:
+            return record.value
+        try:
+            event = self._decoder.decode(record.value)
+        except (Undecodable, UnknownSchema):
+            self.unreadable += 1
+            return None
+        chosen = self._choice.of(event) if hasattr(event, "run_id") else None
+        self.left_out += chosen is None
+        if chosen is None or chosen is event:
+            return None if chosen is None else record.value
+        return self._decoder.codec.encode(chosen)
+
+    def _partition(self, record: Record) -> int:
+        if self.same:
+            return record.partition
+        return (
+            partition_of(record.key, self._partitions)
+            if record.key is not None
+            else record.partition % self._partitions
+        )

@@ -1,0 +1,125 @@
+"""A topic prefix that one command fills from nothing, once: a copy or a replay of other topics.
+
+What was asked, what it comes down to and what came of it stand in a file. So a command that was killed begins again with the same
+plan, on topics made anew, and one that was done before says what came of it. Topics that nobody filled by such a file are never touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runtime.atomic_file import write_durably
+from runtime.errors import PlumbingError
+from runtime.kafka import Cluster, Unavailable
+from runtime.logs import logger
+from runtime.topics.records import create_topics
+from schemas.settings import Settings
+from schemas.topics import TopicSpec
+
+Plain = dict[str, Any]
+"""What JSON can hold."""
+GONE_S = 30.0
+
+
+class PrefixTaken(PlumbingError):
+    """The topics of this prefix are somebody else's, or were made by a command that asked for something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """plan: what to do. result: what came of it, when it was done before."""
+
+    plan: Plain
+    result: Plain | None
+
+
+class FreshPrefix:
+    """A prefix, and the file that says how it was filled."""
+
+    def __init__(self, cluster: Cluster, prefix: str, file: Path) -> None:
+        self._cluster, self.file = cluster, file
+        self._prefix = f"{prefix}."
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only one who works on it. Raises PrefixTaken."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.with_suffix(".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                raise PrefixTaken(f"another command is just filling the topics of {self._prefix}*") from e
+            yield
+
+    def begin(self, asked: Plain, plan: Callable[[], Plain]) -> Begun:
+        """The plan. It is made once; what was begun and not done begins again, without its topics. Raises PrefixTaken."""
+        asked = json.loads(json.dumps(asked))
+        known = self.read()
+        mine = self._there()
+        if known is None:
+            if mine:
+                raise PrefixTaken(f"there are topics already: {', '.join(mine[:3])}, ...; choose another name")
+            known = {"asked": asked, "plan": plan(), "result": None}
+            self._write(known)
+        elif known["asked"] != asked:
+            differs = [k for k in asked | known["asked"] if asked.get(k) != known["asked"].get(k)]
+            raise PrefixTaken(
+                f"{self.file} was asked otherwise ({', '.join(differs)}); choose another name or delete it"
+            )
+        if known["result"] is None and mine:
+            logger().warning("begins_again", topics=len(mine), file=str(self.file))
+            self._delete(mine)
+        return Begun(json.loads(json.dumps(known["plan"])), known["result"])
+
+    def make(self, settings: Settings, timed: Iterable[str]) -> None:
+        """The empty topics of these settings, to fill. timed: those whose records keep the timestamps they are given, for ever."""
+        kafka, kept = settings.kafka, frozenset(timed)
+        for spec in kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)):
+            if spec.name in kept:
+                made = keeping_time(spec)
+                self._cluster.create_topic(made.name, made.partitions, made.config, *settings.replication)
+        create_topics(self._cluster, settings)
+
+    def done(self, result: Plain) -> None:
+        """It is filled: from now on `begin` only repeats the result."""
+        known = self.read()
+        assert known is not None, "done before begin"
+        self._write(known | {"result": result})
+
+    def read(self) -> Plain | None:
+        """The file: asked, plan, result. None when there is none."""
+        return json.loads(self.file.read_text()) if self.file.exists() else None
+
+    def delete(self) -> int:
+        """Delete its topics and the file; how many topics there were."""
+        mine = self._there()
+        self._delete(mine)
+        self.file.unlink(missing_ok=True)
+        return len(mine)
+
+    def _write(self, known: Plain) -> None:
+        write_durably(self.file, (json.dumps(known, indent=1) + "\n").encode())
+
+    def _there(self) -> list[str]:
+        return sorted(t for t in self._cluster.topics() if t.startswith(self._prefix))
+
+    def _delete(self, topics: Iterable[str]) -> None:
+        for topic in topics:
+            self._cluster.delete_topic(topic)
+        deadline = time.monotonic() + GONE_S
+        while left := self._there():
+            if time.monotonic() > deadline:
+                raise Unavailable(f"topics were deleted but are still there after {GONE_S:g} s: {', '.join(left)}")
+            time.sleep(0.05)
+
+
+def keeping_time(spec: TopicSpec) -> TopicSpec:
+    """The topic with the timestamps that its records are given. They are old: retention by time would delete them at once."""
+    return replace(spec, config={**spec.config, "message.timestamp.type": "CreateTime", "retention.ms": "-1"})

@@ -1,0 +1,192 @@
+"""What the topics say of each run: since when it is on the candidates, whether it has ended, and how far its batches are done with.
+
+Reads only: the candidates from their start, `claw.weights`, and the journals (ready batches) of the runs that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from runtime.kafka import Cluster, KafkaError, Record
+from runtime.topics.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.ids import is_run
+from schemas.records import AdmissionPolicy, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
+from schemas.topics import Topics, partition_of
+
+
+@dataclass(slots=True)
+class Traces:
+    """What the candidates have of a run, by offset. first: its first record. ended: its end; None: it has none."""
+
+    partition: int
+    first: int
+    has_policy: bool = False
+    ended: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """The ready batches of a run and channel. end: the log's. seen: next candidate that its admission has not looked at.
+
+    trained: where its trainer stands, the end when nobody trains from it; untrained: batches behind that. flaw: why this can't be known.
+    """
+
+    run_id: str
+    channel: str
+    topic: str
+    low: int
+    end: int
+    seen: int = 0
+    trained: int = 0
+    untrained: int = 0
+    flaw: str | None = None
+
+
+class RunSurvey:
+    """The runs of one installation. Everything is read when it is made, but for journals: those are read for runs that may be over."""
+
+    def __init__(self, cluster: Cluster, topics: Topics, decoder: Decoder) -> None:
+        """Raises KafkaError when topics that every installation has are not seen, Unavailable when one of its topics has no leader.
+
+        What is not seen need not be gone: Kafka leaves out what the user may not describe.
+        """
+        self._cluster, self._topics, self._decoder = cluster, topics, decoder
+        self.there = cluster.topics_under(f"{topics.prefix}.")
+        for name in (topics.candidates, topics.steps, topics.weights):
+            if name not in self.there:
+                raise KafkaError(
+                    f"{name} is not seen on {cluster.bootstrap_servers}: run `clawstream topics create`, or allow Describe on it"
+                )
+        self.ids = cluster.topic_ids(sorted(self.there))
+        self.ends: dict[str, dict[int, tuple[int, int]]] = {}
+        """Of the candidates and the journals: partition to (first offset, end)."""
+        named = ((t, topics.parse_ready_batches(t)) for t in sorted(self.there))
+        self.journals = {t: run_and_channel for t, run_and_channel in named if run_and_channel is not None}
+        for topic in (topics.candidates, *self.journals):
+            self.ends[topic] = cluster.watermarks(topic, range(self.there.get(topic, 0)))
+        self.runs: dict[str, Traces] = {}
+        for partition in self.ends[topics.candidates]:
+            records = cluster.read_all(topics.candidates, partition)
+            self.runs |= traces_in(records, partition, decoder)
+        self._versions: dict[str, list[WeightVersion]] | None = None
+
+    def partition(self, run_id: str) -> int:
+        """Where the candidates of a run are."""
+        return partition_of(run_id.encode(), self.there[self._topics.candidates])
+
+    def journal(self, topic: str, whole: bool) -> Journal:
+        """A journal, with all that its records say when `whole`."""
+        run_id, channel = self.journals[topic]
+        low, end = self.ends[topic][0]
+        bare = Journal(run_id, channel, topic, low, end)
+        if not whole:
+            return bare
+        candidates = self._topics.candidates
+        group = f"{self._topics.prefix}-admit.{run_id}.{channel}"
+        committed = self._cluster.committed(group).get((candidates, self.partition(run_id)), 0)
+        versions = self.versions.get(run_id, []) if channel == "train" else []
+        try:
+            return journal_of(
+                bare,
+                self._events(topic),
+                self.ids[candidates],
+                committed,
+                versions,
+                self.ids[topic],
+                channel == "train",
+            )
+        except (Undecodable, UnknownSchema) as e:
+            return replace(bare, flaw=f"it can't be read: {e}")
+
+    def _events(self, topic: str) -> Iterator[tuple[int, object]]:
+        return ((r.offset, self._decoder.decode(r.value)) for r in self._cluster.read_all(topic))
+
+    @property
+    def versions(self) -> Mapping[str, list[WeightVersion]]:
+        """The published versions of each run, in log order."""
+        if self._versions is None:
+            self._versions = {}
+            for record in self._cluster.read_all(self._topics.weights):
+                try:
+                    event = self._decoder.decode(record.value)
+                except (Undecodable, UnknownSchema):
+                    continue  # the trainer and the workers complain of it
+                if isinstance(event, WeightVersion):
+                    self._versions.setdefault(event.run_id, []).append(event)
+        return self._versions
+
+
+def traces_in(records: Iterator[Record], partition: int, decoder: Decoder) -> dict[str, Traces]:
+    """The runs of one partition of the candidates. What has no run's key is passed over; only ends are decoded."""
+    found: dict[bytes, Traces | None] = {}
+    for record in records:
+        if record.key is None:
+            continue
+        if record.key not in found:
+            found[record.key] = Traces(partition, record.offset) if is_run(record.key) else None
+        traces = found[record.key]
+        if traces is not None and record.value is not None:
+            _hear(traces, record, decoder)
+    return {key.decode(): traces for key, traces in found.items() if traces is not None}
+
+
+def _hear(traces: Traces, record: Record, decoder: Decoder) -> None:
+    """Take what a record says of its run's life. One that nobody can read yet may be a policy: then the run lives."""
+    value = record.value or b""
+    try:
+        name = decoder.codec.type_name(value)
+    except UnknownSchema:
+        name = "RunEnded"  # it has to be looked up
+    except Undecodable:
+        return  # admission buries it
+    if name == "AdmissionPolicy":
+        traces.has_policy = True
+    elif name == "RunEnded" and traces.ended is None:
+        try:
+            event = decoder.decode(value)
+        except Undecodable:
+            return
+        except UnknownSchema:
+            event = None
+        traces.has_policy |= event is None or isinstance(event, AdmissionPolicy)
+        if isinstance(event, RunEnded) and event.run_id.encode() == record.key:
+            traces.ended = record.offset
+
+
+def journal_of(
+    bare: Journal, events: Iterator[tuple[int, object]], candidates_id: str, committed: int,
+    versions: list[WeightVersion], journal_id: str, is_trained: bool,
+) -> Journal:  # fmt: skip
+    """What a journal's records say. Pure.
+
+    committed: what its admission has committed of the candidates. versions: of the run, in log order. journal_id: the topic's.
+    is_trained: of a channel that trainers read.
+    """
+    seen, batches = committed, list[tuple[int, int]]()
+    for offset, event in events:
+        if isinstance(event, ReadyBatch):
+            batches.append((event.batch_seq, offset + 1))
+        if isinstance(event, ReadyBatch | Refused) and event.input_topic_id == candidates_id:
+            seen = max(seen, event.input_to)
+        elif isinstance(event, PolicyApplied) and event.input_topic_id == candidates_id:
+            seen = max(seen, event.from_offset + 1)
+    if not is_trained or not (batches or versions):
+        trained, untrained = bare.end, 0
+    else:
+        last = last_trained(versions, journal_id)
+        done = [behind for seq, behind in batches if last is not None and seq <= last]
+        trained, untrained = max(done, default=bare.low), len(batches) - len(done)
+    return replace(bare, seen=seen, trained=trained, untrained=untrained)
+
+
+def last_trained(versions: list[WeightVersion], journal_id: str) -> int | None:
+    """The last batch of a journal that is in the newest version, whose checkpoint a trainer goes on from; None: none is."""
+    by_id: Callable[[str | None], WeightVersion | None] = {v.version_id: v for v in versions}.get  # type: ignore[assignment]
+    version = versions[-1] if versions else None
+    while version is not None and version.batches_topic_id == journal_id:
+        if version.last_batch_seq is not None:
+            return version.last_batch_seq
+        version = by_id(version.parent_version)
+    return None

@@ -1,0 +1,275 @@
+"""What no run needs any more of the topics without retention by time, and removing it (`clawstream topics trim`).
+
+Candidates, ready batches and, asked for by time, rewards. Of each partition a beginning goes, up to the lowest of these bounds:
+
+    all               what every table of the lake holds; `before`, log time
+    ready batches     of a run that is over: ended, and its admission has decided and has read that; what its trainer has trained and published
+    candidates        the first record of each run that is not over, and the last Tick of each source partition before: whoever begins to
+                      read there knows event time as if nothing were missing
+    rewards           what assemble has applied; the first record that the steps still have, and as long before as a reward waits for its
+                      step, for a replay joins them again
+
+A journal that does not begin at 0 is that of a run that is over for ever: its admission does not start again, and what still comes of the run
+holds nothing. So the candidates of an ended run go once something of each of its journals has gone, and journals go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from clawstream.ops.topics.run_survey import Journal, RunSurvey, Traces
+from runtime.errors import PlumbingError
+from runtime.kafka import Cluster
+from runtime.topics.event_time import first_tick_needed
+from runtime.topics.records import Decoder
+from schemas.settings import Settings
+
+CLOCKS_APART_MS = 60_000
+"""How far the clocks of two brokers may be apart: each stamps the partitions that it leads."""
+
+At = tuple[str, int]
+"""Topic and partition."""
+
+
+class NotGivenUp(PlumbingError):
+    """A run can't be given up: it lives, or there is none of that name."""
+
+
+class TrimOvertaken(PlumbingError):
+    """A topic was made anew since the plan was made: its offsets say nothing of the new one. Begin again."""
+
+
+class Bound(NamedTuple):
+    """Nothing from offset `at` on may go, and why."""
+
+    at: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of one partition: [low, to) goes, [to, end) stays. why: what holds that; empty when nothing has to stay."""
+
+    topic: str
+    partition: int
+    low: int
+    to: int
+    end: int
+    why: str = ""
+
+    @property
+    def removes(self) -> int:
+        """How many offsets go; control records and Ticks count."""
+        return self.to - self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What others know: offsets below which the lake holds all, and below which assemble has applied the rewards; what is missing is 0.
+
+    before_ms: only what came before this log time goes. given_up: runs of which nobody wants the rest.
+    """
+
+    in_lake: Mapping[At, int]
+    applied: Mapping[int, int] = field(default_factory=dict)
+    before_ms: int | None = None
+    given_up: Collection[str] = ()
+
+
+# -- the judgement, pure
+
+
+def cut(topic: str, partition: int, ends: tuple[int, int], bounds: Iterable[Bound]) -> Cut:
+    """The lowest bound counts; all that are as low are told."""
+    low, end = ends
+    known = [Bound(max(low, min(b.at, end)), b.why) for b in bounds]
+    to = min((b.at for b in known), default=end)
+    why = "; ".join(dict.fromkeys(b.why for b in known if b.at == to)) if to < end else ""
+    return Cut(topic, partition, low, to, end, why)
+
+
+def needs(run: str, traces: Traces | None, journals: Sequence[Journal], given_up: Collection[str]) -> str | None:
+    """Why a run still needs all that it has; None: it is over. journals: of its channels."""
+    if traces is not None and traces.has_policy and traces.ended is None:
+        return f"run {run} lives"
+    if run in given_up:
+        return None
+    if traces is not None and traces.ended is not None:
+        unread = next((why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None)
+        if unread is None and traces.has_policy and not any(j.end for j in journals):
+            return f"run {run} has ended at {traces.ended}, but no decisions of it are seen (--give-up {run})"
+        return unread
+    if any(j.low > 0 for j in journals):
+        return None
+    if traces is None:
+        return f"nothing on the candidates says that run {run} has ended (--give-up {run})"
+    return f"run {run} has no policy yet (--give-up {run})"
+
+
+def _unread_end(journal: Journal, ended: int) -> str | None:
+    if journal.low > 0 or journal.flaw is not None or journal.seen > ended:
+        return None
+    name = f"{journal.run_id} ({journal.channel})"
+    return (
+        f"run {journal.run_id} has ended at {ended}, but the admission of {name} has read to {journal.seen}: start it "
+        f"(or --give-up {journal.run_id})"
+    )
+
+
+def journal_bounds(journal: Journal, need: str | None, given_up: Collection[str]) -> Iterator[Bound]:
+    """What holds the ready batches of a run. need: why it needs all of them."""
+    run = journal.run_id
+    if need is not None:
+        yield Bound(journal.low, need)
+    elif run in given_up:
+        return
+    elif journal.flaw is not None:
+        yield Bound(journal.low, f"{journal.flaw} (--give-up {run})")
+    elif journal.untrained:
+        yield Bound(journal.trained, f"{journal.untrained} batches of run {run} are not trained (--give-up {run})")
+    elif journal.trained == 0 and journal.end > 0:
+        yield Bound(0, f"the trainer of run {run} has begun, but trained nothing (--give-up {run})")
+    else:
+        yield Bound(journal.trained, f"the trainer of run {run} stands there")
+
+
+def rewards_before_steps(steps_ms: Iterable[int], orphan_after_s: float) -> int:
+    """Log time since when a reward may be of one of these steps: it may come long before its step, and brokers' clocks differ."""
+    return max(0, min(steps_ms) - round(orphan_after_s * 1000) - CLOCKS_APART_MS)
+
+
+def run_bound(run: str, traces: Traces, need: str | None, cuts: Iterable[Cut]) -> Bound | None:
+    """What a run holds of the candidates. need: why it needs all of them. cuts: of its journals."""
+    held = next((c for c in cuts if c.to == 0 and c.end > 0), None)
+    if need is None and held is None:
+        return None
+    if held is not None and need is None:
+        need = f"run {run} has ended, but {held.topic} stays: {held.why}"
+    return Bound(traces.first, f"{need}, since offset {traces.first}")
+
+
+# -- the plan
+
+
+class TopicTrim:
+    """A plan: made when this is, carried out by `do`. Reads all candidates there are, and the journals of runs that are over."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, kept: Kept) -> None:
+        """Raises NotGivenUp; KafkaError when it does not see what it must see."""
+        self._cluster, self._topics, self._kept = cluster, settings.kafka.topics, kept
+        self._orphan_after_s = settings.jobs.orphan_after_s
+        self._decoder = Decoder(cluster, self._topics.schemas)
+        self._survey = RunSurvey(cluster, self._topics, self._decoder)
+        self._ids = self._survey.ids
+        self._check_given_up()
+        self._before = {t: self._came_before(t) for t in (self._topics.candidates, *self._survey.journals)}
+        self._journal_cuts: dict[str, list[Cut]] = {}
+        self._needs: dict[str, str | None] = {}
+        self._judge_runs()
+        journals = [c for cuts in self._journal_cuts.values() for c in cuts]
+        candidates = [self._candidates(p) for p in sorted(self._survey.ends[self._topics.candidates])]
+        self.cuts: list[Cut] = [*journals, *candidates, *self._rewards()]
+        """In the order in which they are to be made."""
+
+    def do(self) -> None:
+        """Remove it. Raises TrimOvertaken; KafkaError may leave some of it there, the next plan goes on with that."""
+        todo = [c for c in self.cuts if c.removes]
+        today = self._cluster.topic_ids(sorted({c.topic for c in todo}))
+        for topic, topic_id in today.items():
+            if topic_id != self._ids[topic]:
+                raise TrimOvertaken(f"{topic} was made anew meanwhile: nothing was removed, make another plan")
+        for c in todo:
+            self._cluster.delete_records(c.topic, c.partition, c.to)
+
+    def _check_given_up(self) -> None:
+        for run in sorted(self._kept.given_up):
+            traces = self._survey.runs.get(run)
+            if traces is None and not any(r == run for r, _ in self._survey.journals.values()):
+                raise NotGivenUp(f"there is nothing of run {run}")
+            if traces is not None and traces.has_policy and traces.ended is None:
+                raise NotGivenUp(f"run {run} lives: end it first, clawstream run end {run} --yes")
+
+    def _came_before(self, topic: str) -> Mapping[int, int]:
+        if self._kept.before_ms is None:
+            return {}
+        return self._cluster.offsets_at(topic, self._kept.before_ms)
+
+    def _shared_bounds(self, topic: str, partition: int) -> Iterator[Bound]:
+        held = self._kept.in_lake.get((topic, partition), 0)
+        yield Bound(held, f"the lake has it up to {held}")
+        if self._kept.before_ms is not None:
+            at = self._before.get(topic, {}).get(partition, 0)
+            yield Bound(at, "what came later is not asked for (--before)")
+
+    def _judge_runs(self) -> None:
+        survey, kept = self._survey, self._kept
+        of_run: dict[str, list[str]] = {}
+        for topic, (run, _) in survey.journals.items():
+            of_run.setdefault(run, []).append(topic)
+        for run in sorted({*survey.runs, *of_run}):
+            traces, topics = survey.runs.get(run), of_run.get(run, [])
+            alive = traces is not None and traces.has_policy and traces.ended is None
+            journals = [survey.journal(t, not alive) for t in topics]
+            need = self._needs[run] = needs(run, traces, journals, kept.given_up)
+            self._journal_cuts[run] = []
+            for j in journals:
+                bounds = [*journal_bounds(j, need, kept.given_up), *self._shared_bounds(j.topic, 0)]
+                self._journal_cuts[run].append(cut(j.topic, 0, (j.low, j.end), bounds))
+
+    def _candidates(self, partition: int) -> Cut:
+        topic, survey = self._topics.candidates, self._survey
+        bounds = list(self._shared_bounds(topic, partition))
+        for run, traces in survey.runs.items():
+            if traces.partition == partition:
+                bound = run_bound(run, traces, self._needs[run], self._journal_cuts[run])
+                bounds += [] if bound is None else [bound]
+        ends = survey.ends[topic][partition]
+        found = cut(topic, partition, ends, bounds)
+        tickers = survey.there[self._topics.steps]
+        first = first_tick_needed(self._cluster, self._decoder, (topic, partition), found.low, found.to, tickers)
+        if first == found.to:
+            return found
+        reason = f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
+        return cut(topic, partition, ends, [Bound(first, reason)])
+
+    def _rewards(self) -> Iterator[Cut]:
+        """Only by time: nothing but the replay of what is gone from the steps can tell that a reward is not needed."""
+        topic, kept = self._topics.rewards, self._kept
+        if kept.before_ms is None or topic not in self._survey.there:
+            return
+        steps, firsts = self._topics.steps, dict[int, int]()
+        for partition in range(self._survey.there[steps]):
+            record = next(iter(self._cluster.read_all(steps, partition)), None)
+            if record is not None:
+                firsts[partition] = record.timestamp_ms
+        ends = self._cluster.watermarks(topic)
+        self._before |= {topic: self._cluster.offsets_at(topic, kept.before_ms)}
+        since = rewards_before_steps(firsts.values(), self._orphan_after_s) if firsts else 0
+        by_steps = self._cluster.offsets_at(topic, since)
+        for partition, pair in sorted(ends.items()):
+            bounds = list(self._shared_bounds(topic, partition))
+            applied = kept.applied.get(partition, 0)
+            bounds.append(Bound(applied, f"assemble has applied it up to {applied}"))
+            if partition in firsts:
+                bounds.append(Bound(by_steps.get(partition, 0), f"{steps} has steps since then"))
+            else:
+                bounds.append(Bound(pair[0], f"{steps}-{partition} is empty: it can't be told which steps are gone"))
+            yield cut(topic, partition, pair, bounds)
+
+
+def format_cuts(cuts: Sequence[Cut]) -> str:
+    """A table for the terminal: one line a partition that has anything."""
+    head = ("TOPIC", "PARTITION", "START", "GOES TO", "END", "HELD BY")
+    body = [
+        (c.topic, str(c.partition), str(c.low), str(c.to) if c.removes else "-", str(c.end), c.why)
+        for c in cuts
+        if c.end > c.low
+    ]
+    lines = [head, *body]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if 0 < i < 5 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )  # fmt: skip

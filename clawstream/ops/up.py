@@ -1,0 +1,279 @@
+"""`clawstream up`: all processes on one machine, on the embedded broker or another cluster.
+
+Stopping is ordered, so that nothing is left behind in a topic: gateway (with its spool), then the jobs once they have no
+lag, then admission, trainer and rollout, then the lake, and the broker last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from clawstream.ops.lag import data_lag
+from clawstream.ops.preflight import check
+from runtime.broker.embedded import BrokerError, status
+from runtime.exit_codes import EXIT_SETTINGS
+from runtime.kafka import KafkaError
+from runtime.logs import logger
+from runtime.process.lifecycle import run_async
+from runtime.process.readiness import ready
+from runtime.process.remembered_settings import FILE, changes, forget, remember, withheld_from
+from runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable, python
+from runtime.topics.records import cluster_of
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+COMMANDS = {
+    "broker": ("broker", "run"),
+    "gateway": ("gateway",),
+    "assemble": ("jobs", "assemble"),
+    "reward": ("jobs", "reward"),
+    "admit": ("admit",),
+    "lake": ("lake",),
+    "trainer": ("train",),
+    "rollout": ("rollout",),
+}
+NEED_MODEL = ("trainer", "rollout")
+
+
+def wanted(settings: Settings) -> list[str]:
+    """Processes to start, in order. Without a model there is nothing to train or serve: only the data part."""
+    unknown = set(settings.up.processes) - COMMANDS.keys()
+    if unknown:
+        raise SettingsError(f"setting up.processes: {sorted(unknown)} unknown, there are {sorted(COMMANDS)}")
+    names = [n for n in COMMANDS if n in settings.up.processes]
+    if settings.kafka.bootstrap_servers is not None and "broker" in names:
+        names.remove("broker")
+    if settings.trainer.model_path is None:
+        names = [n for n in names if n not in NEED_MODEL or (n == "rollout" and settings.rollout.attach_url)]
+    return names
+
+
+def of_children(settings: Settings) -> Settings:
+    """Name the workers of stream jobs, one of each on this machine: started again, they get their partitions back at once."""
+    worker = settings.jobs.worker_id or f"up-{socket.gethostname()}"
+    return settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})})
+
+
+class Installation:
+    """The processes of one data directory, as a whole: an `async with` block, like its supervisor.
+
+    The directory remembers the settings; the processes are given them on standard input, for on a command line everybody could
+    read secrets.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
+        self.supervisor = Supervisor(self.settings.data_dir, settings.up.restart_delay_s, settings.up.stop_timeout_s)
+        self.cluster = cluster_of(settings)
+        self._before: bytes | None = None
+
+    async def __aenter__(self) -> Self:
+        """Take the directory. Raises AlreadyRunning or Unwritable."""
+        await self.supervisor.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what still runs, and let another supervisor have the directory."""
+        await self.supervisor.__aexit__(kind, error, trace)
+
+    def remember(self) -> None:
+        """Have the data directory remember the settings. Raises SettingsError when a secret of before is missing, Unwritable."""
+        if missing := withheld_from(self.settings):
+            raise SettingsError(
+                "\n".join(
+                    f"setting {path}: it was given before, and secrets are not remembered; give it again"
+                    for path in missing
+                )
+                + f"\nTo go on without: delete {self.settings.data_dir / FILE}, and give all settings"
+            )
+        for path, before, now in changes(self.settings):
+            logger().warning(
+                "setting_changed", setting=path, before=before, now=now, hint="what was written before stays there"
+            )
+        try:
+            self._before = remember(self.settings)
+        except OSError as e:
+            raise Unwritable(f"data_dir={self.settings.data_dir} cannot be written to: {e}") from e
+
+    def forget(self) -> None:
+        """Have the data directory remember what it did before `remember`: these settings are wrong."""
+        forget(self.settings.data_dir, self._before)
+
+    def start(self, *names: str) -> None:
+        """Start processes by name."""
+        settings = of_children(self.settings).model_dump_json().encode()
+        for name in names:
+            self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings))
+
+    async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
+        """Wait until the cluster answers, and say so while a broker of our own takes its time.
+
+        Raises KafkaError when a cluster does not answer for `timeout_s`, BrokerError when our own broker does not run after that. While
+        it runs it may take as long as it takes: after an unclean end it reads its logs first.
+        """
+        if "broker" in self.supervisor.table:
+            await self._wait_for_own_broker(timeout_s, say_every_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                await asyncio.to_thread(self.cluster.topics)
+                return
+            except KafkaError as e:
+                if time.monotonic() > deadline:
+                    raise
+                logger().debug("waiting_for_kafka", error=str(e))
+
+    async def _wait_for_own_broker(self, timeout_s: float, say_every_s: float) -> None:
+        started = said = time.monotonic()
+        log = self.settings.data_dir / "logs" / "broker.log"
+        while not any(node.ready for node in await asyncio.to_thread(status, self.settings.broker_dir)):
+            broker = self.supervisor.table["broker"]
+            # One that was killed did nothing wrong, and comes back.
+            killed = broker["state"] == "restarting" and broker["exit_code"] in KILLED
+            now = time.monotonic()
+            if broker["state"] != "running" and not killed and now - started > timeout_s:
+                raise BrokerError(
+                    f"the broker on {self.settings.broker_dir} does not run after {now - started:.0f} s: {broker['state']}, "
+                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts: {broker['error'] or 'no error was logged'}. Its log: {log}"
+                )
+            if now - said >= say_every_s:
+                said = now
+                hint = "it starts; after an unclean end it reads its logs first"
+                logger().info(
+                    "waiting_for_broker", seconds=round(now - started), state=broker["state"], hint=hint, log=str(log)
+                )
+            await asyncio.sleep(0.1)
+
+    async def drain(self, groups: Sequence[str], what: str) -> bool:
+        """Wait until every group has read all data there is, seen twice in a row; False after drain_timeout_s.
+
+        groups: Full names of consumer groups. what: For the log.
+        """
+        deadline = time.monotonic() + self.settings.up.drain_timeout_s
+        clean = 0
+        lags: dict[str, int] = {}
+        while clean < 2:
+            if self._broker_is_down:
+                logger().error(
+                    "drain_skipped", what=what, reason="the broker does not run; all is read after the next start"
+                )
+                return False
+            try:
+                lags = {g: await asyncio.to_thread(data_lag, self.cluster, self.settings, g) for g in groups}
+                clean = clean + 1 if not any(lags.values()) else 0
+            except KafkaError as e:
+                clean = 0
+                logger().warning("drain_lag_unknown", what=what, error=str(e))
+            if time.monotonic() > deadline:
+                logger().error("drain_timeout", what=what, lag={g: n for g, n in lags.items() if n})
+                return False
+            await asyncio.sleep(0.3)
+        return True
+
+    @property
+    def _broker_is_down(self) -> bool:
+        """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag then."""
+        broker = self.supervisor.table.get("broker")
+        return broker is not None and broker["state"] != "running" and broker["exit_code"] not in KILLED
+
+    def _running(self, name: str) -> bool:
+        return self.supervisor.table.get(name, {}).get("state") in ("running", "restarting")
+
+    async def stop_in_order(self, keep_broker: bool = False) -> bool:
+        """Stop everything; True when every stage had no lag left when it was stopped."""
+        prefix, run = self.settings.kafka.topic_prefix, self.settings.run_id
+        channels = self.settings.admit.channels
+        clean = True
+        await self.supervisor.stop("gateway")
+        if self._running("assemble"):
+            groups = [f"{prefix}-assemble", *([f"{prefix}-reward"] if self._running("reward") else [])]
+            clean &= await self.drain([*groups, groups[0]], "jobs")
+        if self._running("admit"):
+            clean &= await self.drain([f"{prefix}-admit.{run}.{c}" for c in channels], "admit")
+        if self._running("trainer"):
+            clean &= await self.drain([f"{prefix}-trainer.{run}.train"], "trainer")
+        await self.supervisor.stop("assemble", "reward")
+        await self.supervisor.stop("admit")
+        await self.supervisor.stop("trainer")
+        await self.supervisor.stop("rollout")
+        if self._running("lake"):
+            clean &= await self.drain([f"{prefix}-lake"], "lake")
+        await self.supervisor.stop("lake")
+        if not keep_broker:
+            await self.stop_broker()
+        return clean
+
+    async def stop_broker(self) -> None:
+        """Stop the broker and let another supervisor have the directory."""
+        await self.supervisor.stop("broker")
+        self.supervisor.release()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work; True once it is done, False when `stop` came first: a wait without an end must be one that can be stopped."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        await working
+        return True
+    finally:
+        working.cancel()
+        stopping.cancel()
+
+
+async def _start(installation: Installation, names: Sequence[str]) -> None:
+    """Start the processes in order, and wait until all are ready. Raises SettingsError when one ends for its settings."""
+    settings, supervisor = installation.settings, installation.supervisor
+    if "broker" in names:
+        installation.start("broker")
+    await installation.wait_for_kafka()
+    if "broker" not in names:
+        logger().info("ready", name="kafka", status=settings.bootstrap_servers)
+    installation.start(*(n for n in names if n != "broker"))
+    if settings.trainer.model_path is None:
+        logger().info("no_model", hint="set trainer.model_path=DIR to train and serve")
+    await supervisor.wait_settled(names)
+    table = supervisor.table
+    wrong = [f"{n}: {table[n]['error']}" for n in names if table[n]["exit_code"] == EXIT_SETTINGS]
+    if wrong:
+        installation.forget()
+        raise SettingsError("\n".join(wrong))
+    down = {n: table[n]["state"] for n in names if not table[n]["ready"] and table[n]["exit_code"] != 0}
+    if down:
+        logger().error("not_all_up", down=down)
+    else:
+        logger().info(
+            "up",
+            processes=list(names),
+            gateway=f"http://{settings.gateway.host}:{settings.gateway.port}",
+            kafka=settings.bootstrap_servers,
+            logs=str(settings.data_dir / "logs"),
+        )
+        ready("up")
+
+
+async def main(settings: Settings, stop: asyncio.Event) -> None:
+    """Run everything until `stop`. Raises SettingsError, AlreadyRunning, PortTaken or KafkaError before anything is left running."""
+    names = wanted(settings)
+    async with Installation(settings) as installation:
+        await asyncio.to_thread(check, settings, names)
+        installation.remember()
+        if not await _unless(stop, _start(installation, names)):
+            return
+        await stop.wait()
+        logger().info("stopping", hint="waiting until nothing is left in the topics")
+        await installation.stop_in_order()
+
+
+def run(settings: Settings) -> None:
+    """Entry point of `clawstream up`."""
+    run_async("up", settings, main)

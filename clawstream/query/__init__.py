@@ -1,0 +1,1 @@
+"""Queries over the lake: SQL in a sandbox, lineage, curation by query."""

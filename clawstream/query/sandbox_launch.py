@@ -1,0 +1,60 @@
+"""The process that answers one query, `clawstream.query.sandbox_process`, as its caller starts, asks and ends it.
+
+It takes a second to import its libraries, so it can be started before its caller has settings or a query, and before the caller
+imports its own: this module imports none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from types import TracebackType
+from typing import IO, Any, Self
+
+from runtime.process.child import bonded
+
+for _name in ("pyarrow", "duckdb", "deltalake"):
+    if find_spec(_name) is None:
+        raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)  # here, where the caller can say so
+
+_COMMAND = (sys.executable, "-P", "-m", "clawstream.query.sandbox_process")
+_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
+"""Address space is limited: allocators that reserve much of it in advance would use it up."""
+
+
+class SqlWorker:
+    """A process that waits for a request. It ends with the context.
+
+    process: its standard output has the answer. told: what it says on failure, until it ends.
+    """
+
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
+        self.told: IO[bytes] = os.fdopen(reading, "rb")
+        self.process = subprocess.Popen(
+            bonded([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
+            env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
+        )  # fmt: skip
+        os.close(writing)
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Send the only request."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # why it has ended is told elsewhere
+            stdin.write(json.dumps(request).encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.told.close()

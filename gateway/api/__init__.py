@@ -1,0 +1,1 @@
+"""REST routes without sampling: sessions, trajectories, rewards, curations."""

@@ -1,0 +1,1 @@
+"""The rollout budget of a run: replacements wanted and free staleness capacity."""

@@ -1,0 +1,1 @@
+"""HTTP and ASGI plumbing without domain logic."""

@@ -1,0 +1,389 @@
+"""HTTP/1.1 from clients. The only file that knows HTTP's bytes downstream.
+
+uvicorn runs it in place of its own protocol, on the same parser. A server that strangers reach needs more:
+
+- A head has a bound, so have trailers, and the requests that wait on one connection.
+- A request that does not come in time is a 408, whichever its route. `receive` raises TooSlow then, so that
+  a route answers in the shape of its protocol. The same holds for a body that breaks HTTP: BadRequest.
+- An offer to upgrade is ignored (RFC 9110, 7.8). Java's client offers HTTP/2 on each connection.
+- A client that ended its sending side only gets its reply. One that left altogether looks the same, until it
+  is sent something: so it is sent what a client has to ignore.
+- A reply of unknown length to HTTP/1.0 ends with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.parse
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import httptools
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+from uvicorn.server import ServerState
+
+from gateway.asgi.error_replies import reply_of
+from gateway.asgi.http_cycle import Cycle, head_of
+from gateway.errors import BadRequest, GatewayError, HeadersTooLarge, TooSlow
+
+MAX_HEAD = 1 << 16
+"""Bytes of a request's line and headers; also of all that brings neither headers nor body, as trailers."""
+MAX_WAITING = 100
+"""Requests of one connection that wait behind the one that is served."""
+MAX_UNREAD = 1 << 24
+"""Bytes that a refused client may go on sending."""
+READ_AHEAD = 1 << 16
+"""Bytes of a body that wait for the application before the client is made to wait."""
+MIN_BYTES_PER_S = 4096
+"""A body that comes faster may take longer than gateway.client_timeout_s."""
+LINGER_S = 5.0
+"""So long a client may go on sending behind its reply what nobody reads. Closing at once could cost it the reply."""
+CONNECTION = (b"connection", b"proxy-connection")
+"""The parser reads the second like the first."""
+LOOK_S = 0.05
+"""How often a client that sends no more is looked at: whether it has left altogether."""
+
+
+def server_config(app: FastAPI, stop_timeout_s: int | None = None) -> uvicorn.Config:
+    """How uvicorn serves a gateway's application. stop_timeout_s: longest wait for calls in flight at its end."""
+    return uvicorn.Config(
+        app,
+        http=cast(Any, partial(ServerConnection, timeout_s=app.state.client_timeout_s)),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # what agents are told comes from gateway.public_url
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=stop_timeout_s,
+    )
+
+
+class ServerConnection(asyncio.Protocol):
+    """A client's connection, made by uvicorn. timeout_s: see gateway.client_timeout_s."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.app, self.state, self._app_state = config.loaded_app, server_state, app_state
+        self._keep_alive_s, self.timeout_s = float(config.timeout_keep_alive), timeout_s
+        self._linger_s = min(LINGER_S, timeout_s)
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self.transport: asyncio.Transport | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self._local: Any = None
+        self._remote: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+        # The request whose body is being read, the one that is served, and those that wait behind it.
+        self._reading: Cycle | None = None
+        self._serving: Cycle | None = None
+        self._waiting: deque[Cycle] = deque()
+        self._in_head = self._idle = self._awaited = self._paused = self._upgrades = self._closing = False
+        self._began_s = 0.0
+        self._received = self._quiet = 0  # bytes of the body; bytes since the parser last gave something
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._asks_to_go_on = False
+
+    # -- by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.state.connections.add(cast(Any, self))
+        self._local, self._remote = get_local_addr(self.transport), get_remote_addr(self.transport)
+        self._idle = True
+        self._arm(self.timeout_s, self.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.state.connections.discard(cast(Any, self))
+        self._disarm()
+        self.transport = self._parser = None
+        for cycle in (self._reading, self._serving, *self._waiting):
+            if cycle is not None:
+                cycle.lose()
+        self._waiting.clear()
+        self.writable.set()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._idle:
+            self._idle = False
+            self._disarm()
+        rest: bytes | None = data
+        while rest is not None:
+            rest = self._feed(rest)
+        if self._parser is None:
+            return
+        if self._quiet > MAX_HEAD:
+            self._refuse(_too_large())
+        elif (self._in_head or self._reading is not None) and not self._awaited:
+            self._awaited, self._began_s = True, self._loop.time()
+            self._arm(self.timeout_s, self._late)
+        if self._waiting or self._reading is not None:
+            self.flow()
+
+    def _feed(self, data: bytes) -> bytes | None:
+        """Parse it. Gives what is to be parsed next, if anything."""
+        self._quiet += len(data)
+        if self._parser is None:  # refused
+            if self._quiet > MAX_UNREAD:
+                self.abort()
+            return None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._without_upgrade() + data[upgrade.args[0] :]
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, GatewayError) else BadRequest("the request's target is no URL"))
+        except httptools.HttpParserError as error:
+            where = "body" if self._reading is not None else None
+            self._refuse(BadRequest(f"{where or 'the request'}: not HTTP/1.1: {error}", where))
+        return None
+
+    def eof_received(self) -> bool:
+        """The client sends no more. It may still wait for the replies to what it sent."""
+        cycle = self._serving
+        if cycle is None or self._reading is not None or self._parser is None:
+            return False
+        self._closing = True
+        self._arm(LOOK_S, self._look)
+        cycle.probe()
+        return True
+
+    def _look(self) -> None:
+        """Whether a client that sends no more has refused what it was sent meanwhile: then it has left."""
+        if self.transport is None:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+        else:
+            self._arm(LOOK_S, self._look)
+
+    # -- by the parser
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._asks_to_go_on, self._received = True, False, 0
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # a trailer
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._asks_to_go_on = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers, self._in_head = self._parser, self._headers, False
+        if self._quiet > MAX_HEAD and sum(len(n) + len(v) + 4 for n, v in headers) + len(self._url) > MAX_HEAD:
+            raise _too_large()
+        self._quiet = 0
+        if parser.should_upgrade():
+            if parser.get_method() == b"CONNECT":
+                raise BadRequest("CONNECT: this is no proxy")
+            self._upgrades = True  # the parser ends here
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            raise BadRequest(f"more than {MAX_WAITING} requests wait on this connection")
+        url = httptools.parse_url(self._url)
+        raw_path = url.path or b"/"
+        path = raw_path.decode("ascii")
+        version = parser.get_http_version()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "server": self._local,
+            "client": self._remote,
+            "scheme": "http",
+            "root_path": "",
+            "method": parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": url.query or b"",
+            "headers": headers,
+            "state": self._app_state.copy(),
+        }
+        keep = version != "1.0" and parser.should_keep_alive()
+        self._reading = cycle = Cycle(self, scope, keep, self._asks_to_go_on)
+        if self._serving is None:
+            self._start(cycle)
+        else:
+            self._waiting.append(cycle)
+
+    def on_body(self, data: bytes) -> None:
+        self._quiet = 0
+        self._received += len(data)
+        if self._reading is not None:
+            self._reading.take(data)
+
+    def on_message_complete(self) -> None:
+        self._quiet = 0
+        if self._upgrades:
+            return
+        if self._awaited:
+            self._awaited = False
+            self._disarm()
+        cycle, self._reading = self._reading, None
+        if cycle is not None:
+            cycle.end()
+            if cycle.complete:  # its reply did not wait for the body
+                self._next()
+
+    def _without_upgrade(self) -> bytes:
+        """The head again, without its offer to speak another protocol; to a parser that has not heard it."""
+        method, self._parser, self._upgrades = self._parser.get_method(), httptools.HttpRequestParser(self), False
+        lines = [method + b" " + self._url + b" HTTP/1.1"]
+        for name, value in self._headers:
+            if name in CONNECTION:
+                value = b",".join(
+                    t for t in value.split(b",") if t.strip().lower() not in (b"upgrade", b"http2-settings")
+                )
+            if name != b"http2-settings":
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
+    # -- requests that do not come as they should
+
+    def _late(self) -> None:
+        """The request has had its time. While it is not read, because another one is served first, it has not."""
+        if self._paused:
+            self._began_s = self._loop.time()
+        elapsed = self._loop.time() - self._began_s
+        allowed = self.timeout_s + self._received / MIN_BYTES_PER_S
+        if elapsed < allowed:
+            self._arm(allowed - elapsed, self._late)
+        else:
+            where = "body" if self._reading is not None else None
+            limit = f"gateway.client_timeout_s={self.timeout_s:g}"
+            self._refuse(TooSlow(f"{where or 'the request'}: did not come within {limit}", where))
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Nothing more of this connection is read. Who is in the middle of a request is told, and the connection ends."""
+        self._parser, self._quiet, self._awaited, self._closing = None, 0, False, True
+        self._disarm()
+        if self._reading is not None:
+            if self._reading.complete:
+                self._close()
+            else:
+                self._reading.fail(error)
+        elif self._serving is None:
+            if self.transport is not None:
+                reply = reply_of(error)
+                self.transport.write(head_of(reply.status, [*reply.headers, (b"connection", b"close")]) + reply.body)
+            self._close()
+
+    # -- one request after the other
+
+    def _start(self, cycle: Cycle) -> None:
+        self._serving = cycle
+        task = self._loop.create_task(cycle.run())
+        task.add_done_callback(self.state.tasks.discard)
+        self.state.tasks.add(task)
+
+    def finished(self, cycle: Cycle) -> None:
+        """The reply is written."""
+        self.state.total_requests += 1
+        self._serving = None
+        if self.transport is None:
+            return
+        if not cycle.keep_alive or (self._closing and not self._waiting):
+            self._close()
+        elif self._reading is cycle:
+            self._awaited = True
+            self._arm(self._linger_s, self._close)
+            self.flow()
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        if self._serving is not None:
+            return
+        if self._waiting:
+            self._start(self._waiting.popleft())
+            self.flow()
+        elif self._closing:
+            self._close()
+        elif not self._in_head:
+            self._idle = True
+            self._arm(self._keep_alive_s, self.abort)
+
+    @property
+    def closing(self) -> bool:
+        """Nothing follows the reply that is being written."""
+        return self._closing and not self._waiting
+
+    def flow(self) -> None:
+        """Read on, unless somebody has to catch up."""
+        reading = self._reading
+        full = bool(self._waiting) or (reading is not None and reading.held > READ_AHEAD and not reading.complete)
+        if full != self._paused and self.transport is not None:
+            self._paused = full
+            if full:
+                self.transport.pause_reading()
+            elif not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def _close(self) -> None:
+        """End it when all is written. Who may still be sending is read for a while, for an unread byte could cost it its reply."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if (self._parser is None or self._reading is not None or self._in_head) and transport.can_write_eof():
+            self._parser, self._quiet, self._closing = None, 0, True
+            if self._paused:
+                self._paused = False
+                transport.resume_reading()
+            transport.write_eof()
+            self._arm(self._linger_s, self.abort)
+        else:
+            transport.close()
+            self._arm(self.timeout_s, self.abort)  # in case that nobody takes what is written
+
+    def abort(self) -> None:
+        """End it at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """By uvicorn, which stops: finish what was begun."""
+        self._closing = True
+        if self._serving is None:
+            self._close()
+
+    def _arm(self, seconds: float, callback: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, callback)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"the request's headers are larger than {MAX_HEAD} bytes")

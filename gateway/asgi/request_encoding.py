@@ -1,0 +1,57 @@
+"""Compressed request bodies: gzip and deflate are decoded, others are refused. Pieces are small, so the reader's bounds hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import MutableMapping
+from typing import Any
+
+from gateway.asgi.client_disconnect import Receive
+from gateway.asgi.content_encoding import READABLE
+from gateway.errors import BadRequest, WrongEncoding
+
+WINDOW_BITS = 32 + zlib.MAX_WBITS
+"""With gzip's header or zlib's."""
+PIECE = 1 << 16
+"""Bytes that are decoded at a time: who reads them may refuse more."""
+
+
+def decoded(receive: Receive, encoding: str) -> Receive:
+    """`receive` for a body with this content-encoding. It raises WrongEncoding, or BadRequest for what is not encoded so."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return receive
+    return _Decoded(receive, name).receive
+
+
+class _Decoded:
+    def __init__(self, receive: Receive, name: str) -> None:
+        self._receive, self._name = receive, name
+        self._inflater = zlib.decompressobj(WINDOW_BITS) if name in READABLE else None
+        self._waiting = b""
+        self._whole = self._ended = self._more = False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        name = self._name
+        if self._inflater is None:
+            raise WrongEncoding(
+                f"content-encoding: {name[:40]!r} is not decoded here, use gzip or deflate or send the body as it is",
+                "content-encoding",
+            )
+        if self._ended:
+            return await self._receive()
+        while not (self._waiting or self._more or self._whole):
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            self._waiting, self._whole = message.get("body", b""), not message.get("more_body", False)
+        try:
+            piece = self._inflater.decompress(self._waiting, PIECE)
+        except zlib.error as error:
+            raise BadRequest(f"body: not {name}: {error}", "body") from error
+        self._waiting = self._inflater.unconsumed_tail
+        self._more = len(piece) == PIECE
+        self._ended = self._whole and not self._waiting and not self._more
+        if self._ended and (not self._inflater.eof or self._inflater.unused_data):
+            raise BadRequest(f"body: not one whole {name} stream", "body")
+        return {"type": "http.request", "body": piece, "more_body": not self._ended}

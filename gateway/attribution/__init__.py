@@ -1,0 +1,1 @@
+"""Which trajectory and session a request belongs to, and which agent sent it."""

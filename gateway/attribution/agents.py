@@ -1,0 +1,94 @@
+"""Which known agent sends a request, and which of its sessions it belongs to. Pure.
+
+What each one sends was measured on unmodified agents (claude-code 2.1, codex 0.169, openclaw 2026.9, opencode): see docs/sessions.md.
+An agent that is not known by certain signs is not guessed: a bare `traceparent` or `x-session-id` of anybody else is no session.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from gateway.attribution.conversation import last_user_text, system_text
+
+Harness = Literal["claude-code", "codex", "opencode", "openclaw"]
+
+LOOKED_AT = 4096
+"""Characters at the start of a block of the prompt in which an agent names itself."""
+OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization assistant")
+"""Openclaw's own prompt, and the one it compacts with."""
+OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
+"""Begins a message that openclaw moves to the end of every request."""
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+OLD_USER_ID = re.compile(r"_session_([0-9a-f-]{36})$")
+MAX_ID = 200
+"""Characters of a session id that are believed."""
+
+
+class AgentSession(NamedTuple):
+    """A session as its agent names it. Sub-agents have the session of the agent that started them."""
+
+    harness: Harness
+    session_id: str
+
+
+def harness_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> Harness | None:
+    """The agent, if it is a known one. headers: names in lower case."""
+    agent = headers.get("user-agent", "").lower()
+    if "x-claude-code-session-id" in headers or agent.startswith("claude-cli/"):
+        return "claude-code"
+    if "x-codex-turn-metadata" in headers or agent.startswith("codex"):
+        return "codex"
+    if "opencode/" in agent or ("x-session-affinity" in headers and "x-session-id" in headers):
+        return "opencode"
+    if "openclaw" in agent or _speaks_openclaw(headers, said):
+        return "openclaw"
+    return None
+
+
+def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> bool:
+    start = system_text(said, LOOKED_AT)
+    if OPENCLAW_SYSTEM[0] in start:
+        return True
+    # Its compaction prompt and its context blocks are seen with others too; a trace is what openclaw alone sends with them.
+    return "traceparent" in headers and (
+        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in last_user_text(said, LOOKED_AT)
+    )
+
+
+def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSession | None:
+    """The session of a known agent. headers: names in lower case."""
+    harness = harness_of(headers, said)
+    if harness is None:
+        return None
+    match harness:
+        case "claude-code":
+            found = headers.get("x-claude-code-session-id") or _claude_user(said)
+        case "codex":
+            found = headers.get("session-id") or headers.get("session_id")
+        case "opencode":
+            found = headers.get("x-parent-session-id") or headers.get("x-session-id")
+        case "openclaw":
+            trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+            found = trace[1] if trace else None
+    return AgentSession(harness, found) if found and len(found) <= MAX_ID else None
+
+
+def _claude_user(said: Mapping[str, Any]) -> str | None:
+    """Claude Code's session in `metadata.user_id`: JSON with session_id, in older versions `..._session_<uuid>`."""
+    metadata = said.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str):
+        return None
+    if user.startswith("{"):
+        try:
+            found = orjson.loads(user)
+        except orjson.JSONDecodeError:
+            return None
+        session = found.get("session_id") if isinstance(found, dict) else None
+        return session if isinstance(session, str) else None
+    old = OLD_USER_ID.search(user)
+    return old[1] if old else None

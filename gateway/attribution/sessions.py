@@ -1,0 +1,161 @@
+"""Sessions: where a record belongs, and the keys that say so. Stateless, so any gateway can serve any session.
+
+A session key is `sk-claw-<base64url of JSON {r,k,g,c,a}>.<base64url of HMAC-SHA256>`: run, trajectory key, group, channel, and the id of the
+API key that opened it, which it does not outlive. The signature covers the part before the dot; the secret is gateway.session_secret,
+else a file of mode 0600 in data_dir, made once.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from gateway.auth import api_keys
+from gateway.errors import BadRequest, WrongKey
+from runtime.atomic_file import create_durably
+from schemas.errors import InvalidId, SettingsError
+from schemas.ids import check_group_id, check_run_id, check_trajectory_key
+from schemas.records import Channel
+from schemas.settings import Settings
+
+PREFIX = "sk-claw-"
+OURS = (api_keys.PREFIX, PREFIX)
+"""Every key that begins so is this installation's own: the door reads it, and it goes to no engine."""
+CHANNEL_HEADER = "x-clawstream-channel"
+SECRET_BYTES = 16
+"""A shorter session secret is refused."""
+KEPT = 4096
+"""Session keys whose signature need not be checked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a record belongs. group_id None: a group of its own. channel None: the request did not say."""
+
+    run_id: str
+    trajectory_key: str
+    group_id: str | None
+    channel: Channel | None
+
+    @property
+    def kafka_key(self) -> bytes:
+        return self.trajectory_key.encode()
+
+
+def _b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+class Session(NamedTuple):
+    """What a session key says. key_id: of the API key that opened it; None: the gateway was open."""
+
+    origin: Origin
+    key_id: str | None
+
+
+class SessionKeys:
+    """Mints and reads session keys. secret: any bytes, the same for all gateways of an installation."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._known: OrderedDict[bytes, Session] = OrderedDict()
+
+    def mint(self, origin: Origin, key_id: str | None = None) -> str:
+        """The key of a session. key_id: of the API key that opens it."""
+        fields = {
+            "r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id, "c": origin.channel, "a": key_id,
+        }  # fmt: skip
+        payload = _b64(orjson.dumps({k: v for k, v in fields.items() if v is not None}))
+        return f"{PREFIX}{payload}.{self._sign(payload)}"
+
+    def find(self, key: str, digest: bytes) -> Session:
+        """What the key says; digest: its SHA-256. The last ones are remembered by it, not by themselves. Raises WrongKey."""
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            return known
+        known = self._known[digest] = self.read(key)
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return known
+
+    def read(self, key: str) -> Session:
+        """What the key says. Raises WrongKey."""
+        payload, _, signature = key.removeprefix(PREFIX).partition(".")
+        if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
+            raise WrongKey("this session key was not minted here: POST /sessions gives one", "authorization")
+        try:
+            said = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+            return Session(Origin(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a"))
+        except (binascii.Error, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise WrongKey("the session key is signed by us but unreadable: mint a new one", "authorization") from error
+
+    def _sign(self, payload: str) -> str:
+        return _b64(hmac.digest(self._secret, payload.encode(), hashlib.sha256))
+
+
+def secret_of(settings: Settings) -> bytes:
+    """The installation's secret; made on first use when the settings have none. Safe to race. Raises SettingsError for one that is short."""
+    if settings.gateway.session_secret is not None:
+        return _long_enough(
+            settings.gateway.session_secret.encode(),
+            "setting gateway.session_secret",
+            "Take a long random one, or leave it out and one is made",
+        )
+    path = settings.data_dir / "session-secret"
+    if not path.exists():
+        _make_secret(path)
+    return _long_enough(
+        path.read_bytes().strip(),
+        f"session secret {path}",
+        "Restore it, or delete it and one is made; that ends all sessions",
+    )
+
+
+def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
+    """Who guesses the secret makes session keys of any run."""
+    size = len(secret.strip())
+    if size < SECRET_BYTES:
+        raise SettingsError(f"{where}: {size} bytes, it must have at least {SECRET_BYTES}. {what_to_do}")
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    secret = secrets.token_urlsafe(32).encode()
+    with suppress(FileExistsError):  # only the first one counts
+        create_durably(path, secret, 0o600)
+
+
+def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None:
+    """A channel as a header says it. Raises BadRequest."""
+    match value:
+        case None | "train" | "val":
+            return value
+        case _:
+            raise BadRequest(f"{param}: {value[:40]!r} is no channel, use train or val", param)
+
+
+def checked(run: str, key: str, group: str | None, channel: Channel | None) -> Origin:
+    """An origin whose ids are fit to be recorded. Raises BadRequest that names the id."""
+    for name, check, value in (
+        ("run_id", check_run_id, run),
+        ("trajectory_key", check_trajectory_key, key),
+        ("group_id", check_group_id, group),
+    ):
+        if value is not None:
+            try:
+                check(value)
+            except InvalidId as error:
+                raise BadRequest(str(error), name) from error
+    return Origin(run, key, group, channel)

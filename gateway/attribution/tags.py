@@ -1,0 +1,137 @@
+"""What a call of a known agent is for, when it is not its main conversation: a sub-agent's, a title, a compaction, a summary. Pure.
+
+A tag says what it was concluded from: a header, or words of the agent's own prompt, never of the user's. What is not certain gets no tag. A
+new sign is a line in one of the two tables; where it was seen stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from gateway.attribution.agents import Harness, harness_of
+from gateway.attribution.conversation import first_user_text, last_user_text, system_text
+from schemas.records import Tag
+
+Name = Literal["sub_agent", "title", "compaction", "summary"]
+Where = Literal["system prompt", "anywhere in the system prompt", "first user turn", "last user turn"]
+LOOKED_AT = 2000
+"""Characters at the start of a block in which an agent puts its instruction. Further in, words may be those of a user's own files."""
+MAX_VALUE = 100
+
+
+class HeaderSign(NamedTuple):
+    """A header that tells. value None: whatever it says."""
+
+    harness: Harness
+    header: str
+    value: str | None
+    name: Name
+
+
+class PromptSign(NamedTuple):
+    """Words of an agent's own prompt that tell."""
+
+    harness: Harness
+    where: Where
+    words: str
+    name: Name
+
+
+HEADERS = (
+    HeaderSign("claude-code", "x-claude-code-agent-id", None, "sub_agent"),  # measured, 2.1.329
+    HeaderSign(
+        "claude-code", "x-claude-code-request-class", "subagent", "sub_agent"
+    ),  # its gateway hints, from 2.1.273
+    HeaderSign("claude-code", "x-claude-code-request-class", "workflow", "sub_agent"),
+    HeaderSign("claude-code", "x-claude-code-request-class", "compaction", "compaction"),
+    HeaderSign("claude-code", "x-claude-code-compaction", None, "compaction"),
+    HeaderSign("codex", "x-openai-subagent", "compact", "compaction"),  # codex-rs/core, session sources
+    HeaderSign("codex", "x-openai-subagent", "memory_consolidation", "summary"),
+    HeaderSign(
+        "codex", "x-openai-subagent", None, "sub_agent"
+    ),  # measured, 0.169.0: collab_spawn; also review and others
+    HeaderSign("codex", "x-codex-parent-thread-id", None, "sub_agent"),  # measured
+    HeaderSign("opencode", "x-parent-session-id", None, "sub_agent"),  # measured
+)
+"""Of one agent and header the first that fits counts."""
+
+CODEX_METADATA = "x-codex-turn-metadata"
+CODEX_KINDS: Mapping[str, Name] = {"compaction": "compaction", "memory": "summary"}
+"""`request_kind` of codex's turn metadata, codex-rs/core."""
+
+PROMPTS = (
+    PromptSign("claude-code", "system prompt", "cc_is_subagent=true", "sub_agent"),  # measured: its billing block
+    PromptSign(
+        "claude-code", "system prompt", "Generate a concise, sentence-case title", "title"
+    ),  # session title, 2.x
+    PromptSign("claude-code", "system prompt", "indicates a new conversation topic", "title"),  # topic and title, 1.x
+    PromptSign("claude-code", "system prompt", "tasked with summarizing conversations", "compaction"),  # 1.x and 2.x
+    PromptSign(
+        "claude-code", "last user turn", "Your task is to create a detailed summary of", "compaction"
+    ),  # /compact
+    PromptSign("claude-code", "last user turn", "The user stepped away and is coming back.", "summary"),  # recap, 2.x
+    PromptSign("codex", "last user turn", "CONTEXT CHECKPOINT COMPACTION", "compaction"),  # core/templates/compact
+    PromptSign("codex", "system prompt", "CONTEXT CHECKPOINT COMPACTION", "compaction"),
+    PromptSign("opencode", "system prompt", "You are a title generator", "title"),  # agent/prompt/title.txt
+    PromptSign("opencode", "first user turn", "Generate a title for this conversation:", "title"),  # session/prompt.ts
+    PromptSign("opencode", "system prompt", "anchored context summarization assistant", "compaction"),  # compaction.txt
+    PromptSign("opencode", "system prompt", "tasked with summarizing conversations", "compaction"),  # its older wording
+    PromptSign("opencode", "system prompt", "Summarize what was done in this conversation", "summary"),  # summary.txt
+    PromptSign("openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"),  # measured, 2026.9.6
+    PromptSign("openclaw", "anywhere in the system prompt", "You are a **subagent** spawned by", "sub_agent"),  # before
+    PromptSign(
+        "openclaw", "system prompt", "You are a context summarization assistant", "compaction"
+    ),  # its compaction
+    PromptSign("openclaw", "last user turn", "generate a short 1-2 word filename slug", "title"),  # session memory file
+)
+
+
+def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, ...]:
+    """The tags of a call, each name once. headers: names in lower case."""
+    harness = harness_of(headers, said)
+    if harness is None:
+        return ()
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for sign in HEADERS:
+        value = headers.get(sign.header) if sign.harness == harness and sign.header not in seen else None
+        if value and sign.value in (None, value):
+            seen.add(sign.header)
+            found.setdefault(sign.name, f"header {sign.header}: {value[:MAX_VALUE]}")
+    if harness == "codex" and (kind := _codex_kind(headers)) is not None:
+        found.setdefault(CODEX_KINDS[kind], f"header {CODEX_METADATA}: request_kind {kind}")
+    texts: dict[Where, str] = {}
+    for mark in PROMPTS:
+        if mark.harness == harness:
+            if mark.where not in texts:
+                texts[mark.where] = _text(mark.where, said)
+            if mark.words in texts[mark.where]:
+                found.setdefault(mark.name, f"{mark.where}: {mark.words}")
+    return tuple(Tag(name=name, evidence=evidence) for name, evidence in found.items())
+
+
+def _text(where: Where, said: Mapping[str, Any]) -> str:
+    match where:
+        case "system prompt":
+            return system_text(said, LOOKED_AT)
+        case "anywhere in the system prompt":
+            return system_text(said)
+        case "first user turn":
+            return first_user_text(said, LOOKED_AT)
+        case "last user turn":
+            return last_user_text(said, LOOKED_AT)
+
+
+def _codex_kind(headers: Mapping[str, str]) -> str | None:
+    text = headers.get(CODEX_METADATA)
+    if text is None:
+        return None
+    try:
+        said = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    kind = said.get("request_kind") if isinstance(said, dict) else None
+    return kind if isinstance(kind, str) and kind in CODEX_KINDS else None

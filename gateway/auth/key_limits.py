@@ -1,0 +1,115 @@
+"""Limits of API keys: calls a minute, calls at once, tokens a day. Each gateway process counts for itself, from its start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gateway.auth.api_keys import ApiKey
+from gateway.clock import Clock
+from gateway.errors import KeyLimited
+from gateway.protocols.reply_fields import loads
+from gateway.protocols.usage import usage_of
+from schemas.records import Step
+
+DAY_S = 86400
+AT_ONCE_RETRY_S = 1
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a key has used. calls: those that it may begin now, of a bucket that fills by its calls a minute. day: since the epoch, UTC."""
+
+    calls: float
+    filled_s: float
+    in_flight: int = 0
+    day: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Counted:
+    """A call that has begun. counts_tokens: whether its key has a limit of tokens. tokens: set it before the call ends."""
+
+    counts_tokens: bool
+    tokens: int = 0
+
+
+class KeyLimits:
+    """What each key with a limit has used. `call` is the one way to begin and end a call."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    @contextmanager
+    def call(self, key: ApiKey | None) -> Iterator[Counted]:
+        """Count a call of a key from its begin to its end, however it ends. None: the caller has no key.
+
+        Raises:
+            KeyLimited: The key is at a limit. The call does not begin.
+        """
+        if key is None or not key.limited:
+            yield Counted(False)
+            return
+        use = self._begin(key)
+        counted = Counted(key.tokens_per_day is not None)
+        try:
+            yield counted
+        finally:
+            use.in_flight -= 1
+            use.tokens += counted.tokens
+
+    def _begin(self, key: ApiKey) -> _Use:
+        now, seconds = self._clock.monotonic(), self._clock.micros() // 1_000_000
+        rate = key.calls_per_minute
+        use = self._uses.get(key.key_id)
+        if use is None:
+            use = self._uses[key.key_id] = _Use(float(rate or 0), now)
+        if use.day != seconds // DAY_S:
+            use.day, use.tokens = seconds // DAY_S, 0
+        if key.tokens_per_day is not None and use.tokens >= key.tokens_per_day:
+            raise _limited(key, f"tokens_per_day={key.tokens_per_day}", DAY_S - seconds % DAY_S)
+        if key.calls_at_once is not None and use.in_flight >= key.calls_at_once:
+            raise _limited(key, f"calls_at_once={key.calls_at_once}", AT_ONCE_RETRY_S)
+        if rate is not None:
+            use.calls = min(float(rate), use.calls + (now - use.filled_s) * rate / 60)
+            use.filled_s = now
+            if use.calls < 1:
+                raise _limited(key, f"calls_per_minute={rate}", math.ceil((1 - use.calls) * 60 / rate))
+            use.calls -= 1
+        use.in_flight += 1
+        return use
+
+
+def tokens_of(steps: Sequence[Step]) -> int:
+    """Tokens of a call, prompt and reply: as the engine counted them, else those that are recorded."""
+    if not steps:
+        return 0
+    usage = steps[0].usage
+    if usage is not None and usage.prompt_tokens is not None:
+        return usage.prompt_tokens + (usage.completion_tokens or 0)
+    return (len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)) // 4
+
+
+def tokens_of_reply(body: bytes) -> int:
+    """Count the tokens of a reply that is not recorded, by its `usage`. 0: it says none, or is no JSON.
+
+    Rerankers and some servers of embeddings say `total_tokens` only.
+    """
+    try:
+        said = loads(body)
+    except (ValueError, RecursionError):
+        return 0
+    said = said.get("usage") if isinstance(said, dict) else None
+    usage = usage_of(said)
+    if usage is not None and (usage.prompt_tokens is not None or usage.completion_tokens is not None):
+        return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+    usage = usage_of({"prompt_tokens": said.get("total_tokens")}) if isinstance(said, dict) else None
+    return usage.prompt_tokens or 0 if usage is not None else 0
+
+
+def _limited(key: ApiKey, limit: str, retry_after_s: int) -> KeyLimited:
+    return KeyLimited(f"the key {key.name!r} is at its limit {limit}", retry_after_s)

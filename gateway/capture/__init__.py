@@ -1,0 +1,1 @@
+"""From an engine's bytes to step records. Pure."""

@@ -1,0 +1,53 @@
+"""How a request asks to be sampled, for engines that do not say what they applied. Pure.
+
+Only what is written in the request is known: the defaults of the model and of the engine are not. Values that no engine would take are
+left out; nothing of a request makes this fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from schemas.records import Sampling
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""What vLLM's `structured_outputs` may hold."""
+FORMATS = ("json_object", "json_schema", "structural_tag")
+"""Types of `response_format` (chat, completions), `text.format` (responses) and `output_format` (messages) that constrain."""
+LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
+
+
+def asked_for(said: Mapping[str, Any]) -> Sampling:
+    """The parameters that a request names, in any protocol."""
+    numbers: dict[str, Any] = {name: float(said[name]) for name in NUMBERS if _is_number(said.get(name))}
+    top_k = said.get("top_k")
+    return Sampling(
+        source="request",
+        **numbers,
+        top_k=max(top_k, 0) if type(top_k) is int and top_k < 1 << 31 else None,
+        constraints=tuple(_constraints(said)),
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _constraints(said: Mapping[str, Any]) -> list[str]:
+    text, structured = _object(said.get("text")), _object(said.get("structured_outputs"))
+    formats = [
+        _object(f).get("type") for f in (said.get("response_format"), text.get("format"), said.get("output_format"))
+    ]
+    found = [kind for kind in FORMATS if kind in formats]
+    found += [name for name in STRUCTURED if structured.get(name) is not None and name not in found]
+    choice = said.get("tool_choice")
+    kind = _object(choice).get("type", choice)
+    if choice is not None and kind not in ("auto", "none"):
+        found.append("tool_choice")  # the reply must be a call: its grammar is enforced
+    return [*found, *(name for name in LIMITING if said.get(name))]
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

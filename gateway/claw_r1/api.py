@@ -1,0 +1,344 @@
+"""Claw-R1's own HTTP API for white-box agents: /submit_steps, /generate, /compute_reward, /init_trajectory.
+
+What its black-box agents use beside model calls (register_trajectory, complete_trajectory) is in `control`. docs/claw-r1.md has each
+route with what differs and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gateway.api.control import Complete, GiveReward, Recorder, Register, public_url
+from gateway.asgi.client_disconnect import Client, Receive
+from gateway.attribution.resolver import Caller
+from gateway.auth.key_limits import Counted
+from gateway.capture.engine_tokens import Captured
+from gateway.capture.steps import BROKEN_OFF
+from gateway.claw_r1.reward import ComputeReward, Judge, TextOf
+from gateway.claw_r1.steps import Placed, StepPayload, Submission, TokenId, in_order, misplaced, step_of
+from gateway.claw_r1.steps import Request as SubmitRequest
+from gateway.durability.record_writer import Event
+from gateway.engines.registry import Worker
+from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
+from gateway.protocols.base import Tokens
+from gateway.protocols.openai_completions import OpenAICompletions
+from gateway.protocols.request_fields import dumps
+from gateway.proxy.call import NO_TOKENS, Parts, header_map, held_body
+from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
+from gateway.proxy.forwarding import FORWARDED, returned
+from gateway.proxy.token_limits import refuse_longer
+from schemas import engine_frames
+from schemas.ids import parse_version
+from schemas.records import Channel, Step
+from schemas.settings import GatewaySettings
+from schemas.tokens import unpack_ids, unpack_logprobs
+
+LARGE_BODIES = frozenset({"/submit_steps", "/generate", "/compute_reward"})
+"""Paths whose bodies carry token ids: gateway.max_body_bytes holds for them, as for model calls."""
+THREAD_BYTES = 1 << 14
+"""Larger submissions are read on a thread: 1 MB of ids takes 20 ms, 16 KB of tiny steps as long."""
+PREFIX_IDS = 128
+"""Calls whose prompts begin with the same ids go to the same engine, which has them in its cache."""
+OURS = frozenset({"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"})
+"""Not a sampling parameter of POST /generate, which gives one whole reply."""
+DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+"""Claw-R1's. Said to the engine, for a model may bring defaults of its own."""
+COMPLETIONS = OpenAICompletions()
+PROTOCOL = "claw-r1.generate"
+"""The protocol of a failed call of POST /generate."""
+M = TypeVar("M", bound=BaseModel)
+
+
+class Generate(BaseModel):
+    """Body of POST /generate. sampling_params: as vLLM's completions have them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: dict[str, Any] = {}
+    image_data: list[Any] | None = None
+    video_data: list[Any] | None = None
+
+
+def read_as(model: type[M], body: bytes) -> M:
+    """A request's body. Raises BadRequest or Unprocessable that names the field."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "body"
+        if first["type"] == "json_invalid":
+            raise BadRequest("body: not JSON", "body") from error
+        raise Unprocessable(f"{field}: {first['msg']}", field) from error
+
+
+def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI page says of a body that the route reads itself."""
+    schema = model.model_json_schema()
+    named = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, dict):
+            ref = value.get("$ref")
+            return inline(named[ref.rpartition("/")[2]]) if ref else {k: inline(v) for k, v in value.items()}
+        return [inline(v) for v in value] if isinstance(value, list) else value
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
+
+
+def seed_routes(parts: Parts) -> APIRouter:
+    """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
+    gateway = parts.settings.gateway
+    text_of = _text_of(gateway)
+    judge, submitter, generator = Judge(parts.settings, text_of), Submitter(parts, text_of), Generator(parts)
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        yield
+        judge.close()
+        submitter.close()
+
+    router = APIRouter(lifespan=lifespan)
+
+    @asynccontextmanager
+    async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
+        """Who asks, and only then its body, which counts as held within the block."""
+        caller = parts.door.authenticate(header_map(request.scope), "agent")
+        async with held_body(request.receive, parts) as body:
+            yield caller, body
+
+    @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
+    async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
+        async with opened(request) as (caller, body):
+            return {"accepted": await submitter.submit(caller, header_map(request.scope), body, channel)}
+
+    @router.post("/generate", openapi_extra=in_openapi(Generate))
+    async def generate(request: Request) -> Response:
+        return await generator.serve(header_map(request.scope), request.receive)
+
+    @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
+    async def compute_reward(request: Request) -> dict[str, Any]:
+        async with opened(request) as (caller, body):
+            return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, header_map(request.scope)))
+
+    @router.post("/init_trajectory")
+    async def init_trajectory(request: Request) -> dict[str, str]:
+        parts.door.authenticate(header_map(request.scope), "agent")
+        uid = uuid.uuid4().hex
+        return {"trajectory_uid": uid, "base_url": f"{public_url(gateway, request)}/{uid}/{uid}/v1"}
+
+    return router
+
+
+def _text_of(gateway: GatewaySettings) -> TextOf | None:
+    if gateway.tokenizer_path is None:
+        return None
+    from gateway.claw_r1 import tokenizer  # the one thing that needs this library
+
+    return tokenizer.TextOf(gateway.tokenizer_path)
+
+
+class Submitter:
+    """POST /submit_steps: steps, their rewards, their trajectories' openings and ends, durable before the reply."""
+
+    def __init__(self, parts: Parts, text_of: TextOf | None) -> None:
+        self._parts, self._text_of, self._recorder = parts, text_of, Recorder(parts)
+        self._thread = ThreadPoolExecutor(1, "submit-steps")
+
+    async def submit(self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None) -> int:
+        """How many steps were taken. Raises GatewayError; then some may be recorded, and submitting all again is harmless."""
+        if len(body) < THREAD_BYTES:
+            steps, events = self._read(caller, headers, body, channel)
+        else:
+            work: Callable[..., tuple[int, list[Event]]] = self._read
+            loop = asyncio.get_running_loop()
+            steps, events = await loop.run_in_executor(self._thread, work, caller, headers, body, channel)
+        if events:
+            await self._recorder.record(events)
+        self._parts.metrics.steps_recorded.labels("ok").inc(steps)
+        return steps
+
+    def close(self) -> None:
+        """Let its thread end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(
+        self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
+    ) -> tuple[int, list[Event]]:
+        parts = self._parts
+        request = SubmitRequest(parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"))
+        placed = in_order(
+            self._place(caller, headers, at, said, channel) for at, said in enumerate(read_as(Submission, body).steps)
+        )
+        steps = [(p, step_of(p, request, self._text(p.said))) for p in placed]
+        return len(steps), self._events(caller, steps)
+
+    def _place(
+        self, caller: Caller, headers: Mapping[str, str], at: int, said: StepPayload, channel: Channel | None
+    ) -> Placed:
+        try:
+            found = self._parts.door.origin(caller, headers, said.trajectory_uid or None, said.prompt_uid or None)
+        except GatewayError as error:
+            raise misplaced(at, error) from error
+        return Placed(at, said, replace(found, channel=channel or found.channel))
+
+    def _text(self, said: StepPayload) -> str | None:
+        return self._text_of(said.response_ids) if self._text_of is not None else None
+
+    def _events(self, caller: Caller, steps: Sequence[tuple[Placed, Step]]) -> list[Event]:
+        """In the order of the log: openings, steps, ends; rewards are a log of their own.
+
+        The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
+        """
+        recorder, door = self._recorder, self._parts.door
+        opened: dict[bytes, Event] = {}
+        ended: dict[bytes, Event] = {}
+        rewards: list[Event] = []
+        for placed, step in steps:
+            said, origin = placed.said, placed.origin
+            if said.metadata and origin.kafka_key not in opened:
+                opened[origin.kafka_key] = recorder.opened(origin, Register(metadata=said.metadata))
+            if said.is_last:
+                (ended[origin.kafka_key],) = recorder.ended(origin, Complete())
+            if said.reward is None:
+                continue
+            if said.is_last:
+                door.require_completion_reward(caller)
+                name, step_id = "complete_trajectory", None
+            else:
+                door.require(caller, "reward")
+                name, step_id = "submit_steps", step.step_id
+            reward = GiveReward(source="env", name=name, function_version="1", step_id=step_id, value=said.reward)
+            rewards.append(recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name))
+        return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
+
+
+class Generator:
+    """POST /generate: tokens in, tokens out, by one completions call. It records nothing: the agent submits its steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def serve(self, headers: Mapping[str, str], receive: Receive) -> Response:
+        """The reply, an engine's own error included. A call that fails is told to the log.
+
+        Raises:
+            GatewayError: The gateway refused the call, or the engine gave no usable reply.
+        """
+        parts = self._parts
+        attempt = parts.failed.attempt(PROTOCOL, headers, None, None)
+        try:
+            attempt.caller = caller = parts.door.authenticate(headers, "agent")
+            with parts.limits.call(caller.key) as counted:
+                async with held_body(receive, parts) as body:
+                    client = Client(receive)
+                    try:
+                        async with client:
+                            return await self._generate(caller, attempt, read_as(Generate, body), counted)
+                    finally:
+                        client.done()
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
+        except GatewayError as error:
+            parts.failed.note(attempt, failure_of(error))
+            raise
+
+    async def _generate(self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted) -> Response:
+        asked, headers = COMPLETIONS.request(self._completion(said)), attempt.headers
+        attempt.model = asked.model
+
+        def asking(worker: Worker | None) -> None:
+            attempt.engine = worker.name if worker is not None else None
+
+        self._parts.memory.begin()
+        held = self._parts.memory.replies.hold()
+        try:
+            async with self._parts.upstream.ask(
+                "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
+                {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
+                key=_prefix_key(said.prompt_ids), run_id=(run := self._parts.door.run_of(caller, headers)), model=asked.model,
+                on_asking=asking,
+            ) as response:  # fmt: skip
+                body = await response.read(held)
+                if response.status >= 400:
+                    told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
+                    self._parts.failed.note(attempt, engine_failure(response.status, body))
+                    return Response(body, response.status, told, response.header("content-type"))
+                captured = Captured(NO_TOKENS[response.worker.kind])
+                body = captured.trail(body, response.header(engine_frames.OWN_BODY))
+                answer = COMPLETIONS.answer(asked, response.worker.kind, body)
+        finally:
+            held.release()
+            self._parts.memory.end()
+        if not answer.choices:
+            raise UpstreamFailed("the engine's completion has no choice")
+        choice = answer.choices[0]
+        finish = captured.finish(0, asked)
+        tokens = choice.tokens or captured.tokens(0, asked)
+        reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
+        counted.tokens = len(said.prompt_ids) + len(reply["token_ids"])
+        return Response(orjson.dumps(reply), media_type="application/json")
+
+    def _completion(self, said: Generate) -> bytes:
+        """The body of the completions call. Raises BadRequest or Unprocessable."""
+        gateway = self._parts.settings.gateway
+        for name, value in (("image_data", said.image_data), ("video_data", said.video_data)):
+            if value:
+                raise Unprocessable(
+                    f"{name}: token ids cannot carry it; send images as parts of chat messages to .../v1/chat/completions",
+                    name,
+                )
+        if gateway.max_prompt_tokens is not None:
+            refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
+        asked = {k: v for k, v in said.sampling_params.items() if k != "logprobs"}  # they are given in any case
+        if wrong := next((name for name in asked if name in OURS and not _says_nothing(asked[name])), None):
+            raise Unprocessable(f"sampling_params.{wrong}: not for this route", f"sampling_params.{wrong}")
+        if asked.get("model") == "default":
+            del asked["model"]
+        if asked.get("max_tokens") is None:
+            if gateway.default_max_tokens is None:
+                raise Unprocessable(
+                    "sampling_params.max_tokens: say it, or set gateway.default_max_tokens (--response-length)",
+                    "sampling_params.max_tokens",
+                )
+            asked["max_tokens"] = gateway.default_max_tokens
+        kept = {k: v for k, v in asked.items() if k not in OURS}
+        return dumps({**DEFAULTS, **kept, "prompt": said.prompt_ids}, "sampling_params", Unprocessable)
+
+
+def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str, Any]:
+    """The reply's body: Claw-R1's three fields, and which weights sampled. Raises UpstreamFailed without tokens.
+
+    policy_version: the sync index, when one version of this run sampled them all.
+    """
+    if tokens.ids is None or tokens.logprobs is None:
+        raise UpstreamFailed(f"/generate needs an engine that tells tokens: {tokens.absent}")
+    versions = {s.version for s in tokens.spans}
+    version = parse_version(versions.pop()) if len(versions) == 1 else None
+    return {
+        "token_ids": unpack_ids(tokens.ids),
+        "log_probs": unpack_logprobs(tokens.logprobs),
+        "stop_reason": finish_reason,
+        "policy_version": version.sync_index if version is not None and version.run_id == run_id else None,
+        "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in tokens.spans],
+    }
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a parameter that is not for this route asks for nothing that it does not give: none, false or one."""
+    return value is None or value is False or (value == 1 and value is not True)
+
+
+def _prefix_key(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(ids[:PREFIX_IDS]).encode(), digest_size=16).hexdigest()

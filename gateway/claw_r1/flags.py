@@ -1,0 +1,98 @@
+"""Claw-R1's command line for its gateway, as settings of ours.
+
+    clawstream gateway --vllm-addresses a:8001,b:8001 --tokenizer-path P --prompt-length 4096 --response-length 1024
+    python -m gateway.claw_r1.flags ...        the same, in the place of `python -m claw_r1.gateway.gateway`
+
+Each flag means what it meant, or is taken with a line that says why it has no meaning any more. Words `a.b=c` go on as they are and
+win over flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NO_MEANING = {
+    "data_pool_name": "steps go to Kafka, not to a data pool",
+    "reward_worker_name": "name a function in its place: gateway.compute_reward=file.py:function@1",
+    "ray_address": "there is no Ray",
+    "ray_namespace": "there is no Ray",
+}
+"""Flags that are taken and do nothing, and why."""
+
+
+class Meant(NamedTuple):
+    """What a command line means: words for `runtime.process.config.load`, and a line for each flag without a meaning."""
+
+    words: list[str]
+    notices: list[str]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="clawstream gateway", description="Flags of Claw-R1's gateway. See docs/claw-r1.md.", add_help=False
+    )
+    parser.add_argument("--vllm-addresses", metavar="A,B", help="gateway.upstreams")
+    parser.add_argument("--tokenizer-path", metavar="DIR", help="gateway.tokenizer_path")
+    parser.add_argument("--prompt-length", type=int, metavar="TOKENS", help="gateway.max_prompt_tokens")
+    parser.add_argument("--response-length", type=int, metavar="TOKENS", help="gateway.default_max_tokens")
+    parser.add_argument("--host", help="gateway.host")
+    parser.add_argument("--port", type=int, help="gateway.port")
+    for name, why in NO_MEANING.items():
+        parser.add_argument("--" + name.replace("_", "-"), help=f"no meaning: {why}")
+    parser.add_argument("words", nargs="*", metavar="a.b=c")
+    return parser
+
+
+def meant_by(arguments: Sequence[str]) -> Meant:
+    """The settings that flags and words mean. Exits with 2 and the usage on an unknown flag, as argparse does."""
+    flags = _parser().parse_intermixed_args(arguments)
+    words = []
+    if flags.vllm_addresses is not None:
+        addresses = [_with_scheme(a.strip()) for a in flags.vllm_addresses.split(",") if a.strip()]
+        words.append(_word("upstreams", addresses))
+    for flag, setting in (
+        ("tokenizer_path", "tokenizer_path"),
+        ("prompt_length", "max_prompt_tokens"),
+        ("response_length", "default_max_tokens"),
+        ("host", "host"),
+        ("port", "port"),
+    ):
+        if (value := getattr(flags, flag)) is not None:
+            words.append(_word(setting, value))
+    notices = [
+        f"--{name.replace('_', '-')} has no meaning any more: {why}"
+        for name, why in NO_MEANING.items()
+        if getattr(flags, name) is not None
+    ]
+    return Meant([*words, *flags.words], notices)
+
+
+def words_of(arguments: Sequence[str]) -> list[str]:
+    """`meant_by`, with the notices written to standard error."""
+    meant = meant_by(arguments)
+    for notice in meant.notices:
+        sys.stderr.write(f"clawstream: {notice}\n")
+    return meant.words
+
+
+def _word(setting: str, value: object) -> str:
+    return f"gateway.{setting}={json.dumps(value)}"
+
+
+def _with_scheme(address: str) -> str:
+    return address if address.startswith(("http://", "https://")) else f"http://{address}"
+
+
+def main() -> None:
+    """`clawstream gateway` with the arguments of this process."""
+    from clawstream.cli.main import app
+
+    app(["gateway", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""POST /compute_reward: what one reward function says of one response. Nothing is recorded.
+
+The function is one of the reward job's (`rewards.rule`), so it gets a closed trajectory: of one step, with the dataset's fields as its
+metadata. A function of the user's own runs in a child process, with a time-out, and a thread of ours waits for it: so
+one that computes long, hangs or crashes holds up neither calls nor the spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.api.control import json_of
+from gateway.claw_r1.steps import TokenId
+from gateway.errors import NotConfigured, Unprocessable
+from rewards.rule import Rule, rule_of
+from runtime.functions.pool import FunctionPool
+from schemas.records import Segment, Trajectory, TrajectoryStep
+from schemas.rule_spec import reason_text
+from schemas.settings import Settings
+from schemas.tokens import pack_ids
+
+THREADS = 4
+STEP_ID = "compute-reward~00000000000000000000000000.0"
+TextOf = Callable[[Sequence[int]], str]
+
+
+class ComputeReward(BaseModel):
+    """Body of POST /compute_reward. num_turns, extra_fields and dataset_fields are the function's metadata."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    multi_modal_data: dict[str, Any] | None = None
+    num_turns: Annotated[int, Field(ge=0, strict=True)] = 2
+    extra_fields: dict[str, Any] = {}
+    dataset_fields: dict[str, Any] = {}
+
+
+def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
+    """What the function gets. text: of the response. Raises Unprocessable."""
+    prompt, response = pack_ids(said.prompt_ids), pack_ids(said.response_ids)
+    metadata = {**said.dataset_fields, "num_turns": said.num_turns, "extra_fields": said.extra_fields}
+    step = TrajectoryStep(
+        step_id=STEP_ID, index=0, segment=1, status="ok", drift="root", prompt_tokens=len(said.prompt_ids),
+        response_tokens=len(said.response_ids), response_json=orjson.dumps({"role": "assistant", "content": text}),
+        trainable=False, untrainable_reason="computed on request", offset=0,
+    )  # fmt: skip
+    return Trajectory(
+        run_id=run_id, trajectory_key="compute-reward", trajectory_id="compute-reward", group_id="compute-reward", channel="train",
+        outcome="completed", opened_at=0, closed_at=0, metadata_json=json_of(metadata, "dataset_fields"), part=0, parts=1, steps=(step,),
+        segments=(Segment(token_ids=prompt), Segment(parent=0, step_index=0, token_ids=response)),
+    )  # fmt: skip
+
+
+def score_of(rule: Rule, trajectory: Trajectory) -> float:
+    """The number. Raises Unprocessable with the reason when the function gives none."""
+    try:
+        said = rule.function(trajectory)
+    except MemoryError:
+        raise
+    except Exception as error:  # a user's function: what it raises is the reply
+        raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
+    if isinstance(said, Mapping):
+        said = said.get(STEP_ID)
+    if isinstance(said, int | float) and math.isfinite(said):
+        return float(said)
+    raise Unprocessable(f"{rule}: gave {said!r:.80}, which is no finite number", "dataset_fields")
+
+
+class Judge:
+    """Calls the function of `gateway.compute_reward`."""
+
+    def __init__(self, settings: Settings, text_of: TextOf | None) -> None:
+        """text_of: None when no tokenizer is configured. Raises SettingsError when there is no such function."""
+        self._pool, self._text_of = FunctionPool(settings.functions), text_of
+        spec = settings.gateway.compute_reward
+        try:
+            self._rule = rule_of(spec, "gateway.compute_reward", self._pool.find) if spec is not None else None
+        except BaseException:
+            self._pool.stop()
+            raise
+        self._threads = ThreadPoolExecutor(THREADS, "compute-reward")
+
+    async def judge(self, said: ComputeReward, run_id: str) -> dict[str, Any]:
+        """The reply. Raises NotConfigured, or Unprocessable with the reason why there is no reward."""
+        if self._rule is None:
+            raise NotConfigured("no reward function: set gateway.compute_reward=name@version, see docs/claw-r1.md")
+        if self._text_of is None:
+            raise NotConfigured("no tokenizer to read response_ids with: set gateway.tokenizer_path")
+        rule, text_of = self._rule, self._text_of
+
+        def work() -> float:
+            return score_of(rule, trajectory_of(said, run_id, text_of(said.response_ids)))
+
+        score = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return {"reward_score": score, "reward_extra_info": {"function": rule.name, "function_version": rule.version}}
+
+    def close(self) -> None:
+        """End its threads and child processes; a function that runs is not waited for."""
+        self._pool.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,384 @@
+"""The owner of durability: a record counts once Kafka's in-sync replicas have it, or once it lies fsynced in the spool.
+
+1. A field that makes a record too large goes to the blob store first (`blobs`); when that is away, the record waits whole in the spool.
+2. Kafka is well and nothing of the record's key waits in the spool: send it, wait for the acknowledgement.
+3. Otherwise, or without an acknowledgement in time: append to the spool. What comes in while an fsync runs shares the next one.
+4. A key with records in the spool is only appended there, so the order of one key holds: what was answered first is on the log first.
+5. The drain sends the oldest segment, waits for all acknowledgements, removes it, and goes on to the next. A
+   crash in between sends it again: the ids are the same, and readers drop what they have. A segment that the disk has damaged is sent
+   as far as it can be read, and kept beside the spool.
+
+A record that was sent but not acknowledged in time may end up both on the log and in the spool: harmless for the same reason, as
+long as the lake remembers its id. What is older is held back (`_too_old`) for `clawstream spool drain`, which asks the lake first.
+
+There is no task and no thread a record. What `record` began goes on when its caller is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from gateway.durability.blobs import Blobs
+from gateway.durability.log import Bus, Message
+from gateway.durability.spool import Segment, Spool
+from gateway.errors import BlobsUnavailable, BusUnavailable, NoRoom, NotRecorded, RecordTooLarge, SpoolFailed, SpoolFull
+from gateway.metrics import Metrics
+from runtime.logs import logger
+from runtime.process.lifecycle import die
+from schemas.topics import MAX_RECORD_BYTES
+
+Receipt = Literal["acknowledged", "spooled", "unconfirmed"]
+RETRY_S = 0.25
+"""How often the drain looks whether Kafka is back."""
+
+
+class _Recording:
+    """One call of `record`. waiter: the caller, None when it does not wait."""
+
+    __slots__ = ("began", "journal", "maybe_sent", "messages", "waiter")
+
+    def __init__(
+        self, journal: Journal, messages: Sequence[Message], waiter: asyncio.Future[Receipt] | None, began: float
+    ) -> None:
+        self.journal, self.messages, self.waiter, self.began = journal, messages, waiter, began
+        self.maybe_sent = False
+
+    def sent(self, error: BusUnavailable | RecordTooLarge | None) -> None:
+        """What the bus says."""
+        if error is None:
+            self.journal.ended(self)
+            if self.waiter is not None and not self.waiter.done():
+                self.waiter.set_result("acknowledged")
+        elif isinstance(error, RecordTooLarge):
+            self.failed(error)
+        else:
+            logger().warning("spooling", error=str(error))
+            self.maybe_sent = True
+            self.journal.spool(self)
+
+    def spooled(self) -> None:
+        """It lies fsynced."""
+        self.journal.ended(self)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result("spooled")
+
+    def failed(self, error: NotRecorded) -> None:
+        """Nobody took it."""
+        self.journal.ended(self)
+        self.journal.lost(error)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_exception(error)
+
+
+class Journal:
+    """Records, durably. acks=none answers before: see gateway.acks.
+
+    blobs: None leaves large records as they are. max_behind, max_age_s: what makes a segment too old to be sent by itself, in records
+    written to the log since, and in seconds of the log's time.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        spool: Spool,
+        metrics: Metrics,
+        acks: Literal["all", "none"] = "all",
+        blobs: Blobs | None = None,
+        max_behind: int = 100_000,
+        max_age_s: float = 12 * 3600.0,
+    ) -> None:
+        self._bus, self._spool, self._metrics, self._acks, self._blobs = bus, spool, metrics, acks, blobs
+        self._max_behind, self._max_age_s = max_behind, max_age_s
+        self._in_spool: Counter[bytes] = (
+            Counter()
+        )  # per key, from the moment it is decided to spool until it is drained
+        self._waiting: list[_Recording] = []
+        self._reserved = self._unreadable_counted = 0
+        self._open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._files = asyncio.Lock()
+        self._large: set[asyncio.Task[None]] = set()
+        self._writer: asyncio.Task[None] | None = None
+        self._drainer: asyncio.Task[None] | None = None
+        self._work = asyncio.Event()
+
+    async def start(self) -> None:
+        """Open the spool and begin to drain what an earlier process left. Raises SpoolTaken or SpoolFailed."""
+        await asyncio.to_thread(self._spool.open)
+        for segment in self._spool.segments:
+            self._in_spool.update(segment.keys)
+        self._show()
+        if self._spool.held_bytes:
+            _say_held(self._spool.held_bytes)
+        self._work.set()
+        self._drainer = asyncio.create_task(self._drain(), name="spool-drain")
+        self._drainer.add_done_callback(_die_of_a_bug)
+
+    async def close(self, drain_timeout_s: float = 10.0) -> None:
+        """Finish what is being recorded, drain the spool if Kafka is there, end."""
+        await self._none_open.wait()
+        deadline = time.monotonic() + drain_timeout_s
+        while self._spool.segments and self._bus.reachable and time.monotonic() < deadline:
+            self._work.set()
+            await asyncio.sleep(0.02)
+        if self._drainer is not None:
+            self._drainer.cancel()
+            await asyncio.wait([self._drainer])
+        async with self._files:
+            self._spool.close()
+        if self._blobs is not None:
+            self._blobs.close()
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Bytes that wait in the spool."""
+        return self._spool.size_bytes
+
+    @property
+    def spooled_keys(self) -> int:
+        """Keys that have records in the spool."""
+        return len(self._in_spool)
+
+    @contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Room for a call that is about to be sampled. Raises NoRoom when Kafka is away and the spool could not take it.
+
+        size: estimated bytes of its records. With Kafka well nothing is reserved.
+        """
+        if self._bus.reachable:
+            yield
+            return
+        if self._reserved + size > self._spool.free_bytes:
+            self._metrics.spool_full.inc()
+            raise NoRoom("Kafka is away and the spool has no room: nothing was sampled, try again later")
+        self._reserved += size
+        try:
+            yield
+        finally:
+            self._reserved -= size
+
+    async def record(self, messages: Sequence[Message]) -> Receipt:
+        """Make them durable. Raises NotRecorded when neither Kafka nor the spool took them. Runs on when the caller is cancelled."""
+        if not messages:
+            return "acknowledged" if self._acks == "all" else "unconfirmed"
+        waiter: asyncio.Future[Receipt] | None = None
+        if self._acks == "all":
+            waiter = asyncio.get_running_loop().create_future()
+        recording = _Recording(self, messages, waiter, time.perf_counter())
+        if not self._open:
+            self._none_open.clear()
+        self._open += 1
+        if self._blobs is not None and any(len(m.value) > MAX_RECORD_BYTES for m in messages):
+            task = asyncio.create_task(self._fit(recording, self._blobs))
+            self._large.add(task)
+            task.add_done_callback(self._large.discard)
+        else:
+            self._send(recording)
+        if waiter is None:
+            return "unconfirmed"
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # nobody reads it any more; it is counted and logged
+            raise
+
+    async def _fit(self, recording: _Recording, blobs: Blobs) -> None:
+        try:
+            recording.messages = await blobs.fit(recording.messages)
+        except RecordTooLarge as error:
+            recording.failed(error)
+        except BlobsUnavailable as error:
+            logger().warning("spooling", error=str(error))
+            self.spool(recording)
+        else:
+            self._send(recording)
+
+    def _send(self, recording: _Recording) -> None:
+        if self._bus.reachable and not (self._in_spool and any(m.key in self._in_spool for m in recording.messages)):
+            self._bus.send(recording.messages, recording.sent)
+        else:
+            self.spool(recording)
+
+    def ended(self, recording: _Recording) -> None:
+        """It is decided what became of it."""
+        self._metrics.ack_wait.observe(time.perf_counter() - recording.began)
+        self._open -= 1
+        if not self._open:
+            self._none_open.set()
+
+    def lost(self, error: NotRecorded) -> None:
+        """Count and say what nobody took."""
+        self._metrics.not_recorded.inc()
+        logger().error("not_recorded", error=str(error))
+
+    # -- spool
+
+    def spool(self, recording: _Recording) -> None:
+        """Append it. From now on its keys only go to the spool."""
+        self._in_spool.update(m.key for m in recording.messages)
+        self._waiting.append(recording)
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write(), name="spool-write")
+            self._writer.add_done_callback(_die_of_a_bug)
+
+    async def _write(self) -> None:
+        while self._waiting:
+            async with self._files:
+                taken, room = [], self._spool.free_bytes
+                waiting, self._waiting = self._waiting, []
+                for recording in waiting:
+                    data = b"".join(map(self._spool.frame, recording.messages))
+                    if len(data) <= room:
+                        room -= len(data)
+                        taken.append((recording, data))
+                    else:
+                        self._metrics.spool_full.inc()
+                        self._give_up(recording, SpoolFull("Kafka is away and the spool is full"))
+                if taken:
+                    await self._write_together(taken)
+            self._show()
+        self._work.set()
+
+    async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
+        try:
+            maybe_sent = any(recording.maybe_sent for recording, _ in taken)
+            await asyncio.to_thread(self._spool.append, [data for _, data in taken], maybe_sent, self._bus.position)
+        except (NotRecorded, OSError) as error:
+            for recording, _ in taken:
+                self._give_up(recording, SpoolFailed(f"spool: {error}"))
+            return
+        for recording, _ in taken:
+            self._spool.count(m.key for m in recording.messages)
+            recording.spooled()
+
+    def _give_up(self, recording: _Recording, error: NotRecorded) -> None:
+        self._forget([m.key for m in recording.messages])
+        recording.failed(error)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self._in_spool.subtract(keys)
+        for key in keys:
+            if self._in_spool[key] <= 0:
+                del self._in_spool[key]
+
+    def _show(self) -> None:
+        self._metrics.spool_bytes.set(self._spool.size_bytes)
+        self._metrics.spool_held_bytes.set(self._spool.held_bytes)
+        self._metrics.spool_damaged_bytes.set(self._spool.damaged_bytes)
+        self._metrics.spool_unreadable_bytes.inc(self._spool.unreadable_bytes - self._unreadable_counted)
+        self._unreadable_counted = self._spool.unreadable_bytes
+
+    # -- drain
+
+    async def _drain(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._spool.segments:
+                try:
+                    went_well = self._bus.reachable and await self._drain_first()
+                except OSError as error:
+                    logger().error("spool_unreadable", error=str(error))
+                    went_well = False
+                if not went_well:
+                    await asyncio.sleep(RETRY_S)
+
+    async def _drain_first(self) -> bool:
+        if await self._too_old(self._spool.segments[0]):
+            await self._hold(self._spool.segments[0])
+            return True
+        async with self._files:
+            found = await asyncio.to_thread(self._spool.first)
+            if found is None:
+                return True
+            segment, messages = found
+            await asyncio.to_thread(self._spool.mark_sent, segment, self._bus.position)
+        try:
+            if messages:  # none: the disk has lost them all
+                await self._publish(messages)
+        except (BusUnavailable, BlobsUnavailable) as error:
+            logger().warning("spool_drain_waits", error=str(error))
+            return False
+        except RecordTooLarge:
+            if not await self._drain_singly(messages):
+                return False
+        await self._remove(segment)
+        logger().info("spool_drained", records=len(messages), left_bytes=self._spool.size_bytes)
+        return True
+
+    async def _publish(self, messages: Sequence[Message]) -> None:
+        """Send, acknowledged when it returns. Raises BusUnavailable, BlobsUnavailable or RecordTooLarge."""
+        if self._blobs is not None:
+            messages = await self._blobs.fit(messages)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def sent(error: BusUnavailable | RecordTooLarge | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        self._bus.send(messages, sent)
+        await done
+
+    async def _drain_singly(self, messages: Sequence[Message]) -> bool:
+        for message in messages:
+            try:
+                await self._publish([message])
+            except (BusUnavailable, BlobsUnavailable):
+                return False
+            except RecordTooLarge as error:
+                path = await asyncio.to_thread(self._spool.set_aside, message)
+                logger().error("spool_record_refused", kept_in=str(path), topic=message.topic, error=str(error))
+        return True
+
+    async def _remove(self, segment: Segment) -> None:
+        async with self._files:
+            await asyncio.to_thread(self._spool.remove, segment)
+        self._forget(list(segment.keys.elements()))
+        self._show()
+
+    async def _too_old(self, segment: Segment) -> bool:
+        """Whether assemble may have forgotten the trajectories of what a segment holds, or the lake the ids of it, so that a second copy on
+        the log would count twice. Judged by what has come to the log since; the own monotonic clock bounds it, a wall clock decides nothing.
+        """
+        if segment.position is None:  # not sent: Kafka was never seen before. Sent: the disk has lost it
+            return segment.maybe_sent
+        try:
+            passed = await self._bus.passed_since(segment.position)
+        except BusUnavailable:
+            return False  # then sending fails as well
+        age_s = self._spool.age_s(segment)
+        if (passed.seconds if age_s is None else min(age_s, passed.seconds)) > self._max_age_s:
+            return True
+        return segment.maybe_sent and passed.records > self._max_behind
+
+    async def _hold(self, segment: Segment) -> None:
+        async with self._files:
+            path = await asyncio.to_thread(self._spool.hold, segment)
+        # It waits for a person. New records of its keys do not.
+        self._forget(list(segment.keys.elements()))
+        self._show()
+        _say_held(segment.size, str(path))
+
+
+def _say_held(size: int, path: str | None = None) -> None:
+    logger().error(
+        "spool_held", bytes=size, path=path,
+        action="too old to be sent by itself: run `clawstream spool drain`, which asks the lake for each record first",
+    )  # fmt: skip
+
+
+def _die_of_a_bug(task: asyncio.Task[None]) -> None:
+    """A drain or a writer that ends unseen would leave records, answered or waited for, for ever: better a crash and a restart."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        die(error)

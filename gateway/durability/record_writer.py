@@ -1,0 +1,32 @@
+"""The one way from an event to the log: what must not be kept is taken out, then it is encoded, then it is made durable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.durability.delivery import Journal, Receipt
+from gateway.durability.log import Message
+from gateway.redaction.shell import Redaction
+from schemas.codec.single_object import Codec
+from schemas.records import Curation, Reward, SessionEvent, Step
+from schemas.topics import Topics
+
+Event = Step | SessionEvent | Reward | Curation
+
+
+class EventLog:
+    """redaction None: everything is kept as it is."""
+
+    def __init__(self, topics: Topics, codec: Codec, journal: Journal, redaction: Redaction | None) -> None:
+        self._codec, self._journal, self._redaction = codec, journal, redaction
+        self._steps, self._rewards = topics.steps, topics.rewards
+
+    async def record(self, events: Sequence[Event]) -> Receipt:
+        """Durable when it returns, in this order for each key and topic. Raises NotRecorded."""
+        if self._redaction is not None:
+            events = [await self._redaction.redacted(event) for event in events]
+        return await self._journal.record([self._message(event) for event in events])
+
+    def _message(self, event: Event) -> Message:
+        topic = self._steps if isinstance(event, (Step, SessionEvent)) else self._rewards
+        return Message(topic, event.trajectory_key.encode(), self._codec.encode(event))

@@ -1,0 +1,1 @@
+"""Engines: discovery, health, routing and HTTP to them."""

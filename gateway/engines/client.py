@@ -1,0 +1,314 @@
+"""Calls to the engines: picking one, waiting for one, asking another where nothing was told. The one owner of retries.
+
+A call is asked again, of another engine first and at once, when nothing of a reply was seen:
+
+1. no connection could be made, or the engine said 502 or 503: it sampled nothing. As often as there are engines, then with pauses
+   until gateway.worker_wait_s are over. A provider's own 502 or 503 passes when no other engine is free;
+2. the engine said 429 or 529 and another one is free. Else its reply passes, with its `retry-after`;
+3. the connection broke before the first byte of the reply's body. It may have sampled, but nobody was told and nothing recorded, so
+   asking again makes no second step. Once a call, for the request itself may be what kills engines.
+
+Whatever breaks later is an error of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import TracebackType
+
+from gateway.asgi.content_encoding import READABLE, Inflater, TooMuch, unpacked
+from gateway.asgi.in_flight_limits import Held
+from gateway.capture.stream import MAX_STREAM
+from gateway.clock import Clock
+from gateway.engines.circuit_breaker import By
+from gateway.engines.engine import Lane
+from gateway.engines.http1 import Connection
+from gateway.engines.pool import Lanes
+from gateway.engines.registry import Worker, WorkerTable
+from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
+from gateway.metrics import Metrics
+from gateway.protocols.request_fields import renamed
+from schemas.settings import GatewaySettings
+
+BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+SETTLE_S = 0.05
+BUSY = (502, 503)
+LIMITED = (429, 529)
+Body = Callable[[Worker], bytes] | bytes | None
+
+
+class Response:
+    """An engine's reply, headers read. Bodies are read with `read` or `pieces`, which raise UpstreamFailed or UpstreamTimeout.
+
+    encoding: how the body that these give is packed; None: it is not. Engines are asked for no compression, and some compress even
+    so; what can be unpacked is.
+    """
+
+    __slots__ = ("_connection", "_lane", "encoding", "worker")
+
+    def __init__(self, worker: Worker, lane: Lane, connection: Connection) -> None:
+        self.worker, self._lane, self._connection = worker, lane, connection
+        packed = connection.headers.get(b"content-encoding")
+        self.encoding = None if packed is None else _encoding(packed)
+
+    @property
+    def status(self) -> int:
+        return self._connection.status
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """Names in lower case; of several the last."""
+        return self._connection.headers
+
+    def header(self, name: str) -> str | None:
+        """A header of the reply. name: in lower case."""
+        value = self._connection.headers.get(name.encode())
+        return value.decode("latin-1") if value is not None else None
+
+    async def read(self, held: Held | None = None) -> bytes:
+        """The whole body. held: what counts it; else it must be small."""
+        try:
+            body = await self._connection.read(held.take if held is not None else None)
+        except (ConnectionError, TimeoutError) as error:
+            raise self._broken(error) from error
+        return body if self.encoding is None else self._unpacked(body)
+
+    @property
+    def readable(self) -> bool:
+        """Whether `pieces` can unpack the body."""
+        return self.encoding is None or self.encoding in READABLE
+
+    def _unpacked(self, body: bytes) -> bytes:
+        """The body without its encoding; as it is, and `encoding` stays, when it can't be unpacked."""
+        if self.encoding not in READABLE:
+            return body
+        try:
+            found = unpacked(body, self._connection.max_reply)
+        except TooMuch as error:
+            raise UpstreamFailed(f"the engine at {self.worker.base_url}: {error}") from error
+        except ValueError:
+            return body
+        self.encoding = None
+        return found
+
+    async def settle(self) -> None:
+        """All that matters was read: let the body end, so that the connection can serve the next call."""
+        if self._connection.complete:
+            return
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._connection.read()
+        except (ConnectionError, TimeoutError):
+            return  # closed when the block is left
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, of a reply that is `readable`."""
+        inflater = None if self.encoding is None else Inflater(MAX_STREAM)
+        try:
+            while piece := await self._connection.piece():
+                yield piece if inflater is None else inflater.feed(piece)
+        except ValueError as error:
+            raise UpstreamFailed(f"the engine at {self.worker.base_url}: its stream is {error}") from error
+        except (ConnectionError, TimeoutError) as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> UpstreamFailed | UpstreamTimeout:
+        self._lane.failed("call")
+        return broken(error, self.worker)
+
+
+def _encoding(said: bytes) -> str | None:
+    name = said.decode("latin-1").strip().lower()
+    return None if name in ("", "identity") else name
+
+
+def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout:
+    """Our error for a connection's."""
+    if isinstance(error, TimeoutError):
+        return UpstreamTimeout(f"the engine at {worker.base_url} {error or 'did not answer'}")
+    return UpstreamFailed(f"the engine at {worker.base_url} went away: {type(error).__name__}: {error}")
+
+
+class Upstream:
+    """All engines. now_s: the clock of the worker table."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        table: WorkerTable,
+        now_s: Callable[[], float],
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        clock, metrics = clock or Clock(), metrics or Metrics()
+        self.settings, self.retries, self.now_s = settings, metrics.upstream_retries, clock.monotonic
+        self.lanes = Lanes(settings, table, now_s, clock, metrics)
+
+    async def open(self) -> None:
+        """Before the first call; on the event loop that serves."""
+        await self.lanes.open()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.lanes.close()
+
+    @property
+    def ready(self) -> list[Worker]:
+        """Engines that can be called now."""
+        return self.lanes.ready
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        *,
+        key: str,
+        run_id: str,
+        model: str | None,
+        on_asking: Callable[[Worker | None], None] = lambda worker: None,
+        credentials: Mapping[str, str] | None = None,
+    ) -> Ask:
+        """Ask an engine: `async with upstream.ask(...) as response`. Leaving the block before the reply is read aborts it there.
+
+        body: also a function of the engine that is asked. headers: the client's that mean something to an engine; names in lower
+        case. credentials: its keys, sent only to an upstream with `forward_credentials`. on_asking: told which engine is being
+        asked, and None when that one surely sampled nothing. Raises NoWorker, UpstreamFailed or UpstreamTimeout; an engine's own
+        error status is a reply.
+        """
+        return Ask(self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {})
+
+
+class Ask:
+    """One call on its way. A plain class: a generator-based context manager would cost more than the picking."""
+
+    __slots__ = (
+        "_avoid", "_body", "_broke", "_by", "_connection", "_credentials", "_headers", "_key", "_lane", "_method",
+        "_on_asking", "_path", "_refusal", "_upstream", "_who",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        method: str,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        key: str,
+        who: tuple[str, str | None],
+        on_asking: Callable[[Worker | None], None],
+        credentials: Mapping[str, str],
+    ) -> None:
+        self._upstream, self._method, self._path, self._body, self._headers = upstream, method, path, body, headers
+        self._key, self._who, self._on_asking, self._credentials = key, who, on_asking, credentials
+        self._lane: Lane | None = None
+        self._connection: Connection | None = None
+        self._by: By = "call"
+        self._avoid: tuple[Lane, ...] = ()
+        self._broke = False
+        self._refusal: UpstreamFailed | UpstreamTimeout | NoWorker | None = None
+
+    async def __aenter__(self) -> Response:
+        upstream = self._upstream
+        deadline = upstream.now_s() + upstream.settings.worker_wait_s
+        attempt = 0
+        while True:
+            lane = upstream.lanes.pick(self._key, self._who, self._avoid)
+            if lane is not None:
+                response = await self._try(lane)
+                if response is not None:
+                    return response
+                self._avoid = (*self._avoid, lane)
+                continue
+            left = deadline - upstream.now_s()
+            if left <= 0:
+                raise self._refusal or upstream.lanes.nobody()
+            if self._avoid:  # all were asked: give them a moment
+                await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
+                attempt, self._avoid = attempt + 1, ()
+            else:
+                await upstream.lanes.wait(deadline)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go()
+
+    async def _try(self, lane: Lane) -> Response | None:
+        """Ask this engine. None: it is to be asked of another one."""
+        worker = lane.worker
+        self._lane, self._by = lane, lane.begin()
+        try:
+            self._on_asking(worker)
+            await self._send(lane, worker)
+        except Unreachable as error:
+            lane.failed(self._by, surely=True)
+            self._again("unreachable", NoWorker(f"{error.message}: nothing was sampled, try again"))
+            return None
+        except (ConnectionError, TimeoutError) as error:
+            connection, failure = self._connection, broken(error, worker)
+            lane.failed(self._by)
+            if self._broke or isinstance(error, TimeoutError) or connection is None or connection.touched:
+                self._let_go()
+                raise failure from error
+            self._broke = True
+            self._again("broken", failure)
+            return None
+        except BaseException:  # cancelled, or a bug: the engine's place is free again
+            lane.left(self._by)
+            self._let_go()
+            raise
+        return self._judge(lane, worker)
+
+    async def _send(self, lane: Lane, worker: Worker) -> None:
+        body = self._body
+        data = body(worker) if callable(body) else body
+        if data is not None and (model := worker.model_map.get(self._who[1] or "")) is not None:
+            data = renamed(data, model)
+        length = len(data) if data is not None else 0 if self._method == "POST" else None
+        head = lane.head(self._method, self._path, self._headers, self._credentials, length)
+        connection = self._connection = await lane.connection()
+        settings = self._upstream.settings
+        connection.send(head, data, settings.upstream_timeout_s, settings.upstream_total_timeout_s)
+        await connection.begin()
+
+    def _judge(self, lane: Lane, worker: Worker) -> Response | None:
+        """The reply, unless it is one that another engine may better."""
+        connection = self._connection
+        assert connection is not None
+        response = Response(worker, lane, connection)
+        status = connection.status
+        if status not in BUSY and status not in LIMITED:
+            lane.answered(self._by)
+            return response
+        if status in LIMITED:
+            lane.answered(self._by)
+            lane.rest(response.header("retry-after"))
+        else:
+            lane.failed(self._by)
+        passes = status in LIMITED or worker.kind == "text"
+        if passes and self._upstream.lanes.pick(self._key, self._who, (*self._avoid, lane)) is None:
+            return response
+        reason = "limited" if status in LIMITED else "busy"
+        self._again(reason, NoWorker(f"the engine at {worker.base_url} says {status}, try again"))
+        return None
+
+    def _again(self, reason: str, refusal: NoWorker | UpstreamFailed | UpstreamTimeout) -> None:
+        self._let_go()
+        self._upstream.retries.labels(reason).inc()
+        if not self._broke:
+            self._refusal = refusal
+            self._on_asking(None)
+        elif reason == "broken":
+            self._refusal = refusal
+
+    def _let_go(self) -> None:
+        """A reply read to its end gives its connection back; else this makes the engine abort."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.in_flight -= 1
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release()

@@ -1,0 +1,124 @@
+"""Reads `claw.workers` from its start and keeps the worker table up to date. A thread, for the Kafka client blocks.
+
+It also makes the topics first, so that any order of starts works, and keeps trying while Kafka is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from gateway.durability.log import Message
+from gateway.engines.http1 import address_of
+from gateway.engines.registry import WorkerTable
+from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
+from runtime.logs import logger
+from runtime.process.lifecycle import die, on_loop
+from runtime.topics.records import Decoder, create_topics, dead_letter, reason_of
+from schemas.codec.single_object import Codec
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
+from schemas.records import WorkerStatus
+from schemas.settings import Settings
+
+RETRY_S = 0.5
+
+
+class WorkerFeed:
+    """uptime_s: the clock of the table. bury: takes dead letters; called on the event loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: Settings,
+        table: WorkerTable,
+        codec: Codec,
+        uptime_s: Callable[[], float],
+        bury: Callable[[Message], None],
+    ) -> None:
+        self._cluster, self._settings, self._table = cluster, settings, table
+        self._uptime_s, self._bury, self._codec = uptime_s, bury, codec
+        self._topics = settings.kafka.topics
+        self._stop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A daemon: while Kafka is away a call into the client may last longer than a stop should.
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Call on the event loop that serves."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; waits a little."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            self._keep_following()
+        except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would leave a gateway without engines
+            die(error)
+
+    def _keep_following(self) -> None:
+        served = False
+        while not self._stop.is_set():
+            try:
+                create_topics(self._cluster, self._settings)
+                served = True
+                self._follow()
+            except SettingsError as error:  # topics that were changed while calls are under way end none of them
+                if not served:
+                    raise
+                logger().error("topics_unfit", error=str(error))
+            except SourceTruncated as error:
+                logger().warning("workers_topic_made_anew", error=str(error))
+                self._on_loop(self._table.forget)
+            except KafkaError as error:
+                logger().warning("workers_unreadable", error=str(error))
+            self._stop.wait(RETRY_S)
+
+    def _follow(self) -> None:
+        topic = self._topics.workers
+        topic_id = self._cluster.topic_id(topic)
+        # A reader's own codec: the other one is used on the event loop.
+        decoder = Decoder(self._cluster, self._topics.schemas)
+        first, _ = self._cluster.watermarks(topic, [0])[0]
+        reader: Reader = self._cluster.reader(f"{self._topics.prefix}-gateway", {(topic, 0): first})
+        try:
+            while not self._stop.is_set():
+                for record in reader.poll():
+                    self._take(decoder, record, topic_id)
+        finally:
+            reader.close()
+
+    def _take(self, decoder: Decoder, record: Record, topic_id: str) -> None:
+        if record.value is None:
+            name = (record.key or b"").decode(errors="replace")
+            self._on_loop(lambda: self._table.hear(name, None, self._uptime_s()))
+            return
+        try:
+            status = decoder.decode(record.value)
+        except (Undecodable, UnknownSchema) as error:
+            self._dead_letter(record, topic_id, reason_of(error), str(error))
+            return
+        if not isinstance(status, WorkerStatus):
+            self._dead_letter(
+                record, topic_id, "invalid", f"a {type(status).__name__} does not belong on {record.topic}"
+            )
+            return
+        try:
+            address_of(status.base_url)
+        except ValueError as error:
+            self._dead_letter(record, topic_id, "invalid", f"base_url: {error}")
+            return
+        self._on_loop(lambda: self._table.hear(status.worker_id, status, self._uptime_s()))
+
+    def _dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+        letter = dead_letter(record, topic_id, "gateway", reason, detail)
+        message = Message(self._topics.dead_letters, letter.key or b"", self._codec.encode(letter))
+        self._on_loop(lambda: self._bury(message))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._loop is not None and not self._stop.is_set():
+            on_loop(self._loop, call)

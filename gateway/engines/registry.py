@@ -1,0 +1,241 @@
+"""Which engines there are, from `claw.workers` and the settings: a fold over worker statuses, and the order in which they serve a
+trajectory. No I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from gateway.engines.http1 import address_of
+from gateway.errors import UpstreamUnusable
+from gateway.protocols.base import Kind
+from schemas.ids import parse_version
+from schemas.records import WorkerState, WorkerStatus
+from schemas.settings import UpstreamSettings
+
+MISSED_HEARTBEATS = 3
+SLOTS = 4096
+"""Trajectories are spread over the engines in so many shares, whose orders are kept."""
+CROWDED = 2
+"""So many times the calls of the least loaded engine make a trajectory leave its own."""
+_API_ROOT = re.compile(r"/v\d+[a-z0-9]*(/openai)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """An engine that can be called.
+
+    name: unique; worker_id None: it does not report, a setting names it. models (): not known. kind_known False: a probe is to find it.
+    api_root: what stands for `/v1` in its paths. model_map: its own name of a model that clients ask for.
+    """
+
+    name: str
+    base_url: str
+    worker_id: str | None = None
+    models: tuple[str, ...] = ()
+    run_id: str | None = None
+    kind: Kind = "text"
+    kind_known: bool = False
+    api_root: str = "/v1"
+    api_key: str | None = field(default=None, repr=False)
+    api_key_header: str | None = None
+    forward_credentials: bool = False
+    model_map: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    worker: Worker
+    state: WorkerState
+    until_s: float  # absent from then on
+    version: str | None = None  # of the weights that it samples with
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Base URL and API root of an engine's URL: `https://host/api/v4` is `https://host/api` and `/v4`."""
+    url = url.rstrip("/")
+    found = _API_ROOT.search(url)
+    return (url[: found.start()], found[0]) if found is not None else (url, "/v1")
+
+
+def _static(upstream: UpstreamSettings, environ: Mapping[str, str], taken: Collection[str]) -> Worker:
+    key = upstream.api_key
+    if upstream.api_key_env is not None:
+        key = environ.get(upstream.api_key_env)
+        if not key:
+            raise UpstreamUnusable(
+                f"gateway.upstreams: the key of {upstream.url} is to be in the environment as {upstream.api_key_env}, "
+                "which is not set"
+            )
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        where = upstream.api_key_env or "its api_key"
+        raise UpstreamUnusable(
+            f"gateway.upstreams: the key of {upstream.url} ({where}) has characters that no header can hold"
+        )
+    base, root = _split(upstream.url)
+    try:
+        address_of(base)
+    except ValueError as error:
+        raise UpstreamUnusable(f"gateway.upstreams: {error}") from error
+    number = sum(name == upstream.url or name.startswith(f"{upstream.url}#") for name in taken)
+    return Worker(
+        name=f"{upstream.url}#{number + 1}" if number else upstream.url,
+        base_url=base,
+        models=upstream.models,
+        kind="text" if upstream.kind == "auto" else upstream.kind,
+        kind_known=upstream.kind != "auto",
+        api_root=root,
+        api_key=key,
+        api_key_header=upstream.api_key_header,
+        forward_credentials=upstream.forward_credentials,
+        model_map=upstream.model_map,
+    )
+
+
+class WorkerTable:
+    """The last word of every worker. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
+    Kafka silences the heartbeats, not the engines.
+
+    upstreams: as in the settings. environ: where their keys may be, default this process's. Raises UpstreamUnusable when one is missing there.
+    """
+
+    def __init__(
+        self, upstreams: Iterable[UpstreamSettings | str] = (), environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._heard: dict[str, _Heard] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._static: dict[str, Worker] = {}
+        self._ready: tuple[Worker, ...] = ()
+        self._ready_until_s = float("-inf")
+        self.configure(upstreams)
+
+    def configure(self, upstreams: Iterable[UpstreamSettings | str]) -> None:
+        """The engines that the settings name. One that is no longer named gets no new calls."""
+        named: dict[str, Worker] = {}
+        for upstream in upstreams:
+            worker = _static(UpstreamSettings.model_validate(upstream), self._environ, named)
+            named[worker.name] = worker
+        self._static = named
+        self._changed()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """`listener()` is called whenever another worker may be ready than before."""
+        self._listeners.append(listener)
+
+    def hear(self, worker_id: str, status: WorkerStatus | None, now_s: float) -> None:
+        """Fold one record; None is a tombstone, the worker's clean exit."""
+        before = self._heard.get(worker_id)
+        if status is None:
+            if self._heard.pop(worker_id, None) is not None:
+                self._changed()
+            return
+        base, root = _split(status.base_url)
+        worker = Worker(worker_id, base, worker_id, status.models, status.run_id, api_root=root)
+        until_s = now_s + MISSED_HEARTBEATS * status.heartbeat_interval_ms / 1000
+        self._heard[worker_id] = _Heard(worker, status.state, until_s, status.weight_version)
+        known = before is not None and before.worker == worker and before.state == status.state
+        if not known or before is None or before.until_s < now_s:
+            self._changed()
+
+    def forget(self) -> None:
+        """The topic was made anew: nothing of the old one holds."""
+        self._heard.clear()
+        self._changed()
+
+    def ready(self, now_s: float) -> tuple[Worker, ...]:
+        """Workers that said they are ready, not longer ago than three of their heartbeats; and the static ones. The same object as
+        long as they are the same.
+        """
+        if now_s > self._ready_until_s:
+            fresh = [h for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s]
+            ready = (*self._static.values(), *(h.worker for h in fresh))
+            if ready != self._ready:
+                self._ready = ready
+            self._ready_until_s = min((h.until_s for h in fresh), default=float("inf"))
+        return self._ready
+
+    def states(self, now_s: float) -> dict[str, str]:
+        """What each reporting worker said last; `absent`: it has missed three heartbeats."""
+        return {name: h.state if now_s <= h.until_s else "absent" for name, h in self._heard.items()}
+
+    def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
+        """Lowest sync index of the run that a ready worker samples with; None when none says so."""
+        ready = (h.version for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s)
+        versions = (parse_version(label) for label in ready if label is not None)
+        return min((v.sync_index for v in versions if v is not None and v.run_id == run_id), default=None)
+
+    def _changed(self) -> None:
+        self._ready_until_s = float("-inf")
+        for listener in self._listeners:
+            listener()
+
+
+def suited(workers: Collection[Worker], run_id: str, model: str | None) -> list[Worker]:
+    """Those that follow the run and serve the model, as far as there are any: else the engine itself says what is wrong."""
+    chosen = list(workers)
+    for wish in (
+        lambda w: w.run_id is None or w.run_id == run_id,
+        lambda w: not w.models or model is None or model in w.models or model in w.model_map,
+    ):
+        chosen = [w for w in chosen if wish(w)] or chosen
+    return chosen
+
+
+class Named(Protocol):
+    """An engine with a name, and calls in flight."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def in_flight(self) -> int: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def slot_of(key: str) -> int:
+    """The share that a trajectory belongs to: the same for every gateway."""
+    return zlib.crc32(key.encode()) % SLOTS
+
+
+def ranked(engines: Iterable[N], slot: int) -> list[N]:
+    """The engines of a slot, best first, by rendezvous hash: when one leaves, only its own trajectories move."""
+    return sorted(engines, key=lambda e: hashlib.blake2b(f"{e.name}\0{slot}".encode(), digest_size=8).digest())
+
+
+def choose(order: Sequence[N]) -> N | None:
+    """The first of a slot's order: the prefix is in its cache. The least loaded when the first is crowded."""
+    if not order:
+        return None
+    first = order[0]
+    if first.in_flight <= CROWDED:
+        return first
+    least = min(order, key=_calls)
+    return least if first.in_flight > CROWDED * max(1, least.in_flight) else first
+
+
+def _calls(engine: Named) -> int:
+    return engine.in_flight
+
+
+class Ranking(Generic[N]):
+    """A set of engines, and the order of each slot, made when it is first asked for."""
+
+    def __init__(self, engines: Iterable[N]) -> None:
+        self.engines = tuple(engines)
+        self._orders: list[list[N] | None] = [None] * SLOTS
+
+    def order(self, key: str) -> list[N]:
+        """All of them, the one of the trajectory first."""
+        slot = slot_of(key)
+        order = self._orders[slot]
+        if order is None:
+            order = self._orders[slot] = ranked(self.engines, slot)
+        return order

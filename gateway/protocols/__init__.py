@@ -1,0 +1,1 @@
+"""One pure adapter for each wire protocol."""

@@ -1,0 +1,231 @@
+"""Anthropic messages. Pure: bytes in, bytes and choices out.
+
+The protocol has no field for token ids or log-probabilities, so requests and replies go through as they are, whatever the engine: one
+with our middleware tells the tokens beside the reply, any other is captured as text. vLLM's errors of this endpoint come partly in
+OpenAI's shape and with type names of its own; a client of Anthropic's gets Anthropic's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from gateway.asgi.error_replies import kind_of
+from gateway.errors import GatewayError
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.protocols.reply_fields import array, dumps, error_of, loads, mapping, number, text, text_or_none
+from gateway.protocols.request_fields import check_messages, error_text, model_of, object_of, stream_of
+from gateway.protocols.usage import usage_of
+
+STOP_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+"""Anthropic's stop reasons in OpenAI's words. One we don't know is a stop; none at all in a whole message is an abort: vLLM says null then."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_ALL_TYPES = {*_TYPES.values(), "invalid_request_error", "api_error", "billing_error"}
+_MAX_TEXT = 2000
+"""Characters of an engine's error body that is no JSON."""
+
+
+def type_of(status: int) -> str:
+    """What Anthropic calls an error of this status."""
+    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+
+
+def _error(kind: str, message: str) -> bytes:
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class AnthropicErrors:
+    """`{"type": "error", "error": {type, message}}`; on a stream as an event `error`."""
+
+    def body(self, error: GatewayError) -> bytes:
+        return _error(type_of(kind_of(error).status), error.message)
+
+    def engine(self, status: int, body: bytes) -> bytes:
+        """An engine's error reply as Anthropic writes it; the same bytes when it is so already."""
+        try:
+            said = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return _error(type_of(status), body.decode(errors="replace")[:_MAX_TEXT])
+        if not isinstance(said, dict):
+            return _error(type_of(status), str(said)[:_MAX_TEXT])
+        error = said.get("error", said.get("detail", said))
+        if said.get("type") == "error" and isinstance(error, dict) and error.get("type") in _ALL_TYPES:
+            return body
+        return _error(type_of(status), error_text(error))
+
+
+ANTHROPIC = AnthropicErrors()
+
+
+class AnthropicMessages:
+    """The dialect."""
+
+    name = "anthropic.messages"
+    path = "/v1/messages"
+    errors: Errors = ANTHROPIC
+
+    def request(self, body: bytes) -> Request:
+        said = object_of(body)
+        check_messages(said)
+        return Request(model_of(said), stream_of(said), 1, body, said)
+
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        return request.body
+
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        try:
+            said = mapping(loads(body))
+            if "content" not in said and (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
+            message = {"role": text(said.get("role", "assistant")), "content": array(said["content"])}
+            choice = Choice(0, dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
+            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no message: {error!r}")
+
+    def fold(self, request: Request, kind: Kind) -> AnthropicMessagesFold:
+        return AnthropicMessagesFold()
+
+
+def finish_of(stop_reason: str | None) -> str:
+    """The stop reason of a message that has ended, in OpenAI's words."""
+    return "abort" if stop_reason is None else STOP_REASONS.get(stop_reason, "stop")
+
+
+class _Block:
+    """One content block, growing. begun: as it started. pieces: what its deltas said since, by the field they belong to."""
+
+    __slots__ = ("begun", "citations", "pieces", "signature")
+
+    def __init__(self, begun: Mapping[str, Any]) -> None:
+        self.begun = begun
+        self.pieces: dict[str, list[str]] = {}
+        self.signature: str | None = None
+        self.citations: list[Any] = []
+
+    def whole(self) -> dict[str, Any]:
+        block = dict(self.begun)
+        for name, pieces in self.pieces.items():
+            before = block.get(name)
+            block[name] = (before if isinstance(before, str) else "") + "".join(pieces)
+        if self.signature is not None:
+            block["signature"] = self.signature
+        if self.citations:
+            block["citations"] = self.citations
+        if (arguments := block.get(ARGUMENTS)) == "":
+            del block[ARGUMENTS]  # the input stands as it began
+        elif isinstance(arguments, str):
+            try:
+                block["input"] = loads(arguments.encode("utf-8", "surrogatepass"))
+                del block[ARGUMENTS]
+            except ValueError:
+                pass  # the call was cut off: what came of it stays
+        return block
+
+
+ARGUMENTS = "partial_json"
+_DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": ARGUMENTS}
+"""Deltas of text, and the field of the delta and of the block that has it."""
+
+
+class AnthropicMessagesFold:
+    """A streamed reply: see `protocol.Fold`."""
+
+    def __init__(self) -> None:
+        self._model: str | None = None
+        self._role = "assistant"
+        self._blocks: dict[int, _Block] = {}
+        self._finish: str | None = None
+        self._usage: dict[str, Any] = {}
+
+    def read(self, event: bytes, data: bytes) -> Part:
+        said = mapping(loads(data))
+        match text(said["type"]):
+            case "content_block_delta":
+                return Part(_delta(number(said["index"]), mapping(said["delta"])), event)
+            case "content_block_start":
+                return Part(("block", number(said["index"]), mapping(said["content_block"])), event)
+            case "message_start":
+                message = mapping(said["message"])
+                model, role = text_or_none(message.get("model")), text(message.get("role", "assistant"))
+                blocks = [mapping(b) for b in array(message.get("content"))]
+                return Part(("message", model, role, blocks, message.get("usage")), event)
+            case "message_delta":
+                reason = text_or_none(mapping(said["delta"]).get("stop_reason"))
+                return Part(("delta", reason, said.get("usage")), event, ends=True)
+            case "message_stop":
+                return Part(("stop",), event, ends=True, last=True)
+            case "error":
+                return Part(None, event, failure=error_text(said.get("error")))
+        return Part(None, event)  # ping, and whatever Anthropic adds
+
+    def add(self, payload: Any) -> None:
+        match payload:
+            case ("piece", index, name, piece):
+                self._block(index).pieces.setdefault(name, []).append(piece)
+            case ("signature", index, signature):
+                self._block(index).signature = signature
+            case ("citation", index, citation):
+                self._block(index).citations.append(citation)
+            case ("block", index, begun):
+                self._blocks[index] = _Block(begun)
+            case ("message", model, role, blocks, usage):
+                self._model, self._role = model, role
+                self._count(usage)
+                self._blocks = {i: _Block(begun) for i, begun in enumerate(blocks)}
+            case ("delta", reason, usage):
+                self._finish = self._finish if reason is None else finish_of(reason)
+                self._count(usage)
+            case ("stop",):
+                self._finish = self._finish or finish_of(None)
+
+    def _count(self, usage: Any) -> None:
+        """A later event says again what has changed."""
+        if isinstance(usage, dict):
+            self._usage |= {name: value for name, value in usage.items() if value is not None}
+
+    def _block(self, index: int) -> _Block:
+        return self._blocks.setdefault(index, _Block({}))
+
+    def answer(self) -> Answer:
+        if not self._blocks and self._finish is None:
+            return Answer((), self._model, b"")
+        message = {"role": self._role, "content": [block.whole() for _, block in sorted(self._blocks.items())]}
+        choice = Choice(0, dumps(message), self._finish)
+        return Answer((choice,), self._model, b"", usage=usage_of(self._usage))
+
+    def unfinished(self) -> int:
+        return int(self._finish is None)
+
+    def error(self, error: GatewayError) -> bytes:
+        return b"event: error\ndata: " + ANTHROPIC.body(error) + b"\n\n"
+
+
+def _delta(index: int, delta: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    kind = text(delta["type"])
+    if (name := _DELTAS.get(kind)) is not None:
+        return "piece", index, name, text(delta[name])
+    if kind == "signature_delta":
+        return "signature", index, text(delta["signature"])
+    return ("citation", index, delta["citation"]) if kind == "citations_delta" else None

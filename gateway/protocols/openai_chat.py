@@ -1,0 +1,293 @@
+"""OpenAI chat completions. Pure: bytes in, bytes and choices out.
+
+An engine with our middleware gets the client's own bytes, and its reply goes to the client as it is. A vLLM without it is asked for
+token ids and log-probabilities in the request (`return_token_ids`, `logprobs`), and they are taken out again of what the client sees,
+unless it asked for them itself: vLLM writes these fields as null when they are not asked for, and leaves out stream chunks that carry
+nothing else; so do we, and a client cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.asgi.error_replies import OPENAI
+from gateway.capture.engine_tokens import packed_tokens
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.protocols.message_deltas import begun, grow, grown
+from gateway.protocols.openai_stream import ChoicesFold
+from gateway.protocols.reply_fields import (
+    array,
+    array_or_none,
+    dumps,
+    error_of,
+    loads,
+    mapping,
+    number,
+    place_of,
+    text_or_none,
+)
+from gateway.protocols.request_fields import (
+    check_messages,
+    error_text,
+    model_of,
+    n_of,
+    object_of,
+    stream_of,
+    with_fields,
+)
+from gateway.protocols.usage import usage_of
+
+
+class OpenAIChat:
+    """The dialect."""
+
+    name = "openai.chat"
+    path = "/v1/chat/completions"
+    errors: Errors = OPENAI
+
+    def request(self, body: bytes) -> Request:
+        said = object_of(body)
+        check_messages(said)
+        return Request(model_of(said), stream_of(said), n_of(said), body, said)
+
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
+
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        try:
+            said = mapping(loads(body))
+            if (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
+            model = text_or_none(said.get("model"))
+            prompt_ids = said.get("prompt_token_ids")
+            choices = tuple(
+                Choice(
+                    index=place_of(c, said["choices"]),
+                    message_json=dumps(mapping(c["message"])),
+                    finish_reason=text_or_none(c.get("finish_reason")),
+                    tokens=packed_tokens(prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs")))
+                    if kind == "vllm"
+                    else None,
+                )
+                for c in said["choices"]
+            )
+            if kind == "vllm" and _strip(said, request.said):
+                body = orjson.dumps(said)
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no chat completion: {error!r}")
+        return Answer(choices, model, body, usage=usage_of(said.get("usage")))
+
+    def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:
+        return OpenAIChatFold(request, kind)
+
+
+def _added(said: Any) -> dict[str, Any]:
+    """The fields that make a vLLM tell tokens and log-probabilities."""
+    added: dict[str, Any] = {}
+    if not said.get("return_token_ids"):
+        added["return_token_ids"] = True
+    # Without logprobs these two are errors, and the client must see the engine's error, not be saved from it.
+    if not said.get("logprobs") and not said.get("top_logprobs") and not said.get("logprob_token_ids"):
+        added |= {"logprobs": True, "top_logprobs": 0}
+    return added
+
+
+def _strip(reply: dict[str, Any], asked: Any) -> bool:
+    """Take out what we added: null where the engine would have said null. False: the client asked for all of it."""
+    keep_ids, keep_logprobs = bool(asked.get("return_token_ids")), bool(asked.get("logprobs"))
+    if keep_ids and keep_logprobs:
+        return False
+    if not keep_ids and "prompt_token_ids" in reply:
+        reply["prompt_token_ids"] = None
+    for choice in reply.get("choices") or ():
+        if not keep_ids and "token_ids" in choice:
+            choice["token_ids"] = None
+        if not keep_logprobs and "logprobs" in choice:
+            choice["logprobs"] = None
+    return True
+
+
+def logprobs_of(said: object) -> list[Any] | None:
+    """The sampled tokens' log-probabilities."""
+    content = array_or_none(mapping(said).get("content")) if said is not None else None
+    return None if content is None else [entry["logprob"] for entry in content]
+
+
+class _Piece(NamedTuple):
+    """What a chunk says of one choice.
+
+    texts: pieces of strings by field. fields: other values. calls: parts of tool calls, with their index.
+    """
+
+    which: int
+    texts: list[tuple[str, str]]
+    fields: list[tuple[str, Any]]
+    calls: list[tuple[int | None, dict[str, Any]]]
+    finish_reason: str | None
+    ids: list[Any] | None
+    logprobs: list[Any] | None
+
+
+def _piece(choice: Any, choices: list[Any], kind: Kind) -> _Piece:
+    texts, fields, calls = [], [], []
+    index, delta = place_of(choice, choices), choice.get("delta")
+    if delta is None:  # Azure's filters and some last chunks have none
+        delta = {}
+    for name, value in mapping(delta).items():
+        if name == "content" and isinstance(value, str):
+            texts.append((name, value))
+        elif name == "tool_calls":
+            calls += [_call(part) for part in array(value)]
+        elif name != "role" and isinstance(value, str):
+            texts.append((name, value))
+        else:
+            fields.append((name, value))
+    finish = text_or_none(choice.get("finish_reason"))
+    if kind != "vllm":
+        return _Piece(index, texts, fields, calls, finish, None, None)
+    ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
+    return _Piece(index, texts, fields, calls, finish, ids, logprobs)
+
+
+def _call(part: Any) -> tuple[int | None, dict[str, Any]]:
+    index = mapping(part).get("index")
+    return None if index is None else number(index), part
+
+
+class _Calls:
+    """The tool calls of one choice, growing.
+
+    Without an index (Gemini) a part with a new id, or with a name where the last call has one, begins a call; any other
+    part belongs to the call of its id, else to the last one.
+    """
+
+    __slots__ = ("_last", "_next", "_places", "calls")
+
+    def __init__(self) -> None:
+        self.calls: dict[int, dict[str, Any]] = {}
+        self._places: dict[str, int] = {}
+        self._last = self._next = 0
+
+    def add(self, index: int | None, part: dict[str, Any]) -> None:
+        place = self._place(part) if index is None else index
+        self._last, self._next = place, max(self._next, place + 1)
+        call = self.calls.get(place)
+        if call is None:
+            call = self.calls[place] = {}
+        grow(call, part)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The calls in order, as a plain reply has them: without their index."""
+        found = sorted(self.calls.items())
+        return [{name: value for name, value in call.items() if name != "index"} for _, call in found]
+
+    def _place(self, part: dict[str, Any]) -> int:
+        made = part.get("id")
+        if isinstance(made, str) and made:
+            return self._places.setdefault(made, self._next)
+        last = self.calls.get(self._last)
+        return self._next if last is None or (_name(part) and _name(last)) else self._last
+
+
+def _name(call: dict[str, Any]) -> object:
+    """The name of the called function, if the part of the call has it."""
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+class _Building:
+    """One choice of a stream, growing by the rules of `deltas`. A field of strings alone is kept as its pieces."""
+
+    __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.texts: dict[str, list[str]] = {}
+        self.calls: _Calls | None = None
+        self.ids: list[Any] | None = None
+        self.logprobs: list[Any] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, piece: _Piece) -> None:
+        for name, text in piece.texts:
+            parts = self.texts.get(name)
+            if parts is not None:
+                parts.append(text)
+            elif self.fields.get(name) is None:
+                self.texts[name] = [text]
+            else:
+                self.fields[name] = grown(self.fields[name], text)
+        for name, value in piece.fields:
+            self._add_field(name, value)
+        for index, part in piece.calls:
+            self.calls = self.calls or _Calls()
+            self.calls.add(index, part)
+        if piece.ids is not None:
+            self.ids = self.ids or []
+            self.ids += piece.ids
+        if piece.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+    def _add_field(self, name: str, value: Any) -> None:
+        if value is None:
+            self.fields.setdefault(name, None)
+        elif name == "role":
+            self.fields[name] = value or self.fields.get(name)
+        elif (parts := self.texts.pop(name, None)) is not None:
+            self.fields[name] = grown("".join(parts), value)
+        else:
+            before = self.fields.get(name)
+            self.fields[name] = begun(value) if before is None else grown(before, value)
+
+    def choice(self, index: int, kind: Kind, prompt_ids: list[Any] | None) -> Choice:
+        message = {"role": "assistant", "content": None} | self.fields
+        message |= {name: "".join(parts) for name, parts in self.texts.items()}
+        if self.calls is not None:
+            message["tool_calls"] = self.calls.whole()
+        tokens = packed_tokens(prompt_ids, self.ids, self.logprobs) if kind == "vllm" else None
+        return Choice(index, dumps(message), self.finish_reason, tokens)
+
+
+class OpenAIChatFold(ChoicesFold[_Building]):
+    """A streamed reply: see `protocol.Fold`."""
+
+    def __init__(self, request: Request, kind: Kind) -> None:
+        super().__init__(request, kind, _Building)
+        self._prompt_ids: list[Any] | None = None
+
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
+        choices = array(chunk.get("choices"))
+        pieces = [_piece(choice, choices, self._kind) for choice in choices]
+        payload = (
+            text_or_none(chunk.get("model")),
+            array_or_none(chunk.get("prompt_token_ids")),
+            pieces,
+            chunk.get("usage"),
+        )
+        if self._kind == "vllm":  # the pieces have what is taken out
+            event = self._shown(chunk, event)
+        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
+
+    def _shown(self, chunk: dict[str, Any], event: bytes) -> bytes:
+        choices = chunk.get("choices") or []
+        if not (self._asked.get("return_token_ids") or self._asked.get("logprobs")) and len(choices) == 1:
+            only = choices[0]
+            if not only.get("delta") and not only.get("finish_reason") and "token_ids" in only:
+                return b""  # the engine sends such a chunk only because it was asked for tokens
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
+
+    def add(self, payload: Any) -> None:
+        model, prompt_ids, pieces, usage = payload
+        self._model, self._usage = model or self._model, usage or self._usage
+        if prompt_ids is not None:
+            self._prompt_ids = prompt_ids
+        for piece in pieces:
+            self._building(piece.which).add(piece)
+
+    def answer(self) -> Answer:
+        choices = tuple(b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items()))
+        return Answer(choices, self._model, b"", usage=usage_of(self._usage))

@@ -1,0 +1,204 @@
+"""OpenAI completions: text after a text. Pure: bytes in, bytes and choices out.
+
+A call has a choice for each prompt and each of its n. An engine with our middleware gets the client's own bytes. A vLLM without it
+is asked for token ids and log-probabilities, and they are taken out again of what the client sees, unless it asked for them itself.
+With `echo` it is not asked: a vLLM that returns token ids leaves the prompt out of the echoed text, and the client would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.asgi.error_replies import OPENAI
+from gateway.capture.engine_tokens import packed_tokens
+from gateway.errors import BadRequest
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request, Tokens
+from gateway.protocols.openai_stream import ChoicesFold
+from gateway.protocols.reply_fields import array, array_or_none, dumps, error_of, loads, mapping, place_of, text_or_none
+from gateway.protocols.request_fields import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.protocols.usage import usage_of
+
+ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
+NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
+
+
+MAX_CHOICES = 1024
+"""Steps that one call may make."""
+
+
+class OpenAICompletions:
+    """The dialect."""
+
+    name = "openai.completions"
+    path = "/v1/completions"
+    errors: Errors = OPENAI
+
+    def request(self, body: bytes) -> Request:
+        said = object_of(body)
+        prompts, each = prompt_count(said), n_of(said)
+        if prompts * each > MAX_CHOICES:
+            raise BadRequest(f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices", "prompt")
+        return Request(model_of(said), stream_of(said), prompts * each, body, said, prompts)
+
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
+
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        try:
+            said = mapping(loads(body))
+            if (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
+            choices = []
+            for choice in array(said["choices"]):
+                building = _Building()
+                piece = _piece(choice, said["choices"], request.said, kind)
+                building.add(piece)
+                choices.append(building.choice(piece.which, request.said, kind))
+            model = text_or_none(said.get("model"))
+            if kind == "vllm" and _strip(said["choices"], request.said):
+                body = orjson.dumps(said)
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no completion: {error!r}")
+        return Answer(tuple(choices), model, body, usage=usage_of(said.get("usage")))
+
+    def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:
+        return OpenAICompletionsFold(request, kind)
+
+
+def prompt_count(said: Mapping[str, Any]) -> int:
+    """How many prompts a request has: a text, a list of texts, token ids, or lists of them. Raises BadRequest.
+
+    Only the first entry of a list is looked at: a prompt may be 100,000 ids, and an engine refuses a mixed list.
+    """
+    prompt, embeddings = said.get("prompt"), said.get("prompt_embeds")
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else None
+        if prompt and not isinstance(first, str | list | int):
+            raise BadRequest("prompt: a list must hold strings, token ids or lists of token ids", "prompt")
+        prompts = 1 if isinstance(first, int) else len(prompt)
+    elif prompt is None or isinstance(prompt, str):
+        prompts = int(prompt is not None or embeddings is None)
+    else:
+        raise BadRequest("prompt: must be a string, a list of strings, or token ids", "prompt")
+    # An empty list is the engine's to refuse.
+    return max(1, prompts + (len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)))
+
+
+def _added(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that make a vLLM tell tokens and log-probabilities."""
+    if said.get("echo"):
+        return {}
+    added: dict[str, Any] = {}
+    if not said.get("return_token_ids"):
+        added["return_token_ids"] = True
+    # Without logprobs these are an error, and the client must see the engine's error, not be saved from it.
+    if said.get("logprobs") is None and not said.get("logprob_token_ids"):
+        added["logprobs"] = 0  # the sampled token alone
+    return added
+
+
+def _strip(choices: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> bool:
+    """Take out what we added: null where the engine would have said null. False: it all stays."""
+    added = _added(asked)
+    ids, logprobs = "return_token_ids" in added, "logprobs" in added
+    stripped = False
+    for choice in choices:
+        for name in ("token_ids", "prompt_token_ids") if ids else ():
+            if choice.get(name) is not None:
+                choice[name], stripped = None, True
+        if logprobs and choice.get("logprobs") is not None:
+            choice["logprobs"], stripped = None, True
+    return stripped
+
+
+def _samples_nothing(asked: Mapping[str, Any]) -> bool:
+    """The prompt is only to be repeated. vLLM samples a token even so, which nobody sees."""
+    return bool(asked.get("echo")) and asked.get("max_tokens") == 0
+
+
+class _Piece(NamedTuple):
+    """What a reply or a chunk says of one choice."""
+
+    which: int
+    text: str
+    finish_reason: str | None
+    prompt_ids: list[Any] | None = None
+    ids: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: Kind) -> _Piece:
+    # Some last chunks have no text.
+    index, said = place_of(choice, choices), text_or_none(choice.get("text")) or ""
+    finish = text_or_none(choice.get("finish_reason"))
+    if kind != "vllm":
+        return _Piece(index, said, finish)
+    ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
+    logprobs = array_or_none(mapping(told).get("token_logprobs")) if told is not None else None
+    if logprobs is not None and ids is not None and asked.get("echo"):
+        logprobs = logprobs[max(0, len(logprobs) - len(ids)) :]  # the prompt's come before those of what was sampled
+    return _Piece(index, said, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs)
+
+
+class _Building:
+    """One choice, growing."""
+
+    __slots__ = ("finish_reason", "ids", "logprobs", "prompt_ids", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.prompt_ids: list[Any] | None = None
+        self.ids: list[Any] | None = None
+        self.logprobs: list[Any] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, piece: _Piece) -> None:
+        self.texts.append(piece.text)
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        if piece.prompt_ids is not None:
+            self.prompt_ids = piece.prompt_ids
+        if piece.ids is not None:
+            self.ids = self.ids or []
+            self.ids += piece.ids
+        if piece.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += piece.logprobs
+
+    def choice(self, index: int, asked: Mapping[str, Any], kind: Kind) -> Choice:
+        message = dumps({"text": "".join(self.texts)})
+        if _samples_nothing(asked):
+            return Choice(index, message, self.finish_reason, Tokens(absent=NOTHING_SAMPLED))
+        return Choice(index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None)
+
+    def _tokens(self, asked: Mapping[str, Any]) -> Tokens:
+        if asked.get("echo") and not asked.get("return_token_ids"):
+            return Tokens(absent=ECHOED)
+        return packed_tokens(self.prompt_ids, self.ids, self.logprobs)
+
+
+class OpenAICompletionsFold(ChoicesFold[_Building]):
+    """A streamed reply: see `protocol.Fold`."""
+
+    def __init__(self, request: Request, kind: Kind) -> None:
+        super().__init__(request, kind, _Building)
+
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
+        choices = array(chunk.get("choices"))
+        pieces = [_piece(choice, choices, self._asked, self._kind) for choice in choices]
+        payload = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
+        if self._kind == "vllm" and _strip(choices, self._asked):  # the pieces have what is taken out
+            event = b"data: " + orjson.dumps(chunk) + b"\n\n"
+        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
+
+    def add(self, payload: Any) -> None:
+        model, pieces, usage = payload
+        self._model, self._usage = model or self._model, usage or self._usage
+        for piece in pieces:
+            self._building(piece.which).add(piece)
+
+    def answer(self) -> Answer:
+        choices = (b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items()))
+        return Answer(tuple(choices), self._model, b"", usage=usage_of(self._usage))

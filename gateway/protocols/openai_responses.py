@@ -1,0 +1,219 @@
+"""OpenAI Responses. Pure: bytes in, bytes and choices out.
+
+vLLM has no field for the token ids of a streamed response, so requests and replies go through as they are, whatever the engine: one
+with our middleware tells the tokens beside the reply, any other is captured as text.
+
+A stream's last event carries the whole response. Until it came, the output is put together from the events before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gateway.asgi.error_replies import OPENAI, kind_of
+from gateway.errors import BadRequest, GatewayError
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.protocols.reply_fields import array, dumps, error_of, loads, mapping, number, text, text_or_none
+from gateway.protocols.request_fields import error_text, model_of, object_of, stream_of
+from gateway.protocols.usage import usage_of
+
+DONE = b"[DONE]"
+CLIENT_CALLS = frozenset(
+    {
+        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call",
+        "mcp_approval_request",
+    }
+)  # fmt: skip
+"""Items that the client has to answer; other calls (web_search_call, mcp_call, ...) were done by the server."""
+_LAST = {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
+_PART_DELTAS = {
+    "response.output_text.delta": ("content", "output_text", "text"),
+    "response.refusal.delta": ("content", "refusal", "refusal"),
+    "response.reasoning_text.delta": ("content", "reasoning_text", "text"),
+    "response.reasoning_summary_text.delta": ("summary", "summary_text", "text"),
+}
+"""Deltas of a part of an item: the item's list that the part is in, the part's type, its field that grows."""
+_ITEM_DELTAS = {
+    "response.function_call_arguments.delta": "arguments",
+    "response.custom_tool_call_input.delta": "input",
+    "response.mcp_call_arguments.delta": "arguments",
+    "response.code_interpreter_call_code.delta": "code",
+}
+"""Deltas of an item itself, and its field that grows."""
+_PARTS = {"response.content_part.added": "content", "response.reasoning_summary_part.added": "summary"}
+
+
+class OpenAIResponses:
+    """The dialect."""
+
+    name = "openai.responses"
+    path = "/v1/responses"
+    errors: Errors = OPENAI
+
+    def request(self, body: bytes) -> Request:
+        said = object_of(body)
+        given = said.get("input")
+        # None: a provider's stored prompt or conversation may stand for it.
+        if not (given is None or isinstance(given, str)) and not (
+            isinstance(given, list) and all(isinstance(item, dict) for item in given)
+        ):
+            raise BadRequest("input: must be a string or a list of items", "input")
+        if said.get("background"):
+            raise BadRequest("background: a reply nobody waits for cannot be recorded; leave it out", "background")
+        return Request(model_of(said), stream_of(said), 1, body, said)
+
+    def engine_body(self, request: Request, kind: Kind) -> bytes:
+        return request.body
+
+    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+        try:
+            said = mapping(loads(body))
+            if "output" not in said and (error := error_of(said)) is not None:
+                return Answer((), None, body, failure=error_text(error))
+            output = [mapping(item) for item in said["output"]]
+            choice = Choice(0, dumps({"output": output}), finish_of(said, output))
+            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
+        except NOT_THE_PROTOCOL as error:
+            return Answer((), None, body, unread=f"the reply is no response: {error!r}")
+
+    def fold(self, request: Request, kind: Kind) -> OpenAIResponsesFold:
+        return OpenAIResponsesFold()
+
+
+def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) -> str | None:
+    """How a response ended, in the words of chat completions; None: it has not.
+
+    vLLM says `completed` of an aborted one too: only an engine with our middleware tells that apart.
+    """
+    match response.get("status", "completed"):
+        case "completed":
+            return "tool_calls" if any(str(item.get("type")) in CLIENT_CALLS for item in output) else "stop"
+        case "incomplete":
+            details = response.get("incomplete_details")
+            reason = details.get("reason") if isinstance(details, dict) else None
+            return "content_filter" if reason == "content_filter" else "length"
+        case "in_progress" | "queued":
+            return None
+    return "abort"  # cancelled, failed
+
+
+class _Item:
+    """One output item, growing. begun, parts: as they started; pieces: what their deltas said since. done: the item's last form."""
+
+    __slots__ = ("begun", "done", "parts", "pieces")
+
+    def __init__(self, begun: Mapping[str, Any]) -> None:
+        self.begun = begun
+        self.done: Mapping[str, Any] | None = None
+        self.parts: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self.pieces: dict[tuple[str, int, str], list[str]] = {}
+
+    def whole(self) -> dict[str, Any]:
+        if self.done is not None:
+            return dict(self.done)
+        parts = {place: dict(part) for place, part in self.parts.items()}
+        item = dict(self.begun)
+        for (where, at, field), pieces in self.pieces.items():
+            grown = parts[where, at] if where else item
+            before = grown.get(field)
+            grown[field] = (before if isinstance(before, str) else "") + "".join(pieces)
+        for where in dict.fromkeys(where for where, _ in parts):
+            item[where] = [part for (w, _), part in sorted(parts.items(), key=lambda p: p[0]) if w == where]
+        return item
+
+
+class OpenAIResponsesFold:
+    """A streamed reply: see `protocol.Fold`."""
+
+    def __init__(self) -> None:
+        self._model: str | None = None
+        self._items: dict[int, _Item] = {}
+        self._response: Mapping[str, Any] | None = None
+        self._output: list[dict[str, Any]] = []
+        self._next = 0  # sequence number of the event behind the last one read
+
+    def read(self, event: bytes, data: bytes) -> Part:
+        if data == DONE:
+            return Part(None, event, last=True)
+        said = mapping(loads(data))
+        if isinstance(said.get("sequence_number"), int):
+            self._next = said["sequence_number"] + 1
+        kind = said.get("type")
+        if kind == "error" or (kind is None and "error" in said):
+            return Part(None, event, failure=error_text(said.get("error") or said))
+        kind = text(kind)
+        if kind in _LAST:
+            response = {"status": kind.removeprefix("response."), "output": []} | mapping(said["response"])
+            output, model = [mapping(i) for i in array(response["output"])], text_or_none(response.get("model"))
+            failure = error_text(response.get("error")) if kind == "response.failed" else None
+            return Part(("response", model, response, output), event, ends=True, last=True, failure=failure)
+        return Part(_payload(kind, said), event)
+
+    def add(self, payload: Any) -> None:
+        match payload:
+            case ("piece", index, place, piece):
+                self._item(index).pieces.setdefault(place, []).append(piece)
+            case ("part piece", index, where, at, part, field, piece):
+                item = self._item(index)
+                item.parts.setdefault((where, at), part)
+                item.pieces.setdefault((where, at, field), []).append(piece)
+            case ("part", index, where, at, part):
+                self._item(index).parts[where, at] = part
+            case ("item", index, begun):
+                self._items[index] = _Item(begun)
+            case ("done", index, item):
+                self._item(index).done = item
+            case ("begun", model):
+                self._model = model
+            case ("response", model, response, output):
+                self._model = model or self._model
+                self._response, self._output = response, output
+
+    def _item(self, index: int) -> _Item:
+        return self._items.setdefault(index, _Item({}))
+
+    def answer(self) -> Answer:
+        output = [item.whole() for _, item in sorted(self._items.items())]
+        if self._response is None:
+            choices = (Choice(0, dumps({"output": output}), None),) if output else ()
+            return Answer(choices, self._model, b"")
+        output = self._output or output  # some providers leave it empty in the last event
+        choice = Choice(0, dumps({"output": output}), finish_of(self._response, output))
+        return Answer((choice,), self._model, b"", usage=usage_of(self._response.get("usage")))
+
+    def unfinished(self) -> int:
+        return int(self._response is None)
+
+    def error(self, error: GatewayError) -> bytes:
+        said = {
+            "type": "error",
+            "code": kind_of(error).code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": self._next,
+        }
+        return b"event: error\ndata: " + orjson.dumps(said) + b"\n\n"
+
+
+def _payload(kind: str, said: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What an event adds to the output; None: nothing. Some providers leave out an index that is 0."""
+    index = number(said.get("output_index", 0))
+    if (field := _ITEM_DELTAS.get(kind)) is not None:
+        return "piece", index, ("", 0, field), text(said["delta"])
+    if (delta := _PART_DELTAS.get(kind)) is not None:
+        where, part_type, field = delta
+        at = number(said.get(f"{where}_index", 0))
+        return "part piece", index, where, at, {"type": part_type, field: ""}, field, text(said["delta"])
+    if (holder := _PARTS.get(kind)) is not None:
+        return "part", index, holder, number(said.get(f"{holder}_index", 0)), mapping(said["part"])
+    match kind:
+        case "response.output_item.added" if said.get("item") is not None:
+            return "item", index, mapping(said["item"])
+        case "response.output_item.done":
+            return "done", index, mapping(said["item"])
+        case "response.created":
+            return "begun", text_or_none(mapping(said["response"]).get("model"))
+    return None

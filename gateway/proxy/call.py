@@ -1,0 +1,448 @@
+"""The hot path: one model call from the client's bytes to its reply, for any dialect.
+
+1. Refuse what can be refused before an engine is asked: bad input, no room.
+2. Ask an engine. A plain reply is read whole; a stream is passed on event by event up to the first finish reason.
+3. Make the steps of all choices durable (`journal`).
+4. Only then send the plain reply, or the rest of the stream. If they could not be made durable: 503, or an error event in place
+   of the rest.
+
+A client that leaves makes the engine stop; what it had got is recorded as `aborted`. So is a call cut off by a shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.asgi.client_disconnect import Client, Receive
+from gateway.asgi.error_replies import Reply, ending_of, reply_of
+from gateway.asgi.in_flight_limits import Held, Memory
+from gateway.attribution.resolver import Caller, Door
+from gateway.attribution.tags import tags_of
+from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
+from gateway.capture.engine_tokens import NOT_TOLD, Captured
+from gateway.capture.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps, with_unread
+from gateway.capture.stream import EventStream
+from gateway.capture.unread import Unread
+from gateway.clock import Clock
+from gateway.durability.delivery import Journal
+from gateway.durability.record_writer import EventLog
+from gateway.engines.client import Response, Upstream
+from gateway.engines.registry import Worker
+from gateway.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ClientGone,
+    GatewayError,
+    NotRecorded,
+    Overloaded,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from gateway.metrics import Metrics
+from gateway.protocols.base import Answer, Dialect, Kind
+from gateway.protocols.defaults import with_defaults
+from gateway.protocols.request_fields import with_whole_characters
+from gateway.proxy.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
+from gateway.proxy.forwarding import FORWARDED, credentials_of, returned, with_query
+from gateway.proxy.token_limits import PromptLimit
+from schemas import engine_frames
+from schemas.ids import new_call_id
+from schemas.records import Step, StepStatus
+from schemas.settings import Settings
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+Headers = list[tuple[bytes, bytes]]
+
+IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+MAX_NAMED = 32
+"""Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
+NO_TOKENS: Mapping[Kind, str] = {
+    "captured": NOT_TOLD,
+    "vllm": "a vLLM without our middleware tells no tokens over this protocol",
+    "text": "the provider tells no tokens",
+}
+ROOM_A_STEP = 64 * 1024
+"""Estimate of what a step takes in the spool beside its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes work with."""
+
+    settings: Settings
+    door: Door
+    journal: Journal
+    log: EventLog
+    upstream: Upstream
+    clock: Clock
+    metrics: Metrics
+    memory: Memory
+    failed: FailedCalls
+    limits: KeyLimits
+
+
+def header_map(scope: Scope) -> dict[str, str]:
+    """The request's headers, names in lower case; of several the last."""
+    return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+
+
+async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
+    """The request's body, taken from `memory`: give back its length.
+
+    Raises BodyTooLarge or Overloaded; ClientGone, TooSlow or BadRequest when it does not end.
+    """
+    parts, size, more = [], 0, True
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed its connection within its request")
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if size + len(part) > limit:
+                raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
+            memory.take(len(part))
+            size += len(part)
+            parts.append(part)
+    except BaseException:  # refused, cancelled, gone: what was read is memory no more
+        memory.give_back(size)
+        raise
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@asynccontextmanager
+async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
+    """The request's body, which counts as held within the block. Raises as `read_body` does."""
+    body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+    try:
+        yield body
+    finally:
+        parts.memory.give_back(len(body))
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """A whole reply."""
+    await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _is_stream(response: Response) -> bool:
+    kind = response.header("content-type") or ""
+    return kind[:17].lower() == "text/event-stream" and response.readable
+
+
+def _sent_as(response: Response) -> Headers:
+    """What the engine says of its body, once it was read."""
+    headers = [(b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))]
+    if response.encoding is not None and not _is_stream(response):
+        headers.append((b"content-encoding", response.encoding.encode("latin-1")))
+    return headers
+
+
+class CallEndpoint:
+    """Model calls of a dialect."""
+
+    def __init__(self, parts: Parts, dialect: Dialect) -> None:
+        self._parts, self._dialect = parts, dialect
+        self._prompts = PromptLimit(parts.settings.gateway, parts.upstream)
+
+    async def serve(
+        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
+    ) -> None:
+        """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
+        memory = self._parts.memory
+        try:
+            memory.begin()
+        except Overloaded as error:
+            self._parts.metrics.ended["refused"].inc()
+            await send_reply(send, reply_of(error, self._dialect.errors))
+            return
+        try:
+            await self._serve(scope, receive, send, trajectory, prompt)
+        finally:
+            memory.end()
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
+    ) -> None:
+        parts, held = self._parts, 0
+        headers = header_map(scope)
+        attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
+        reply = parts.memory.replies.hold()
+        try:
+            caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
+            attempt.caller = caller
+            with parts.limits.call(caller.key) as counted:
+                body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+                held = len(body)
+                attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
+                if call.request.n > 1:  # every choice's step has the body
+                    held += self._hold_copies(call)
+                client, query = Client(receive), scope["query_string"]
+                try:
+                    async with client:
+                        await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
+                    with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
+                        made = Exchange(parts, self._dialect, call, attempt, client, send, reply, query, counted)
+                        ending = await made.run()
+                finally:
+                    client.done()
+        except ClientGone:
+            ending = "refused"
+        except GatewayError as error:
+            ending = ending_of(error)
+            await send_reply(send, reply_of(error, self._dialect.errors))
+            parts.failed.note(attempt, failure_of(error))
+        finally:
+            parts.memory.give_back(held)
+            reply.release()
+        parts.metrics.ended[ending].inc()
+
+    def _hold_copies(self, call: Call) -> int:
+        """Take room for a body for each further choice. Raises BodyTooLarge or Overloaded; gives the bytes taken."""
+        size, limit = len(call.body), self._parts.settings.gateway.max_in_flight_bytes
+        if call.request.n * size > limit:
+            raise BodyTooLarge(
+                f"n: {call.request.n} steps with a body of {size} bytes each exceed gateway.max_in_flight_bytes={limit}",
+                "n",
+            )
+        self._parts.memory.take((call.request.n - 1) * size)
+        return (call.request.n - 1) * size
+
+    def _accept(
+        self, caller: Caller, headers: Mapping[str, str], body: bytes, trajectory: str | None, prompt: str | None
+    ) -> Call:
+        """The call that a request is. Raises BadRequest or WrongKey."""
+        parts, dialect = self._parts, self._dialect
+        received_at = parts.clock.micros()
+        try:
+            request = dialect.request(body)
+        except BadRequest:
+            if (whole := with_whole_characters(body)) == body:
+                raise
+            body = whole  # the engine gets what is recorded
+            request = dialect.request(body)
+        request = with_defaults(request, dialect.name, parts.settings.gateway.default_max_tokens)
+        origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
+        return Call(
+            origin=origin,
+            call_id=new_call_id(origin.trajectory_key),
+            protocol=dialect.name,
+            request=request,
+            body=body,
+            gateway_id=parts.settings.gateway.gateway_id,
+            received_at=received_at,
+            idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
+            retry_count=_number(headers.get("x-stainless-retry-count")),
+            user_agent=headers.get("user-agent"),
+            tags=tags_of(headers, request.said),
+        )
+
+
+class Exchange:
+    """One accepted call with one client. `run` ends it and says how, see Metrics.calls."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        dialect: Dialect,
+        call: Call,
+        attempt: Attempt,
+        client: Client,
+        send: Send,
+        held: Held,
+        query: bytes,
+        counted: Counted,
+    ) -> None:
+        self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
+        self._held, self._counted = held, counted
+        self._client, self._send = client, send
+        headers = attempt.headers
+        self._credentials = credentials_of(headers)
+        self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
+        self._path = with_query(dialect.path, query)
+        self._returned: list[tuple[bytes, bytes]] = []
+        self._asked: Worker | None = None
+        self._engine = Engine()
+        self._captured = Captured()
+        self._stream: EventStream | None = None
+
+    async def run(self) -> str:
+        """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
+        try:
+            async with self._client:
+                async with self._ask() as response:
+                    worker, self._returned = response.worker, returned(response.headers)
+                    self._engine = Engine(worker.worker_id, response.header(engine_frames.VERSION_START))
+                    if response.status >= 400:
+                        await self._pass_error(response)
+                        return "upstream_error"
+                    self._captured = Captured(NO_TOKENS[worker.kind])
+                    if self._call.request.stream and _is_stream(response):
+                        await self._pass_stream(response)
+                    else:
+                        own = response.header(engine_frames.OWN_BODY) if worker.kind == "captured" else None
+                        body = self._captured.trail(await response.read(self._held), own)
+                        sent_as = _sent_as(response)
+        except (ClientGone, asyncio.CancelledError) as error:
+            if self._asked is None:
+                raise
+            await self._record_aborted()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return "aborted"
+        if self._stream is not None:
+            return await self._finish_stream(self._stream)
+        return await self._finish_plain(worker, body, sent_as)
+
+    def _ask(self) -> Any:
+        call = self._call
+        return self._parts.upstream.ask(
+            "POST", self._path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
+            key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
+            on_asking=self._asking, credentials=self._credentials,
+        )  # fmt: skip
+
+    def _asking(self, worker: Worker | None) -> None:
+        self._asked = worker
+        self._attempt.engine = worker.name if worker else None
+        self._engine = Engine(worker_id=worker.worker_id if worker else None)
+
+    # -- replies
+
+    def _headers(self, sent_as: Headers, length: int | None, steps: Sequence[str]) -> Headers:
+        headers = [
+            *self._returned,
+            *sent_as,
+            (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
+        ]
+        if steps:
+            headers.append((b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()))
+        if len(steps) > MAX_NAMED:
+            headers.append((b"x-clawstream-step-count", b"%d" % len(steps)))
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        return headers
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        await self._tell({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _tell(self, message: MutableMapping[str, Any]) -> None:
+        """Send to the client. Inside of `async with self._client`, for it may stop reading."""
+        await self._send(message)
+
+    async def _pass_error(self, response: Response) -> None:
+        body = said = await response.read(self._held)
+        headers = list(self._returned)
+        if (kind := response.header("content-type")) is not None:
+            headers.append((b"content-type", kind.encode("latin-1")))
+        if response.encoding is None:
+            body = self._dialect.errors.engine(response.status, said)
+        else:
+            headers.append((b"content-encoding", response.encoding.encode("latin-1")))
+        headers.append((b"content-length", b"%d" % len(body)))
+        headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
+        await self._start(response.status, headers)
+        await self._tell({"type": "http.response.body", "body": body})
+        self._parts.failed.note(self._attempt, engine_failure(response.status, said))
+
+    async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
+        answer, unread = self._dialect.answer(self._call.request, worker.kind, body), Unread(len(body))
+        if answer.unread is not None:
+            unread.add(body, answer.unread)
+        steps = [] if answer.failure is not None else self._steps(answer, "ok", unread)
+        if steps:
+            await self._record(steps)
+        try:
+            async with self._client:
+                await self._start(200, self._headers(sent_as, len(answer.body), [s.step_id for s in steps]))
+                await self._tell({"type": "http.response.body", "body": answer.body})
+        except ClientGone:
+            return "aborted"
+        if answer.failure is None:
+            return self._answered(steps)
+        self._parts.failed.note(self._attempt, engine_failure(200, answer.body))
+        return "upstream_error"
+
+    async def _pass_stream(self, response: Response) -> None:
+        """Everything up to the first finish goes through; the rest is held in the stream."""
+        fold = self._dialect.fold(self._call.request, response.worker.kind)
+        self._stream = stream = EventStream(fold, self._captured, response.worker.kind == "captured")
+        sent_as = [*_sent_as(response), (b"cache-control", b"no-cache")]
+        await self._start(200, self._headers(sent_as, None, self._call.step_ids))
+        try:
+            async for piece in response.pieces():
+                await self._held.take(len(piece))
+                if out := stream.feed(piece):
+                    await self._tell({"type": "http.response.body", "body": out, "more_body": True})
+                if stream.ended:
+                    await response.settle()
+                    break
+            stream.close()
+        except (UpstreamFailed, UpstreamTimeout) as error:
+            stream.fail(error)
+
+    async def _finish_stream(self, stream: EventStream) -> str:
+        answer = stream.whole()
+        steps = self._steps(answer, "ok" if stream.failure is None else "error", stream.unread)
+        if stream.failure is not None and answer is not None:
+            steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
+        failure: Failure | None = None
+        try:
+            if steps:
+                await self._record(steps)
+            elif stream.failure is not None:
+                failure = failure_of(UpstreamFailed(stream.failure))
+            last, failed = stream.held(), "error" if stream.failure is not None else None
+        except NotRecorded as error:
+            last, failed, failure = stream.error(error), "not_recorded", failure_of(error)
+        try:
+            async with self._client:
+                await self._tell({"type": "http.response.body", "body": last})
+        except ClientGone:
+            return "aborted"
+        finally:
+            if failure is not None:
+                self._parts.failed.note(self._attempt, failure)
+        return failed or self._answered(steps)
+
+    def _steps(self, answer: Answer | None, status: StepStatus, unread: Unread) -> list[Step]:
+        now = self._parts.clock.micros()
+        if answer is None or (unread and not answer.choices):
+            steps = unreadable_steps(self._call, self._captured, self._engine, status, now)
+        else:
+            steps = steps_of(self._call, answer, self._captured, self._engine, status, now)
+        return with_unread(steps, unread)
+
+    def _answered(self, steps: Sequence[Step]) -> str:
+        self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
+        return "answered"
+
+    # -- records
+
+    async def _record_aborted(self) -> None:
+        stream = self._stream
+        steps = self._steps(stream.sent(), "aborted", stream.unread) if stream is not None else []
+        if not steps:
+            steps = unseen_steps(self._call, self._engine, self._parts.clock.micros())
+        try:
+            await self._record(steps)
+        except NotRecorded:
+            return  # counted and logged; there is nobody to tell
+
+    async def _record(self, steps: Sequence[Step]) -> None:
+        parts = self._parts
+        self._counted.tokens = tokens_of(steps)
+        receipt = await parts.log.record(steps)
+        for step in steps:
+            parts.metrics.recorded[step.status].inc()
+        if receipt == "spooled":
+            parts.metrics.steps_spooled.inc(len(steps))

@@ -1,0 +1,1 @@
+"""A scripted engine and a gateway in this process, for tests and try-outs."""

@@ -1,0 +1,103 @@
+"""OpenAI completions from the engine's side: a voice of `scripted_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+
+from gateway.protocols.openai_completions import prompt_count
+from gateway.testing.script import Event, Json, Say, Script
+
+_HEAD: Json = {"object": "text_completion", "created": 1}
+_FINGERPRINT = "vllm-0.32.0-scripted"
+
+
+class CompletionsVoice:
+    """Completions as vLLM 0.32 writes them: null where tokens were not asked for. The choices of a prompt follow each other."""
+
+    path = "/v1/completions"
+
+    def prompts(self, request: Json) -> int:
+        return prompt_count(request)
+
+    def plain(self, request: Json, script: Script) -> Json:
+        ids = _asks_ids(request, script)
+        return {
+            **_HEAD, "id": f"cmpl-{script.number}", "model": request.get("model") or "policy",
+            "choices": [
+                {
+                    "index": i, "text": _echo(request) + say.text, "logprobs": _logprobs(request, script, say, 0, len(say.ids)),
+                    "finish_reason": say.finish_reason, "stop_reason": None, "token_ids": list(say.ids) if ids else None,
+                    "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None, "routed_experts": None,
+                }
+                for i, say in enumerate(script.says)
+            ],
+            "service_tier": None, "system_fingerprint": _FINGERPRINT,
+            "usage": {**_usage(request, script), "prompt_tokens_details": None, "completion_tokens_details": None},
+            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
+        }  # fmt: skip
+
+    def events(self, request: Json, script: Script) -> Iterator[Event]:
+        head = _HEAD | {"id": f"cmpl-{script.number}", "model": request.get("model") or "policy"}
+        ids = _asks_ids(request, script)
+        usage = bool((request.get("stream_options") or {}).get("include_usage"))
+        for at in range(max(len(s.ids) for s in script.says)):
+            for i, say in enumerate(script.says):
+                if at >= len(say.ids):
+                    continue
+                ended = at == len(say.ids) - 1
+                choice: Json = {
+                    "index": i, "text": ("" if at else _echo(request)) + (say.texts[at] or ""),
+                    "logprobs": _logprobs(request, script, say, at, at + 1),
+                    "finish_reason": say.finish_reason if ended else None, "stop_reason": None,
+                    "prompt_token_ids": list(script.prompt_ids) if ids and not at else None,
+                    "token_ids": [say.ids[at]] if ids else None,
+                }  # fmt: skip
+                chunk = head | {"choices": [choice]}
+                if ended and not usage:
+                    chunk["system_fingerprint"] = _FINGERPRINT
+                yield _data(chunk, [(i, at, at + 1)])
+        if usage:
+            yield _data(head | {"choices": [], "usage": _usage(request, script), "system_fingerprint": _FINGERPRINT})
+        yield Event(b"data: [DONE]\n\n")
+
+    def error(self, status: int) -> Json:
+        return {"error": {"message": "scripted", "type": "BadRequestError", "param": None, "code": status}}
+
+    def failure(self) -> bytes:
+        error = {"message": "scripted", "type": "InternalServerError", "param": None, "code": 500}
+        return b"data: " + orjson.dumps({"error": error}) + b"\n\ndata: [DONE]\n\n"
+
+
+def _data(chunk: Json, shows: list[tuple[int, int, int]] | None = None) -> Event:
+    return Event(b"data: " + orjson.dumps(chunk) + b"\n\n", shows or [])
+
+
+def _asks_ids(request: Json, script: Script) -> bool:
+    return bool(request.get("return_token_ids")) and not script.no_tokens
+
+
+def _echo(request: Json) -> str:
+    """The prompt, where it is echoed: vLLM leaves it out when it returns token ids."""
+    prompt = request.get("prompt")
+    return prompt if request.get("echo") and not request.get("return_token_ids") and isinstance(prompt, str) else ""
+
+
+def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) -> Json | None:
+    if request.get("logprobs") is None or script.no_tokens:
+        return None
+    tokens = [say.texts[i] or "" for i in range(first, last)]
+    values: list[float | None] = list(say.logprobs[first:last])
+    if request.get("echo") and first == 0:  # the prompt's come first, and nothing is known of its first token
+        tokens = [f"<{i}>" for i in script.prompt_ids] + tokens
+        values = [None, *[-9.0] * (len(script.prompt_ids) - 1), *values]
+    offset = sum(len(t or "") for t in say.texts[:first])
+    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    top = [None if v is None else {t: v} for t, v in zip(tokens, values, strict=True)]
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}
+
+
+def _usage(request: Json, script: Script) -> Json:
+    asked, sampled = len(script.prompt_ids) * prompt_count(request), sum(len(s.ids) for s in script.says)
+    return {"prompt_tokens": asked, "total_tokens": asked + sampled, "completion_tokens": sampled}

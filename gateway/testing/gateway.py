@@ -1,0 +1,118 @@
+"""A whole gateway in this process for tests and try-outs: a real web server between a scripted engine and a log in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.api.rollout_budget.budget import MemoryDemand
+from gateway.app import create_app
+from gateway.asgi.http_server import server_config
+from gateway.durability.log import MemoryBus
+from gateway.durability.spool import read_segment
+from gateway.engines.registry import WorkerTable
+from gateway.main import listen
+from gateway.protocols.base import Kind
+from gateway.testing.engine import ScriptedEngine
+from gateway.testing.script import Script
+from schemas.codec.single_object import Codec
+from schemas.records import FailedCall, Step
+from schemas.settings import Settings
+
+
+@dataclass
+class Trial:
+    """A running gateway and all around it."""
+
+    url: str
+    engine: ScriptedEngine
+    engine_url: str
+    bus: MemoryBus
+    http: aiohttp.ClientSession
+    settings: Settings
+    codec: Codec
+    demand: MemoryDemand = field(default_factory=MemoryDemand)
+
+    def records(self) -> list[Any]:
+        """Everything on the log but failed calls, in order."""
+        return [r for r in self._all() if not isinstance(r, FailedCall)]
+
+    def failed_calls(self) -> list[FailedCall]:
+        """The failed calls on the log, in order."""
+        return [r for r in self._all() if isinstance(r, FailedCall)]
+
+    def _all(self) -> list[Any]:
+        return [self.codec.decode(m.value) for m in self.bus.messages]
+
+    def steps(self) -> list[Step]:
+        """The steps on the log, in order."""
+        return [r for r in self.records() if isinstance(r, Step)]
+
+    def spooled(self) -> list[Any]:
+        """Everything that waits in the spool, in order."""
+        directory = self.settings.spool_dir / self.settings.gateway.gateway_id
+        while True:
+            try:
+                found = [read_segment(file).messages for file in sorted(directory.glob("*.spool"))]
+            except FileNotFoundError:
+                continue  # drained, or given another name, since it was listed
+            return [self.codec.decode(m.value) for messages in found for m in messages]
+
+    async def metric(self, name: str) -> float:
+        """Sum of the samples whose name begins so."""
+        text = await (await self.http.get(self.url + "/metrics")).text()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+        """Wait until the condition is true, give its value. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not (value := condition()):  # noqa: ASYNC110 - the conditions are of the outside
+                await asyncio.sleep(0.005)
+        return value
+
+
+@asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[str]:
+    """The app behind a real web server, without the server's own main loop and its ticks; gives the URL."""
+    listening = listen("127.0.0.1", 0)
+    config = server_config(app)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listening])
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        await server.shutdown([listening])
+
+
+def play(
+    directory: Path,
+    codec: Codec,
+    scenario: Callable[[Trial], Awaitable[None]],
+    script: Script | Callable[[Any], Script],
+    kind: Kind = "captured",
+    **gateway: Any,
+) -> None:
+    """Run an async scenario in a trial of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""
+
+    async def body() -> None:
+        engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)
+        bus = MemoryBus()
+        async with engine.serve() as engine_url:
+            given = {"upstreams": [engine_url], "worker_wait_s": 60, "produce_timeout_s": 60} | gateway
+            settings = Settings.model_validate({"data_dir": directory, "gateway": given})
+            demand = MemoryDemand()
+            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand)
+            async with running(app) as url, aiohttp.ClientSession() as http:
+                await scenario(Trial(url, engine, engine_url, bus, http, settings, codec, demand))
+
+    asyncio.run(body())

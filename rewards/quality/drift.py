@@ -1,0 +1,17 @@
+"""Prompts that do not go on with what was sampled before: history that was edited, or came back in other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rewards.quality.score import Score
+from schemas.records import Trajectory
+
+VALUE: Mapping[str, float] = {"realigned": 0.8, "forked": 0.5}
+
+
+def drift(trajectory: Trajectory) -> Iterator[Score]:
+    """0.8 for a realigned prompt, 0.5 for a forked one."""
+    for step in trajectory.steps:
+        if step.drift in VALUE:
+            yield Score(VALUE[step.drift], f"{step.drift} from step {step.parent}", step.step_id)

@@ -1,0 +1,83 @@
+"""Replies that go round in circles, and agents that say the same again and again.
+
+A loop is a stretch of which each part of `period` tokens equals the one before, at least three times. It is looked for from a few
+places of the reply: whether the 16 tokens there come again. So a faultless reply costs a few searches in bytes, whatever its length, and a loop
+of less than 120 tokens, or an eighth of a long reply, may be missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rewards.quality.score import Score
+from schemas.records import Trajectory, TrajectoryStep
+from schemas.replies import loaded, texts_in
+
+ID_BYTES = 4
+WINDOW = 16
+"""Tokens, or four times as many bytes of text, that must come again."""
+LEAST = 48
+"""Shorter loops are a table's rule or a blank line more."""
+STRIDE = 64
+"""Tokens from one place to the next, but no more than so many places."""
+PLACES = 8
+SAME = 2
+"""So many replies before that are equal say that an agent is stuck; one is a poll."""
+
+
+def repetition(trajectory: Trajectory) -> Iterator[Score]:
+    """1 less the share of a reply that is a loop; 1/k for a reply that was given k times in a row before."""
+    replies: dict[int, bytes] = {}
+    in_a_row: dict[int, int] = {}
+    for step in trajectory.steps:
+        if step.segment is not None:
+            data = trajectory.segments[step.segment].token_ids
+            looped = longest_loop(data, ID_BYTES)
+        else:
+            data = _text(step)
+            looped = longest_loop(data, 1)
+        if looped:
+            yield Score(1 - looped / len(data), f"{looped} of {len(data)} bytes are a loop", step.step_id)
+        replies[step.index] = data
+        if step.parent is not None and len(data) >= WINDOW and replies.get(step.parent) == data:
+            times = in_a_row[step.index] = in_a_row.get(step.parent, 0) + 1
+            if times >= SAME:
+                yield Score(1 / times, f"the same reply {times} times in a row before", step.step_id)
+
+
+def longest_loop(data: bytes, unit: int) -> int:
+    """Bytes of the longest loop that was found, 0 without one. unit: bytes of a token id, or 1 for text."""
+    window = WINDOW * ID_BYTES
+    last = len(data) - 2 * window
+    if last < 0:
+        return 0
+    stride = max(STRIDE * ID_BYTES, last // PLACES // ID_BYTES * ID_BYTES)
+    best, at = 0, 0
+    while at <= last:
+        again = data.find(data[at : at + window], at + unit)
+        if again >= 0 and (again - at) % unit == 0:
+            begin, end = _extent(data, at, again - at)
+            best, at = max(best, end - begin), max(at, end - window)
+        at += stride
+    return best
+
+
+def _extent(data: bytes, at: int, period: int) -> tuple[int, int]:
+    """The stretch around `at` that has this period, in whole periods; empty when it is no loop."""
+    part = data[at : at + period]
+    begin, end = at, at + period
+    while data[end : end + period] == part:
+        end += period
+    while begin >= period and data[begin - period : begin] == part:
+        begin -= period
+    loop = end - begin >= max(3 * period, LEAST * ID_BYTES)
+    return (begin, end) if loop else (at, at)
+
+
+def _text(step: TrajectoryStep) -> bytes:
+    if len(step.response_json) < 2 * WINDOW * ID_BYTES:
+        return b""
+    try:
+        return "\n".join(texts_in(loaded(step.response_json))).encode("utf-8", "surrogatepass")
+    except ValueError:
+        return step.response_json

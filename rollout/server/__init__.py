@@ -1,0 +1,1 @@
+"""One vLLM server as a process, and loading weight versions into it."""

@@ -1,0 +1,57 @@
+"""Waiting until an engine serves nobody: a stream that has begun cannot be moved to another worker, so it is let end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+
+from runtime.logs import logger
+
+QUIET_S = 1.0
+"""So long it must have been idle: gateways that have not heard yet still send calls, and the last bytes of a reply are on their way."""
+POLL_S = 0.1
+IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+def in_flight_of(metrics: str) -> int:
+    """Requests that vLLM runs or keeps waiting, out of the text of its /metrics."""
+    return sum(
+        int(float(line.rsplit(" ", 1)[1]))
+        for line in metrics.splitlines()
+        if line.partition("{")[0].partition(" ")[0] in IN_FLIGHT
+    )
+
+
+async def drained(http: aiohttp.ClientSession, base_url: str, timeout_s: float) -> bool:
+    """Wait until the engine has been idle for a while, or is gone; False when it still was at work after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    idle_since: float | None = None
+    in_flight: int | None = None
+    while (now := time.monotonic()) < deadline:
+        try:
+            in_flight = await _in_flight(http, base_url)
+        except aiohttp.ClientConnectorError:
+            return True  # nobody listens there: it has not begun, or has ended
+        if in_flight != 0:
+            idle_since = None
+        elif idle_since is None:
+            idle_since = now
+        elif now - idle_since >= QUIET_S:
+            return True
+        await asyncio.sleep(POLL_S)
+    logger().warning("drain_timeout", base_url=base_url, in_flight=in_flight, seconds=timeout_s)
+    return False
+
+
+async def _in_flight(http: aiohttp.ClientSession, base_url: str) -> int | None:
+    """None: it does not say, so it may well be at work."""
+    try:
+        async with http.get(f"{base_url}/metrics", timeout=_TIMEOUT) as reply:
+            return in_flight_of(await reply.text()) if reply.status == 200 else None
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ClientError, TimeoutError):
+        return None

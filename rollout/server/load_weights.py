@@ -1,0 +1,112 @@
+"""From a published weight version to an engine that serves it, without a restart.
+
+1. Verify each file of the manifest, size and sha256, in the worker (`rollout.server.weight_files`).
+2. Ask the engine's API server to load it, naming the version that the engine is believed to serve
+   (`rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one request; it refuses when
+   another worker has loaded another version since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
+from rollout.server.weight_files import verify
+from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, INVALID_WEIGHTS, LOADED, PATH
+from schemas.records import WeightFile
+
+_TIMEOUT = aiohttp.ClientTimeout(total=600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What a load took, in milliseconds: verifying, staging, and the pause in which no token was sampled."""
+
+    version_id: str
+    verify_ms: float
+    stage_ms: float
+    pause_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.verify_ms + self.stage_ms + self.pause_ms
+
+
+async def load_version(
+    http: aiohttp.ClientSession,
+    base_url: str,
+    version_id: str,
+    files: Sequence[WeightFile],
+    cache_dir: Path,
+    served: str,
+) -> LoadResult:
+    """Load a full weight version into the engine behind `base_url`.
+
+    Args:
+        served: The label that the engine had when it was asked last.
+
+    Raises:
+        InvalidWeights, WeightsUnreadable: The version is not usable; the old one serves on.
+        EngineChanged: The engine serves another version than `served`; nothing was touched.
+        EngineUnavailable: The engine did not answer; ask for its label before the next try.
+        EngineBroken: The engine failed in the swap.
+    """
+    began = time.perf_counter()
+    verified = await asyncio.to_thread(verify, files, cache_dir)
+    tensors = {str(path): sha256 for path, sha256 in verified.items() if path.suffix == ".safetensors"}
+    verify_ms = (time.perf_counter() - began) * 1e3
+    body = {"version_id": version_id, "served": served, "files": tensors}
+    status, answer = await _call(http, "POST", base_url, body)
+    match status:
+        case code if code == LOADED:
+            return LoadResult(
+                version_id=version_id,
+                verify_ms=verify_ms,
+                stage_ms=answer["stage_ms"],
+                pause_ms=answer["pause_ms"],
+            )
+        case code if code == CHANGED:
+            raise EngineChanged(base_url, str(answer["weight_version"]), served)
+        case code if code == INVALID_WEIGHTS:
+            raise InvalidWeights(f"{version_id} refused by the engine: {answer['error']}")
+        case code if code == BROKEN:
+            raise EngineBroken(f"{base_url} failed while {version_id} was put into its model: {answer['error']}")
+        case _:
+            raise EngineUnavailable(f"POST {base_url}{PATH}: {status} {answer}")
+
+
+async def engine_label(http: aiohttp.ClientSession, base_url: str) -> str:
+    """The version label of the engine; "default" after its start. Raises EngineUnavailable.
+
+    Waits for a load that is under way.
+    """
+    status, answer = await _call(http, "GET", base_url)
+    if status != 200:
+        raise EngineUnavailable(f"GET {base_url}{PATH}: {status} {answer}")
+    return str(answer["weight_version"])
+
+
+async def _call(
+    http: aiohttp.ClientSession, method: str, base_url: str, body: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
+    url = base_url + PATH
+    try:
+        # One connection for each call: vLLM closes idle ones, and a POST that meets that is not safe to repeat.
+        async with http.request(method, url, json=body, timeout=_TIMEOUT, headers={"Connection": "close"}) as reply:
+            if reply.content_type != "application/json":
+                raise EngineUnavailable(
+                    f"{method} {urlsplit(url).path}: {reply.status} {(await reply.text())[:500]}; "
+                    "vLLM must run with --middleware rollout.vllm_plugin.weight_loader.WeightLoader"
+                )
+            answer = await reply.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise EngineUnavailable(f"{method} {url}: {type(error).__name__} {error}") from error
+    return reply.status, answer if isinstance(answer, dict) else {"error": answer}

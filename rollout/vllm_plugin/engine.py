@@ -1,0 +1,255 @@
+"""The only file that imports vLLM; it runs inside vLLM's own processes. What `rollout.vllm_plugin.token_capture` adds to the API server needs no import.
+
+`register` is the `vllm.general_plugins` entry point, loaded in every vLLM process. It adds a weight-transfer backend `disk` that checks
+everything before the live model is touched, and a bond to the parent process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import InvalidWeights
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND = "disk"
+INVALID = "invalid weights: "
+DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
+WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
+
+INDEX = "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes of safetensors that the engine's loader casts into one another, as it does with the model it boots with."""
+TIED_HEADS = ("lm_head.weight",)
+"""How the names of output heads end. In a model with tied embeddings a head is the embedding, saved twice or once."""
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name of a tensor to its dtype (as safetensors spells it) and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What every version must fit: the layout of the boot model, the dtype it is served in, and whether its head is tied."""
+
+    layout: Layout
+    dtype: torch.dtype
+    tied: bool = False
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: idempotent, as vLLM may call it several times in a process."""
+    if os.environ.get(DIE_WITH_PARENT):
+        _die_with_parent()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _disk_backend())
+
+
+def _die_with_parent() -> None:
+    """A killed API server must not leave an engine that holds memory and the device: ask the kernel for SIGKILL then."""
+    if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) == 0 and os.getppid() == 1:
+        os._exit(1)  # the parent died before the bond was made
+
+
+def read_layout(model_dir: Path) -> Layout:
+    """Read names, dtypes and shapes of the tensors in a model directory. Raises InvalidWeights."""
+    from safetensors import SafetensorError, safe_open
+
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in _weight_files(model_dir):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    part = tensors.get_slice(name)
+                    layout[name] = (str(part.get_dtype()), tuple(part.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise InvalidWeights(f"{file}: {error}") from error
+    if not layout:
+        raise InvalidWeights(f"{model_dir} has no *.safetensors: the disk backend needs a local model directory")
+    return layout
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    """The files that the index of a sharded model names; else all safetensors of the directory."""
+    index = model_dir / INDEX
+    if not index.is_file():
+        return sorted(model_dir.glob("*.safetensors"))
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
+    """Read safetensors into memory and check all of it: digests, names, dtypes, shapes, finiteness.
+
+    Each file is read once, so the bytes that were checked are the bytes that are loaded. A float tensor may have
+    another float dtype than in the boot model: the loader casts it, exactly as it would at boot, so a version is served
+    alike whether the trainer or the engine rounds it. Other dtypes (integers, 8-bit floats with scales) must be equal.
+
+    Args:
+        files: path of each file to its sha256.
+        served: the model that the version must fit.
+
+    Returns:
+        Name to tensor, in the dtype of the file, without a redundant copy of a tied embedding.
+
+    Raises:
+        InvalidWeights: a file or a tensor is not what it must be. The message names it.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for path, sha256 in sorted(files.items()):
+        try:
+            data = Path(path).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            if digest != sha256:
+                raise InvalidWeights(f"{path}: sha256 is {digest}, not {sha256}")
+            weights |= load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            found |= {n: (t["dtype"], tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"}
+        except (OSError, SafetensorError) as error:
+            raise InvalidWeights(f"{path}: {error}") from error
+    expected = dict(served.layout)
+    if served.tied:
+        _drop_tied_heads(weights)
+        found = {name: found[name] for name in weights}
+        expected = {name: tensor for name, tensor in expected.items() if not name.endswith(TIED_HEADS)}
+    if difference := _difference(found, expected):
+        raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
+    broken = [name for name, tensor in weights.items() if not torch.isfinite(_as_served(tensor, served.dtype)).all()]
+    if broken:
+        raise InvalidWeights(f"values that are not finite in {served.dtype} in {broken[:3]}")
+    return weights
+
+
+def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
+    """Remove the output head of a model that ties it to its embedding. Raises InvalidWeights when it is another tensor."""
+    import torch
+
+    for name in [n for n in weights if n.endswith(TIED_HEADS)]:
+        head = weights.pop(name)
+        if not any(t.shape == head.shape and torch.equal(t, head) for t in weights.values()):
+            raise InvalidWeights(f"{name} is not the embedding, but the served model ties both: it would be ignored")
+
+
+def _as_served(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _difference(found: Layout, expected: Layout) -> str:
+    """Name what does not fit; empty when all does."""
+    kinds = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unknown": sorted(found.keys() - expected.keys()),
+        "other dtype or shape": sorted(
+            n for n in found.keys() & expected.keys() if not _can_load(found[n], expected[n])
+        ),
+    }
+    return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names)
+
+
+def _can_load(found: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor of this dtype and shape can be loaded in place of the expected one."""
+    return found[1] == expected[1] and (found[0] == expected[0] or {found[0], expected[0]} <= FLOATS)
+
+
+def _disk_backend() -> type[Any]:
+    """The backend's class; made when vLLM is there, so that this module stays light."""
+    from dataclasses import dataclass, field
+
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+        """Nothing to set up: versions are files."""
+
+    @dataclass
+    class Files(WeightTransferUpdateInfo):  # type: ignore[misc]
+        """Absolute path of each safetensors file, and its sha256."""
+
+        files: dict[str, str] = field(default_factory=dict)
+
+    class Disk(WeightTransferEngine):  # type: ignore[misc]
+        """start: forget; update: check into memory; finish: put it into the model.
+
+        So an error before finish leaves the model as it was, and the caller need not pause for it; an error in finish leaves
+        it in pieces, and the engine must be restarted.
+        """
+
+        init_info_cls, update_info_cls = NoInit, Files
+        staged: dict[str, torch.Tensor] | None = None
+        served: Served | None = None
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            # Only workers make a backend, once their model is loaded. A worker polls its queue with sched_yield for a second
+            # after each message: at equal priority a process on the same core was seen to wait 5 s for its turn.
+            os.nice(int(os.environ.get(WORKER_NICE, "0")))
+
+        def init_transfer_engine(self, init_info: NoInit) -> None:
+            """Nothing to do."""
+
+        def start_weight_update(self) -> None:
+            self.staged = None
+            if self.served is None:
+                config = self.model_config
+                tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+                self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # The base class synchronises the accelerator behind this, which a CPU worker does not have.
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Files) -> None:
+            if self.served is None:
+                raise RuntimeError("update_weights before start_weight_update")
+            try:
+                self.staged = stage(update_info.files, self.served)
+            except InvalidWeights as error:
+                # Of an error in a worker only the text reaches the caller.
+                raise RuntimeError(f"{INVALID}{error}") from error
+
+        def finish_weight_update(self) -> None:
+            if self.staged is None:
+                raise RuntimeError("finish_weight_update without a successful update_weights")
+            weights, self.staged = self.staged, None
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(weights.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_cpu_heads(self.model)
+
+        def shutdown(self) -> None:
+            self.staged = None
+
+    return Disk
+
+
+def _repack_cpu_heads(model: Any) -> None:
+    """vLLM 0.32 on CPU keeps the packed copy of a *tied* output head across a reload: pack it again from the new weights."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

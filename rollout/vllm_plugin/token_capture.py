@@ -1,0 +1,290 @@
+"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call, and how they were sampled, beside its reply
+(`schemas.engine_frames`).
+
+    --middleware rollout.vllm_plugin.token_capture.Capture
+
+Every way to ask vLLM ends in one method of its engine client, `generate`. `EngineTap` stands in its place: while a request that
+asked for capture is served, it notes what `generate` yields and hands it on; other requests pass at the cost of one look-up.
+So one mechanism serves all endpoints, and the server's own bytes stay what they are. The tap makes the engine compute
+log-probabilities, which the endpoint then does not show, as its client did not ask for them.
+
+Nothing here imports vLLM: its objects are used by the attributes that they have.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+from rollout.vllm_plugin.sampling import ServerWide, applied, server_wide
+from schemas import engine_frames as wire
+from schemas.records import Sampling
+from schemas.tokens import pack_ids, pack_logprobs
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_ASKED = (wire.ASK.encode(), b"1")
+BEAM_SEARCH = "beam search: its tokens are searched, not sampled"
+EMBEDDINGS = "the prompt is embeddings, not tokens"
+_BEAM = re.compile(r"-beam-\d+$")
+
+
+class Growing:
+    """One choice: what came since the last frame. seen: ids noted so far; logprobs None: the engine had none for these ids."""
+
+    __slots__ = ("finish", "ids", "logprobs", "seen", "spans")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.finish: str | None = None
+        self.spans: tuple[wire.Span, ...] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the next frame."""
+        self.ids: list[int] = []
+        self.logprobs: list[float] | None = []
+
+    def note(self, output: Any, delta: bool) -> None:
+        """Take what is new of a CompletionOutput. delta: it holds new tokens only, else all so far."""
+        ids, logprobs = output.token_ids, output.logprobs
+        if not delta and self.seen:
+            ids, logprobs = ids[self.seen :], logprobs and logprobs[self.seen :]
+        self.seen += len(ids)
+        self.ids.extend(ids)
+        if self.logprobs is not None:
+            values = sampled(ids, logprobs)
+            if values is None:
+                self.logprobs = None
+            else:
+                self.logprobs.extend(values)
+        if output.finish_reason is not None:
+            self.finish = output.finish_reason
+            if output.weight_versions is not None:
+                self.spans = tuple((span.version, span.start, span.end) for span in output.weight_versions)
+
+    def take(self, which: int) -> wire.Choice:
+        """What came since the last time."""
+        logprobs = None if self.logprobs is None else pack_logprobs(self.logprobs)
+        choice = wire.Choice(which, pack_ids(self.ids), logprobs, self.finish, self.spans)
+        self.clear()
+        return choice
+
+
+def sampled(ids: Sequence[int], logprobs: Any) -> list[float] | None:
+    """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None when it has none for these ids."""
+    if not ids:
+        return []
+    if logprobs is None or len(logprobs) != len(ids):
+        return None
+    try:
+        return [position[token].logprob for token, position in zip(ids, logprobs, strict=True)]
+    except KeyError:
+        return None
+
+
+class Generation:
+    """What one `generate` call has yielded since the last frame. absent: why its tokens must not be told."""
+
+    def __init__(self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None) -> None:
+        self._index, self._delta, self._sampling, self._absent = index, delta, sampling, absent
+        self._prompt: Sequence[int] | None = None
+        self._cached: int | None = None
+        self._choices: dict[int, Growing] = {}
+        self._news: set[int] = set()
+        self._begun = False
+
+    def note(self, output: Any) -> None:
+        """Take a RequestOutput of vLLM."""
+        if not self._begun:
+            self._prompt = output.prompt_token_ids
+            self._cached = output.num_cached_tokens if (output.num_cached_tokens or 0) >= 0 else None
+        for choice in output.outputs:
+            growing = self._choices.get(choice.index)
+            if growing is None:
+                growing = self._choices[choice.index] = Growing()
+            growing.note(choice, self._delta)
+            if choice.token_ids or choice.finish_reason is not None:
+                self._news.add(choice.index)
+
+    def take(self) -> wire.Frame | None:
+        """A frame of what came since the last time; None when nothing did."""
+        if self._absent is not None:
+            if self._begun:
+                return None
+            self._begun = True
+            return wire.Frame(self._index, None, (), self._absent)
+        if not self._news:
+            return None
+        prompt = None if self._prompt is None else pack_ids(self._prompt)
+        choices = tuple(self._choices[which].take(which) for which in sorted(self._news))
+        frame = wire.Frame(self._index, prompt, choices, None, self._sampling, self._cached)
+        self._begun, self._prompt, self._sampling, self._cached = True, None, None, None
+        self._news.clear()
+        return frame
+
+
+class Call:
+    """The generations of one request, in the order in which the endpoint began them."""
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+
+    def begin(self, prompt: Any, sampling_params: Any, request_id: str, server: ServerWide) -> Generation | None:
+        """A new generation; None for another step of a beam search."""
+        absent = None
+        if sampling_params.max_tokens == 1 and not sampling_params.detokenize and _BEAM.search(request_id):
+            # vLLM searches beams by many generations of one token; what it answers are none of these.
+            if self.generations:
+                return None
+            absent = BEAM_SEARCH
+        elif isinstance(prompt, dict) and prompt.get("type") == "embeds":
+            absent = EMBEDDINGS  # vLLM would name zeros as the prompt's ids
+        delta = sampling_params.output_kind.name == "DELTA"
+        generation = Generation(len(self.generations), delta, applied(sampling_params, server), absent)
+        self.generations.append(generation)
+        return generation
+
+    def take(self) -> bytes:
+        """Frames of what came since the last time."""
+        frames = (generation.take() for generation in self.generations)
+        return b"".join(wire.encode(frame) for frame in frames if frame is not None)
+
+
+_call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
+"""The call that is served here, when it is to be captured. Tasks that an endpoint starts inherit it."""
+
+
+class EngineTap:
+    """Listens at vLLM's engine client: what `generate` yields within a captured call, and each new version label."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._label: str | None = None
+        self._server = server_wide(client)
+        self._generate = client.generate
+        self._update_weight_version = client.update_weight_version
+        client.generate = self.generate
+        client.update_weight_version = self.update_weight_version
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        call = _call.get()
+        generation = None if call is None else call.begin(prompt, sampling_params, request_id, self._server)
+        if generation is None:
+            return self._generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
+        outputs = self._generate(prompt, with_logprobs(sampling_params), request_id, **more)
+        return _noting(generation, outputs)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        await self._update_weight_version(new_version)
+        self._label = new_version
+
+    async def label(self) -> str:
+        """The engine's version label; asked once, then followed, for it costs a step of the engine to ask."""
+        if self._label is None:
+            label = await self._client.get_weight_version()
+            if self._label is None:
+                self._label = label
+        return self._label
+
+
+def with_logprobs(sampling_params: Any) -> Any:
+    """Parameters that make the engine tell the log-probability of the sampled token; those of the client when they already do."""
+    if sampling_params.num_logprobs is not None:
+        return sampling_params
+    asking = copy.copy(sampling_params)
+    asking.logprobs = 0
+    return asking
+
+
+async def _noting(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
+    # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request at once.
+    async with aclosing(outputs):
+        async for output in outputs:
+            generation.note(output)
+            yield output
+
+
+class Capture:
+    """The middleware. It leaves `/health` alone: the health of a dead engine must be answered too."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._tap: EngineTap | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        if self._tap is None:
+            self._tap = EngineTap(scope["app"].state.engine_client)
+        label = (wire.VERSION_START.encode(), (await self._tap.label()).encode())
+        if _ASKED not in scope["headers"]:
+            await self._app(scope, receive, _labelled(label, send))
+            return
+        call = Call()
+        token = _call.set(call)
+        try:
+            await self._app(scope, receive, Reply(call, label, send).send)
+        finally:
+            _call.reset(token)
+
+
+def _labelled(label: tuple[bytes, bytes], send: Send) -> Send:
+    async def labelled(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), label]}
+        await send(message)
+
+    return labelled
+
+
+class Reply:
+    """The reply to a captured call, on its way out."""
+
+    def __init__(self, call: Call, label: tuple[bytes, bytes], send: Send) -> None:
+        self._call, self._label, self._send = call, label, send
+        self._stream = False
+        self._held: MutableMapping[str, Any] | None = None
+        self._parts: list[bytes] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Stands in for ASGI's send."""
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif message["type"] == "http.response.body" and self._stream:
+            # vLLM sends whole events, so a comment between two messages stands between two events.
+            if frames := self._call.take():
+                message = {**message, "body": wire.comment(frames) + message.get("body", b"")}
+            await self._send(message)
+        elif message["type"] == "http.response.body" and self._held is not None:
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._finish(self._held)
+        else:
+            await self._send(message)
+
+    async def _start(self, message: MutableMapping[str, Any]) -> None:
+        headers = [*message.get("headers", ()), self._label, _ASKED]
+        message = {**message, "headers": headers}
+        self._stream = any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
+        if not self._stream and message["status"] == 200 and self._call.generations:
+            self._held = message  # a plain reply has been generated when it begins; its length is known at its end
+            return
+        await self._send(message)
+
+    async def _finish(self, start: MutableMapping[str, Any]) -> None:
+        body = b"".join(self._parts)
+        whole = wire.trail(body, (self._call.take(),))
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        headers.append((b"content-length", b"%d" % len(whole)))
+        headers.append((wire.OWN_BODY.encode(), b"%d" % len(body)))
+        await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": whole})

@@ -1,0 +1,1 @@
+"""The embedded broker: a real single-node Apache Kafka on this machine."""

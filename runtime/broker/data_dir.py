@@ -1,0 +1,133 @@
+"""A broker's data directory: who may start on it, whose it is (cluster.json), the formatting of its nodes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.broker import node_config as config
+from runtime.broker.jars import Java
+from runtime.broker.jvm import BrokerError, JvmDied, NotReady
+from runtime.broker.node_config import NodePlan
+from runtime.file_lock import exclusive
+
+FORMAT_TIMEOUT_S = 60.0
+_LOG_LINES = 20
+
+
+@contextmanager
+def one_starter(
+    data_dir: Path, patience_s: float = math.inf, say: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Two processes that start a broker on one directory do it one after the other; the second finds it running.
+
+    Raises NotReady when another start is under way for `patience_s`; `say` is told of that each 10 s.
+    """
+    busy = f"another start of the broker on {data_dir} is under way"
+    late = NotReady(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker stop)")
+    waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
+    with exclusive(data_dir / ".lock", late, patience_s, waiting):
+        yield
+
+
+def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
+    """The directory's cluster id, a new one for a new directory. Raises BrokerError if its number of nodes differs."""
+    path = data_dir / "cluster.json"
+    known = json.loads(path.read_bytes()) if path.exists() else {"cluster_id": new_cluster_id(), "nodes": len(plans)}
+    if known["nodes"] != len(plans):
+        raise BrokerError(
+            f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {len(plans)}: "
+            "set broker.nodes to that, or choose another data directory"
+        )
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(known | {"port": plans[1].first_port}), encoding="utf-8")
+    os.replace(partial, path)
+    return str(known["cluster_id"])
+
+
+def known_plans(data_dir: Path) -> list[NodePlan]:
+    """The nodes of the broker that was last started there; none if there was never one."""
+    data_dir = data_dir.expanduser().absolute()
+    path = data_dir / "cluster.json"
+    if not path.exists():
+        return []
+    known = json.loads(path.read_bytes())
+    return list(config.plan_nodes(data_dir, known["port"], known["nodes"]).values())
+
+
+def new_cluster_id() -> str:
+    """Kafka's form: 16 random bytes in URL-safe base64 without padding; not a dash first, which looks like an option."""
+    return "C" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
+
+
+def format_new(
+    plans: Sequence[NodePlan],
+    java: Java,
+    jars_dir: Path,
+    cluster_id: str,
+    options: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
+) -> None:
+    """Format the nodes that have no records yet, all at once; a formatted directory appears whole or not at all.
+
+    options: more of them for the JVM; wrapper: what runs its command line. Raises BrokerError, JvmDied when Java ends with an error.
+    """
+    new = [plan for plan in plans if not plan.records.exists()]
+    with ThreadPoolExecutor(max_workers=len(plans)) as pool:
+        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id, options, wrapper) for plan in new]:
+            formatted.result()
+
+
+def _format(
+    plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str, options: Sequence[str], wrapper: Sequence[str]
+) -> None:
+    fresh = plan.directory / "formatting"
+    shutil.rmtree(fresh, ignore_errors=True)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    properties = plan.directory / "formatting.properties"
+    properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
+    command = [*wrapper, *config.format_command(java, jars_dir, properties, cluster_id, options)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        code = error.returncode if error.returncode >= 0 else 128 - error.returncode
+        raise JvmDied(f"formatting {plan.directory} failed with {code}:\n{error.stdout}{error.stderr}", code) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BrokerError(f"formatting {plan.directory} failed: {error}") from error
+    properties.unlink()
+    fresh.rename(plan.records)
+
+
+def write_node(plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str] = ()) -> list[str]:
+    """Write what the node is told at its start; returns its command line. options: more of them for the JVM."""
+    plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
+    plan.log4j2.write_text(config.render_log4j2(plan.log), encoding="ascii")
+    return config.server_command(java, jars_dir, plan, heap_mb, options)
+
+
+def last_lines(plan: NodePlan) -> str:
+    """The end of what the node said, and where all of it is."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (plan.output, plan.log) if path.exists()]
+    lines = [line for text in texts for line in text.splitlines()]
+    return "\n".join([*lines[-_LOG_LINES:], f"(whole log: {plan.log})"])
+
+
+def under_way(plan: NodePlan) -> str:
+    """What a node that does not serve yet does, as far as its log says so."""
+    try:
+        fresh = plan.log.stat().st_mtime >= plan.pid_file.stat().st_mtime  # else it is that of the run before
+        read = config.logs_read(plan.log.read_text(encoding="utf-8", errors="replace")) if fresh else None
+    except FileNotFoundError:
+        read = None
+    if read is None:
+        return f"node {plan.node} starts (after an unclean end it reads its logs first)"
+    return f"node {plan.node} has read {read[0]} of its {read[1]} logs"

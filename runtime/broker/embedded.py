@@ -1,0 +1,402 @@
+"""The embedded broker: a real Apache Kafka (KRaft) on this machine, without Docker and without an installed Java.
+
+`EmbeddedBroker` runs one node, or several that replicate to each other, with everything below one data directory:
+
+    cluster.json                 cluster id, number of nodes, port of the last start
+    node-1/records/              Kafka's own data; present means formatted
+    node-1/server.properties     written at each start; names the process, too
+    node-1/broker.{log,out,pid}
+
+Clients speak to `port` (node n: port + 10 * (n - 1)); each node's controller listens on the port after it.
+The one owner of a broker's life under a supervisor is `run_foreground`.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Protocol, Self
+
+from runtime.broker import node_config as config
+from runtime.broker.data_dir import (
+    claim_directory,
+    format_new,
+    known_plans,
+    last_lines,
+    one_starter,
+    under_way,
+    write_node,
+)
+from runtime.broker.jars import ensure_jars, find_java
+from runtime.broker.jvm import (
+    BrokerError,
+    Jvm,
+    JvmDied,
+    NotReady,
+    ask_cluster,
+    read_pid,
+    recorded_pid,
+    stop_pids,
+    wait_gone,
+)
+from runtime.broker.node_config import NodePlan
+from runtime.broker.start_cache import StartCache, make_in_background, start_cache
+from runtime.logs import logger
+from runtime.process.ports import check_free
+from runtime.process.readiness import ready
+
+__all__ = ["BrokerError", "EmbeddedBroker", "NodeStatus", "run_foreground", "start", "status", "stop"]
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+_SAY_EVERY_S = 10.0
+_STARTS_AGAIN = 5
+"""Of all nodes within one start. A node that the kernel kills each time for want of memory is not started for ever."""
+_KILLED = 128 + signal.SIGKILL
+_CRASHED = frozenset(128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
+Say = Callable[[str], None]
+
+
+class BrokerSettingsLike(Protocol):
+    """The broker's part of the settings; its data directory depends on more of them and comes beside it."""
+
+    @property
+    def port(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def heap_mb(self) -> int: ...
+    @property
+    def java(self) -> str | None: ...
+    @property
+    def jars_dir(self) -> Path | None: ...
+    @property
+    def advertised_host(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """`pid` None: not running. `ready`: it serves clients."""
+
+    node: int
+    port: int
+    pid: int | None
+    ready: bool
+
+
+class EmbeddedBroker:
+    """One real Kafka cluster of 1, 3 or 5 nodes on this machine. Every error is a BrokerError, JarsError, JavaError or PortTaken.
+
+    The JVMs die with this process unless started with `detach=True`. `advertised_host` is the name under which clients
+    reach the broker; anything but loopback makes it listen on all interfaces (a container does that).
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int = 19092,
+        nodes: int = 1,
+        heap_mb: int = 300,
+        java: str | None = None,
+        jars_dir: Path | None = None,
+        *,
+        advertised_host: str = config.LOOPBACK,
+    ) -> None:
+        if nodes not in (1, 3, 5):
+            raise BrokerError(
+                f"an embedded broker has 1, 3 or 5 nodes, not {nodes}: "
+                "an even number survives no more deaths than the odd one below it. Set broker.nodes"
+            )
+        if "," in str(data_dir):
+            raise BrokerError(
+                f"data directory {data_dir} has a comma in its name, which Kafka reads as two directories"
+            )
+        self.data_dir = data_dir.expanduser().absolute()
+        self.plans = config.plan_nodes(self.data_dir, port, nodes, advertised_host)
+        self._heap_mb = heap_mb
+        self._java_setting = java
+        self._jars_setting = jars_dir
+        self._detach = False
+        self._jvms: dict[int, Jvm] = {}
+        self._cluster_id = ""
+        self.cache: StartCache | None = None
+        """That of the last start; None before the first."""
+        self._starts_again = 0
+        self._on_cache: dict[int, bool] = {}
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return ",".join(f"{plan.advertised_host}:{plan.port}" for plan in self.plans.values())
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Node to pid, of the nodes that this object started and that run."""
+        return {node: jvm.pid for node, jvm in self._jvms.items() if jvm.exit_code is None}
+
+    @property
+    def exit_codes(self) -> dict[int, int]:
+        """Node to exit code (128 + signal number for a killed one), of the nodes that have died."""
+        return {node: jvm.exit_code for node, jvm in self._jvms.items() if jvm.exit_code is not None}
+
+    def start(self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None) -> None:
+        """Format the data directory if it is new, start every node, return when all serve clients.
+
+        With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
+        A node of several that is killed meanwhile is started again. `say` is told each 10 s what is waited for.
+        Raises PortTaken if another process has a port, BrokerError if the directory's broker already runs (names its pid),
+        a node ends (with the end of its log) or is stopped, or `patience_s` pass: for another start to end, and for the
+        nodes to serve; fetching jars and formatting come on top. Nothing that was started here is left running then.
+        """
+        self._detach = detach
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        asked = time.monotonic()
+        with one_starter(self.data_dir, patience_s, say):
+            patience_s = max(0.0, patience_s - (time.monotonic() - asked))
+            down = self._nodes_down(some_may_run=detach)
+            cache = self._prepared(patience_s, say)
+            for plan in down:
+                check_free(config.LOOPBACK, plan.port, f"broker node {plan.node}", "broker.port")
+                check_free(
+                    config.LOOPBACK, plan.controller_port, f"the controller of broker node {plan.node}", "broker.port"
+                )
+            self._cluster_id = claim_directory(self.data_dir, self.plans)
+            self._format(down, cache)
+            try:
+                for plan in down:
+                    self._launch(plan, cache)
+                for plan in down:
+                    self._await_ready(plan, frozenset(self.plans), patience_s, say)
+            except BaseException:  # interrupted too: no node is left behind without its others
+                self.stop()
+                raise
+
+    def kill(self, node: int = 1) -> None:
+        """SIGKILL the node and wait until it is gone."""
+        self._jvm(node).end(patience_s=0.0)
+
+    def restart(self, node: int = 1) -> None:
+        """Stop the node if it runs, start it on its data, return when it serves clients again.
+
+        Its copies may still be catching up with those of the other nodes then.
+        """
+        plan = self.plans[node]
+        self._jvm(node).end(STOP_TIMEOUT_S)
+        with one_starter(self.data_dir, READY_TIMEOUT_S):
+            self._launch(plan, self._prepared(READY_TIMEOUT_S))
+            self._await_ready(plan, frozenset({node}), READY_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """SIGTERM every node, wait 10 s, SIGKILL what is left. Nothing to stop is fine."""
+        for jvm in self._jvms.values():
+            jvm.signal(signal.SIGTERM)  # all at once: the last ones would wait for a quorum that is gone
+        for node, jvm in self._jvms.items():
+            jvm.end(STOP_TIMEOUT_S)
+            self.plans[node].pid_file.unlink(missing_ok=True)
+        self._jvms.clear()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _jvm(self, node: int) -> Jvm:
+        if node not in self._jvms:
+            raise BrokerError(f"node {node} of {self.data_dir} was not started by this EmbeddedBroker")
+        return self._jvms[node]
+
+    def _nodes_down(self, some_may_run: bool) -> list[NodePlan]:
+        """The nodes to start; raises BrokerError when there is a broker already."""
+        pids = {plan.node: read_pid(plan) for plan in self.plans.values()}
+        down = [plan for plan in self.plans.values() if pids[plan.node] is None]
+        running = [f"node {node}, pid {pid}" for node, pid in pids.items() if pid is not None]
+        if running and not (some_may_run and down):
+            raise BrokerError(
+                f"a broker already runs on {self.data_dir}: {'; '.join(running)}. "
+                "Use it, stop it (clawstream broker stop), or choose another data directory"
+            )
+        for plan in down:
+            plan.pid_file.unlink(missing_ok=True)
+        return down
+
+    def _prepared(self, patience_s: float, say: Say | None = None) -> StartCache:
+        """Java and jars are there; a new count of starts again begins."""
+        self._starts_again = 0
+        jars = ensure_jars(self._jars_setting, patience_s=patience_s, say=say)
+        self.cache = start_cache(find_java(self._java_setting), jars)
+        return self.cache
+
+    def _format(self, plans: list[NodePlan], cache: StartCache) -> None:
+        try:
+            format_new(plans, cache.java, cache.jars_dir, self._cluster_id, cache.options)
+        except JvmDied as died:
+            if died.exit_code not in _CRASHED or not cache.options:
+                raise
+            cache.discard(f"formatting ended with {died.exit_code}")
+            format_new(plans, cache.java, cache.jars_dir, self._cluster_id)
+
+    def _launch(self, plan: NodePlan, cache: StartCache) -> None:
+        options = cache.options
+        self._on_cache[plan.node] = bool(options)
+        command = write_node(plan, cache.java, cache.jars_dir, self._heap_mb, options)
+        at_parents_death = None if self._detach else signal.SIGTERM
+        jvm = self._jvms[plan.node] = Jvm(command, plan.output, at_parents_death=at_parents_death)
+        plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
+
+    def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None) -> None:
+        """Until the node itself says that every broker of `everyone` serves, and that it is of this cluster."""
+        started = said = time.monotonic()
+        while True:
+            view = ask_cluster(config.LOOPBACK, plan.port)
+            if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
+                return
+            self._check_alive(everyone)
+            now = time.monotonic()
+            if now - started > patience_s or (say is not None and now - said >= _SAY_EVERY_S):
+                late = (everyone - view.brokers if view is not None else ()) or {plan.node}
+                doing = "; ".join(under_way(self.plans[node]) for node in sorted(late))
+                if now - started > patience_s:
+                    raise NotReady(
+                        f"the broker on port {plan.port} is not ready after {patience_s:.0f} s: {doing}. "
+                        f"With more patience it would have gone on:\n{last_lines(plan)}"
+                    )
+                if say is not None:
+                    said = now
+                    say(f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}")
+            time.sleep(_POLL_S)
+
+    def _check_alive(self, everyone: frozenset[int]) -> None:
+        """Raises when one of `everyone` is gone and does not come back: it would be waited for in vain."""
+        for node in sorted(everyone):
+            if node not in self._jvms and read_pid(self.plans[node]) is None:
+                raise BrokerError(f"broker node {node}, which ran already, has ended meanwhile. Start the broker again")
+            if node in self.exit_codes and not self._start_again(node, code := self.exit_codes[node]):
+                raise JvmDied(f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code)
+
+    def _start_again(self, node: int, code: int) -> bool:
+        """Start a node once more that died while it was started; False if it would only die again.
+
+        One of several that was killed: the others wait for it. And one that crashed on a start cache, without that.
+        """
+        cache, stopped = self.cache, recorded_pid(self.plans[node]) != self._jvms[node].pid
+        if cache is None or stopped or self._starts_again >= _STARTS_AGAIN:
+            return False
+        if code in _CRASHED and self._on_cache[node]:
+            cache.discard(f"node {node} ended with {code}")
+        elif code != _KILLED or len(self.plans) == 1:
+            return False
+        self._starts_again += 1
+        self._launch(self.plans[node], cache)
+        return True
+
+
+def start(
+    settings: BrokerSettingsLike,
+    data_dir: Path,
+    *,
+    patience_s: float = math.inf,
+    say: Say | None = None,
+) -> tuple[NodeStatus, ...]:
+    """Start the broker of `settings` on `data_dir`, or what has died of it, so that it outlives this process.
+
+    Without `patience_s` it may take as long as its JVMs live: stopped in the middle of reading its logs it would begin anew.
+    """
+    _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, say=say)
+    return status(data_dir)
+
+
+def stop(data_dir: Path) -> list[int]:
+    """Stop the broker that runs on `data_dir`, whoever started it; return the pids that were stopped."""
+    return stop_pids(known_plans(data_dir), STOP_TIMEOUT_S)
+
+
+def status(data_dir: Path) -> tuple[NodeStatus, ...]:
+    """Each node of `data_dir`; empty if no broker was ever started there."""
+    return tuple(_node_status(plan) for plan in known_plans(data_dir))
+
+
+def _node_status(plan: NodePlan) -> NodeStatus:
+    pid = read_pid(plan)
+    view = ask_cluster(config.LOOPBACK, plan.port) if pid is not None else None
+    return NodeStatus(plan.node, plan.port, pid, ready=view is not None and plan.node in view.brokers)
+
+
+class _StopAskedFor(BaseException):
+    """SIGTERM or SIGINT."""
+
+
+def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
+    """Be the broker's process for a supervisor: start it, stop it on SIGTERM or SIGINT, return the exit code.
+
+    0 after a signal. The JVM's exit code when a single node dies: the supervisor starts us anew, and a pid file left
+    by a kill -9 does not hinder that. With several nodes a dead one is restarted here, the others keep serving.
+    Takes over this process' SIGTERM and SIGINT. Raises what EmbeddedBroker raises when a start fails.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise _StopAskedFor
+
+    broker = _of_settings(settings, data_dir)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        # JVMs of a supervised parent that was killed have been told to stop and need a moment.
+        wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
+        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
+        broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
+        ready(broker.bootstrap_servers)
+        if broker.cache is not None:
+            make_in_background(broker.cache)
+        while True:
+            for node, code in broker.exit_codes.items():
+                if len(broker.plans) == 1:
+                    return code
+                _bring_back(broker, node)
+            time.sleep(4 * _POLL_S)
+    except _StopAskedFor:
+        return 0
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
+        sys.stderr.write(f"{died}\n")  # killed within its start is killed all the same
+        return died.exit_code
+    finally:
+        broker.stop()
+
+
+def _bring_back(broker: EmbeddedBroker, node: int) -> None:
+    """Restart a node that has died. Killed again within its start: later once more, for the others serve all the same.
+
+    One that is not ready yet is left alone, so that others which have died come back meanwhile: it may wait for them.
+    """
+    try:
+        broker.restart(node)
+    except NotReady:
+        return
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
+
+
+def _of_settings(settings: BrokerSettingsLike, data_dir: Path) -> EmbeddedBroker:
+    return EmbeddedBroker(
+        data_dir,
+        settings.port,
+        settings.nodes,
+        settings.heap_mb,
+        settings.java,
+        settings.jars_dir,
+        advertised_host=settings.advertised_host,
+    )

@@ -1,0 +1,230 @@
+"""What one broker node is told: ports, files, `server.properties`, log4j2, the JVM's command line. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.broker.jars import Java
+
+LARGEST_MESSAGE_BYTES = 10 * 1024 * 1024
+PORT_STEP = 10
+LOOPBACK = "127.0.0.1"
+_LOADED = re.compile(r"\((\d+)/(\d+) completed in ")
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Node `node` (1..nodes) of an embedded cluster.
+
+    Clients speak to `port` + 10 * (node - 1), the controllers to each other on the port after it.
+    """
+
+    data_dir: Path
+    node: int
+    nodes: int
+    first_port: int
+    advertised_host: str = LOOPBACK
+
+    @property
+    def port(self) -> int:
+        return self.first_port + PORT_STEP * (self.node - 1)
+
+    @property
+    def controller_port(self) -> int:
+        return self.port + 1
+
+    @property
+    def directory(self) -> Path:
+        return self.data_dir / f"node-{self.node}"
+
+    @property
+    def records(self) -> Path:
+        """Kafka's own directory; its presence means: formatted."""
+        return self.directory / "records"
+
+    @property
+    def properties(self) -> Path:
+        return self.directory / "server.properties"
+
+    @property
+    def log4j2(self) -> Path:
+        return self.directory / "log4j2.properties"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "broker.log"
+
+    @property
+    def output(self) -> Path:
+        """What the JVM itself prints (crashes, warnings); truncated at each start."""
+        return self.directory / "broker.out"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.directory / "broker.pid"
+
+
+def plan_nodes(data_dir: Path, port: int, nodes: int, advertised_host: str = LOOPBACK) -> dict[int, NodePlan]:
+    return {i: NodePlan(data_dir, i, nodes, port, advertised_host) for i in range(1, nodes + 1)}
+
+
+def render_server_properties(plan: NodePlan, records: Path | None = None) -> str:
+    """`server.properties` of one node. `records` replaces the plan's data directory (formatting writes beside it)."""
+    # With several nodes the copies survive one node's death: two must have a record before it is acknowledged.
+    replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
+    bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
+    voters = plan_nodes(plan.data_dir, plan.first_port, plan.nodes).values()
+    return render_properties(
+        {
+            "process.roles": "broker,controller",
+            "node.id": plan.node,
+            "controller.quorum.voters": ",".join(f"{v.node}@{LOOPBACK}:{v.controller_port}" for v in voters),
+            "listeners": f"PLAINTEXT://{bind}:{plan.port},CONTROLLER://{LOOPBACK}:{plan.controller_port}",
+            "advertised.listeners": f"PLAINTEXT://{plan.advertised_host}:{plan.port}",
+            "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+            "controller.listener.names": "CONTROLLER",
+            "inter.broker.listener.name": "PLAINTEXT",
+            "log.dirs": records or plan.records,
+            # A misspelt topic is an error, never a new topic.
+            "auto.create.topics.enable": "false",
+            "num.partitions": 4,
+            "default.replication.factor": replicas,
+            "min.insync.replicas": in_sync,
+            "message.max.bytes": LARGEST_MESSAGE_BYTES,
+            "replica.fetch.max.bytes": LARGEST_MESSAGE_BYTES,
+            "replica.fetch.response.max.bytes": LARGEST_MESSAGE_BYTES,
+            "offsets.topic.replication.factor": replicas,
+            "offsets.topic.num.partitions": 4,
+            "transaction.state.log.replication.factor": replicas,
+            "transaction.state.log.min.isr": in_sync,
+            "transaction.state.log.num.partitions": 2,
+            "share.coordinator.state.topic.replication.factor": replicas,
+            "share.coordinator.state.topic.min.isr": in_sync,
+            "share.coordinator.state.topic.num.partitions": 1,
+            # After a kill -9 the old registration must expire before the node may come back: 9 s by default.
+            "broker.session.timeout.ms": 2000 if plan.nodes == 1 else 3000,
+            "broker.heartbeat.interval.ms": 500,
+            "group.initial.rebalance.delay.ms": 0,
+            # One machine, a small heap: few threads and a small buffer for compaction.
+            "num.network.threads": 2,
+            "num.io.threads": 2,
+            "background.threads": 2,
+            "num.recovery.threads.per.data.dir": 1,
+            "log.cleaner.dedupe.buffer.size": 4 * 1024 * 1024,
+            "log.cleaner.io.buffer.size": 256 * 1024,
+            "log.segment.bytes": 64 * 1024 * 1024,
+            "log.retention.check.interval.ms": 60_000,
+        }
+    )
+
+
+def render_log4j2(log: Path) -> str:
+    """Warnings and errors to `log`, and how far the reading of Kafka's logs is. Started anew with each JVM, three files of 10 MB at most."""
+    of_one_partition = "(Created|Deleted) log for .*|Log for .* is renamed .*|.*leaning for partition .*"
+    return render_properties(
+        {
+            "rootLogger.level": "WARN",
+            "rootLogger.appenderRefs": "file",
+            "rootLogger.appenderRef.file.ref": "FILE",
+            "logger.logs.name": "kafka.log.LogManager",
+            "logger.logs.level": "INFO",
+            "logger.logs.filter.topics.type": "RegexFilter",
+            "logger.logs.filter.topics.regex": of_one_partition,
+            "logger.logs.filter.topics.onMatch": "DENY",
+            "logger.logs.filter.topics.onMismatch": "NEUTRAL",
+            "appender.file.type": "RollingFile",
+            "appender.file.name": "FILE",
+            "appender.file.fileName": log,
+            "appender.file.filePattern": f"{log}.%i",
+            "appender.file.layout.type": "PatternLayout",
+            "appender.file.layout.pattern": "[%d] %p %m (%c)%n",
+            "appender.file.policies.type": "Policies",
+            "appender.file.policies.start.type": "OnStartupTriggeringPolicy",
+            "appender.file.policies.size.type": "SizeBasedTriggeringPolicy",
+            "appender.file.policies.size.size": "10MB",
+            "appender.file.strategy.type": "DefaultRolloverStrategy",
+            "appender.file.strategy.fileIndex": "min",
+            "appender.file.strategy.max": 2,
+        }
+    )
+
+
+def logs_read(log: str) -> tuple[int, int] | None:
+    """How many of its logs a node has read since it started, and of how many; None before the first. `log`: its broker.log."""
+    found = _LOADED.findall(log)
+    return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
+def render_properties(values: Mapping[str, object]) -> str:
+    return "".join(f"{name}={_escape(str(value))}\n" for name, value in values.items())
+
+
+def _escape(value: str) -> str:
+    """Java reads properties as Latin-1 with backslash escapes, code units of UTF-16."""
+    units = value.replace("\\", "\\\\").encode("utf-16-be", "surrogatepass")
+    codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
+    return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)
+
+
+def server_options(java: Java, heap_mb: int) -> list[str]:
+    """Options of a broker's JVM that are the same for each node."""
+    return [
+        f"-Xms{heap_mb}m",
+        f"-Xmx{heap_mb}m",
+        "-XX:+UseSerialGC",
+        "-XX:TieredStopAtLevel=1",  # starts sooner and needs less memory; the broker is not the bottleneck here
+        "-XX:MaxDirectMemorySize=128m",
+        "-XX:ReservedCodeCacheSize=64m",
+        "-XX:+ExitOnOutOfMemoryError",
+        "-Djava.awt.headless=true",
+        *_quiet(java),
+    ]
+
+
+def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()) -> list[str]:
+    """The command line that runs one node; it names the node's server.properties, which identifies the process.
+
+    options: more of them for the JVM.
+    """
+    return [
+        java.executable,
+        *server_options(java, heap_mb),
+        *options,
+        f"-Dkafka.logs.dir={plan.directory}",
+        f"-Dlog4j2.configurationFile={plan.log4j2}",
+        "-cp",
+        str(jars_dir / "*"),
+        "kafka.Kafka",
+        str(plan.properties),
+    ]
+
+
+def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str]) -> list[str]:
+    """The command line of a JVM as a broker's that only says its version; exits with 0 if it takes the options."""
+    return [java.executable, *server_options(java, heap_mb), *options, "-cp", str(jars_dir / "*"), "-version"]
+
+
+def format_command(
+    java: Java, jars_dir: Path, properties: Path, cluster_id: str, options: Sequence[str] = ()
+) -> list[str]:
+    """The command line that makes an empty data directory for the node that `properties` describes."""
+    tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
+    return [
+        java.executable,
+        "-Xmx128m",
+        "-XX:+UseSerialGC",
+        "-XX:TieredStopAtLevel=1",
+        *_quiet(java),
+        *options,
+        "-cp",
+        str(jars_dir / "*"),
+        *tool,
+    ]
+
+
+def _quiet(java: Java) -> list[str]:
+    """Newer Javas warn about what Kafka's libraries do by design."""
+    return ["--sun-misc-unsafe-memory-access=allow", "--enable-native-access=ALL-UNNAMED"] if java.version >= 24 else []

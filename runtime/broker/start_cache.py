@@ -1,0 +1,211 @@
+"""The start cache: what Java loads and links when a broker starts, in one file beside the jars. A start costs half the processor time with it.
+
+Java writes the file at the end of a training run: a broker of one node on an empty directory, started and stopped. It holds for
+one build of Java, one set of jars and one set of options, and is named by them. Nothing needs it: a start without one is slower, and Java goes on
+without one that it does not accept (another build, jars of other times, a wrong checksum).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.atomic_file import fsync_path
+from runtime.broker import node_config as config
+from runtime.broker.data_dir import format_new, last_lines, new_cluster_id, write_node
+from runtime.broker.jars import Java, jars_stamp
+from runtime.broker.jvm import BrokerError, Jvm, ask_cluster
+from runtime.logs import logger
+from runtime.process.ports import PortTaken, check_free
+
+_HEAP_MB = 200
+_LOWEST_PRIORITY = 19
+_READY_TIMEOUT_S = 600.0
+_WRITE_TIMEOUT_S = 600.0
+NEEDED_BYTES = 1 << 30
+"""Free space below which none is made: a disk that is full takes the broker that serves with it."""
+_UNUSED_S = 30 * 24 * 3600.0
+_PORTS = range(20000, 32000)
+_PORT_TRIES = 50
+
+
+class StartCacheError(BrokerError):
+    """No start cache could be made; says why. Brokers start all the same, only slower."""
+
+
+@dataclass
+class StartCache:
+    """Where the start cache of these jars and this Java is, made or not."""
+
+    java: Java
+    jars_dir: Path
+    path: Path
+    discarded: bool = field(default=False, init=False)
+
+    @property
+    def made(self) -> bool:
+        return self.path.exists()
+
+    @property
+    def options(self) -> list[str]:
+        """For a JVM that is to use it: none when there is none. Java checks that the bytes are those it wrote."""
+        return _use(self.java, self.path) if self.made and not self.discarded else []
+
+    def discard(self, why: str) -> None:
+        """Not used any more by whoever has this object, and deleted unless it is not ours to delete: starts are slow again until one is made."""
+        logger().warning("start_cache_discarded", path=str(self.path), why=why)
+        self.discarded = True
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def start_cache(java: Java, jars_dir: Path) -> StartCache:
+    """That of the jars which `ensure_jars` has put there."""
+    basis = [java.executable, java.build, jars_stamp(jars_dir), str(jars_dir), config.server_options(java, _HEAP_MB)]
+    key = hashlib.sha256(json.dumps(basis).encode()).hexdigest()[:12]
+    return StartCache(java, jars_dir, jars_dir / f"start-java{java.version}-{key}.{'aot' if _aot(java) else 'jsa'}")
+
+
+def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
+    """Make it, unless there is one that Java takes: some 20 s of processor time. False when another process is at it.
+
+    It appears whole or not at all, whatever dies meanwhile. The training run's broker ends with this process; when that is killed
+    while Java writes the file, a second process of Java writes on for some seconds, in vain. What is left on the disk the next maker removes.
+    Raises StartCacheError.
+    """
+    try:
+        with _only_maker(cache.jars_dir) as alone:
+            if alone:
+                _make(cache, niceness)
+            return alone
+    except OSError as error:
+        raise StartCacheError(f"no start cache: {error}") from error
+
+
+def _make(cache: StartCache, niceness: int) -> None:
+    for leftover in cache.jars_dir.glob(".training-*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed; the lock says it is not running
+    if cache.made and _accepted(cache, cache.path, niceness):
+        return
+    if shutil.disk_usage(cache.jars_dir).free < NEEDED_BYTES:
+        raise StartCacheError(
+            f"no start cache is made with less than {NEEDED_BYTES >> 20} MiB free in {cache.jars_dir}"
+        )
+    with tempfile.TemporaryDirectory(prefix=".training-", dir=cache.jars_dir, ignore_cleanup_errors=True) as directory:
+        draft = _train(cache, Path(directory), niceness)
+        fsync_path(draft)
+        draft.replace(cache.path)
+    _remove_unused(cache)
+
+
+def make_in_background(cache: StartCache, after_s: float = 30.0) -> None:
+    """Have it made for the next start: `after_s` from now, when those that waited for the broker have started. A thread logs how it went."""
+    threading.Thread(target=_make_later, args=(cache, after_s), name="start-cache", daemon=True).start()
+
+
+def _make_later(cache: StartCache, after_s: float) -> None:
+    time.sleep(after_s)
+    try:
+        made = make_start_cache(cache, niceness=_LOWEST_PRIORITY)
+    except BrokerError as error:
+        logger().warning("start_cache_not_made", error=str(error))
+    else:
+        logger().info("start_cache", path=str(cache.path), made=made)
+
+
+def _aot(java: Java) -> bool:
+    """Java 25 and newer write ahead-of-time caches in one run; older ones archives of class data."""
+    return java.version >= 25
+
+
+def _use(java: Java, path: Path) -> list[str]:
+    return ["-XX:+VerifySharedSpaces", f"-XX:AOTCache={path}" if _aot(java) else f"-XX:SharedArchiveFile={path}"]
+
+
+def _train(cache: StartCache, directory: Path, niceness: int) -> Path:
+    """The finished file below `directory`, accepted by Java."""
+    draft = directory / cache.path.name
+    write = f"-XX:AOTCacheOutput={draft}" if _aot(cache.java) else f"-XX:ArchiveClassesAtExit={draft}"
+    plan = config.plan_nodes(directory, _free_port(), 1)[1]
+    format_new([plan], cache.java, cache.jars_dir, new_cluster_id(), wrapper=_nice(niceness))
+    command = write_node(plan, cache.java, cache.jars_dir, _HEAP_MB, [write])
+    # Not SIGTERM: it would write the file first, for nobody.
+    jvm = Jvm([*_nice(niceness), *command], plan.output, at_parents_death=signal.SIGKILL)
+    try:
+        _await_ready(plan, jvm)
+        jvm.end(_WRITE_TIMEOUT_S)  # it writes the file once it has stopped
+    finally:
+        jvm.end(0.0)
+    if not draft.exists() or not _accepted(cache, draft, niceness):
+        raise StartCacheError(f"no start cache: Java did not write one that it takes:\n{last_lines(plan)}")
+    return draft
+
+
+def _nice(niceness: int) -> list[str]:
+    return ["nice", "-n", str(niceness)]
+
+
+def _accepted(cache: StartCache, path: Path, niceness: int) -> bool:
+    """Whether Java starts when it must use the file; a start that may use it does not tell."""
+    strict = "-XX:AOTMode=on" if _aot(cache.java) else "-Xshare:on"
+    look = config.look_command(cache.java, cache.jars_dir, _HEAP_MB, [*_use(cache.java, path), strict])
+    try:
+        return subprocess.run([*_nice(niceness), *look], capture_output=True, timeout=_READY_TIMEOUT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _await_ready(plan: config.NodePlan, jvm: Jvm) -> None:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while True:
+        view = ask_cluster(config.LOOPBACK, plan.port)
+        if view is not None and plan.node in view.brokers:
+            return
+        if jvm.exit_code is not None:
+            raise StartCacheError(f"no start cache: its training run ended with {jvm.exit_code}:\n{last_lines(plan)}")
+        if time.monotonic() > deadline:
+            raise StartCacheError(f"no start cache: its training run is not ready after {_READY_TIMEOUT_S:.0f} s")
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    """One that is free together with the next, below those that the kernel hands out to clients."""
+    for port in random.sample(_PORTS, _PORT_TRIES):
+        try:
+            check_free(config.LOOPBACK, port, "the training run", "broker.port")
+            check_free(config.LOOPBACK, port + 1, "the training run", "broker.port")
+        except PortTaken:
+            continue
+        return port
+    raise StartCacheError(f"no start cache: found no free port for its training run in {_PORT_TRIES} tries")
+
+
+def _remove_unused(kept: StartCache) -> None:
+    """Those of jars and Javas that are gone: nothing has read them for a month."""
+    for path in kept.jars_dir.glob("start-java*"):
+        if path != kept.path and time.time() - max(path.stat().st_atime, path.stat().st_mtime) > _UNUSED_S:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _only_maker(jars_dir: Path) -> Iterator[bool]:
+    """True while no other process makes one; the kernel lets go of the lock when the process dies."""
+    with (jars_dir / ".start-cache.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

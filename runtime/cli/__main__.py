@@ -1,3 +1,0 @@
-from runtime.cli.main import main
-
-main()

@@ -1,0 +1,1 @@
+"""Users' functions in child processes with a time-out."""

@@ -1,0 +1,1 @@
+"""How a process is configured, started, supervised and stopped."""

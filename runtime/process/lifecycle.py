@@ -1,0 +1,81 @@
+"""How a process starts, stops and dies: signals to a stop event, errors to exit codes that the supervisor understands."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from runtime.exit_codes import exit_code, is_foreseen
+from runtime.logs import configure, logger
+from schemas.settings import Settings
+
+GC_THRESHOLD = (10_000, 10, 10)
+"""Containers more before the youngest are looked through for cycles; then how seldom the older, as Python has it. At Python's own 700 a tenth of the stream
+jobs' CPU went there, over long-lived state in which there are none."""
+
+
+def die(error: BaseException) -> None:
+    """Log and end at once, without any clean-up that could write something more. A crash is what recovery is made for.
+
+    An error whose message says what to do is logged without its traceback.
+    """
+    while isinstance(error, BaseExceptionGroup):  # of a task group: what its first task has failed with
+        error = error.exceptions[0]
+    code = exit_code(error)
+    try:
+        trace = None if is_foreseen(error) else error
+        logger().error("process_died", exit_code=code, error=str(error) or type(error).__name__, exc_info=trace)
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """From a thread: call it on the loop; nothing, when the loop has ended before the thread."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
+
+
+def _settle_memory() -> None:
+    """What was imported stays: it is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
+
+
+def run_async(process: str, settings: Settings, main: Callable[[Settings, asyncio.Event], Awaitable[None]]) -> None:
+    """Run `main(settings, stop)`; SIGTERM and SIGINT set `stop`. Never returns: exits 0, or with the error's code."""
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await main(settings, stop)
+
+    configure(process, settings.log_level)
+    _settle_memory()
+    try:
+        asyncio.run(body())
+    except Exception as e:  # noqa: BLE001 - the end of the process: logged with its traceback, told by the exit code
+        die(e)
+    sys.exit(0)
+
+
+def run_sync(process: str, settings: Settings, main: Callable[[Settings, threading.Event], None]) -> None:
+    """As run_async, for processes with a plain loop."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    configure(process, settings.log_level)
+    _settle_memory()
+    try:
+        main(settings, stop)
+    except Exception as e:  # noqa: BLE001 - as above
+        die(e)
+    sys.exit(0)

@@ -1,0 +1,224 @@
+"""The settings that a data directory remembers: those of the last `clawstream up` on it, in `<data_dir>/settings.json`.
+
+Every command takes them from there, below what its own file, environment and words say. Secrets are never written: the file names
+where they belong, and who needs them gives them again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from runtime.atomic_file import write_durably
+from runtime.process.config import STANDARD_INPUT, changed, explicit, judged, with_folders
+from schemas.errors import SettingsError
+from schemas.settings import Settings
+
+FILE = "settings.json"
+FIXED = (("kafka", "partitions"), ("broker", "nodes"))
+"""What the data was made with: it cannot change while its topics are the same."""
+TELLING = ("run_id", "kafka.topic_prefix", "kafka.bootstrap_servers", "broker.data_dir", "lake.uri", "gateway.blob_uri")
+"""What may change, but leaves data behind: `up` says so."""
+_SECRET = re.compile(
+    r"(secret|password|passphrase|token|credential|key|jaas|connection_string|\bsas\b)(?!.*location$)", re.IGNORECASE
+)
+"""Names of options, of libraries that are not ours, whose values are not written."""
+_SECRET_WORD = re.compile(r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE)
+"""How the name of a secret vLLM argument ends: `--api-key`, and not `--tokenizer` or `--max-num-batched-tokens`."""
+_ARGUMENTS = ("rollout", "extra_args")
+_JSON_NAME = re.compile(r'"([^"]+)"\s*:')
+_OPTIONS = (("kafka", "client_options"), ("gateway", "blob_options"), ("lake", "storage_options"))
+
+
+def remember(settings: Settings) -> bytes | None:
+    """Write the settings into their data directory, for the owner of this process alone.
+
+    Returns:
+        What the file contained before, None when there was no file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = settings.data_dir / FILE
+    before = path.read_bytes() if path.exists() else None
+    tree, withheld = public(settings)
+    tree.pop("data_dir", None)  # it is where the file is found
+    content = {"settings": tree, "withheld": withheld}
+    write_durably(path, json.dumps(content, indent=1).encode(), 0o600)
+    return before
+
+
+def forget(directory: Path, before: bytes | None) -> None:
+    """Put back what the data directory remembered before. before: The content of its file, None for no file."""
+    if before is None:
+        (directory / FILE).unlink(missing_ok=True)
+    else:
+        write_durably(directory / FILE, before, 0o600)
+
+
+def recalled(file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Return what the sources say, on top of what their data directory remembers.
+
+    Raises SettingsError with one line for each wrong path, and for a setting that the data directory does not allow to change.
+    """
+    said = explicit(file, words, environ)
+    if file == STANDARD_INPUT:  # `up` gives its processes all there is to know
+        return judged(said)
+    directory = Path(str(said.get("data_dir", Settings.model_fields["data_dir"].default)))
+    kept, _ = _read(directory)
+    settings = judged(_merged(Settings, kept, said))
+    if not kept:
+        return with_folders(settings, file)
+    before = judged(kept)
+    _check_fixed(before, settings, directory)
+    if "dirs" in said.get("functions", {}) or _functions(settings) == _functions(before):
+        return with_folders(settings, file)
+    # Functions that are named now are looked for here first, then where those of before were found.
+    here = with_folders(changed(settings, {"functions.dirs": ()}), file).functions.dirs
+    return changed(settings, {"functions.dirs": tuple(dict.fromkeys([*here, *before.functions.dirs]))})
+
+
+def _functions(settings: Settings) -> tuple[object, ...]:
+    jobs, gateway = settings.jobs, settings.gateway
+    return jobs.reward_functions, jobs.quality_functions, gateway.compute_reward, gateway.redaction.rules
+
+
+def withheld_from(settings: Settings) -> list[str]:
+    """Return the paths of secrets that were given to `up` once and that these settings lack.
+
+    An engine or options that were given otherwise since have the secrets that they were given with, or none.
+    """
+    kept, paths = _read(settings.data_dir)
+    if not paths:
+        return []
+    before, now = judged(kept).model_dump(mode="json"), settings.model_dump(mode="json")
+    return [
+        ".".join(path)
+        for path in paths
+        if _at(now, path) is None and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
+    ]
+
+
+def changes(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, value before and value now of what leaves data behind when it changes."""
+    kept, _ = _read(settings.data_dir)
+    if kept:
+        before, now = judged(kept).model_dump(mode="json"), _absolute(settings.model_dump(mode="python"))
+        for path in TELLING:
+            was, value = _at(before, path.split(".")), _at(now, path.split("."))
+            if was != value:
+                yield path, was, value
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], list[list[str]]]:
+    path = directory / FILE
+    try:
+        content = json.loads(path.read_bytes())
+        return dict(content["settings"]), list(content["withheld"])
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"{path} cannot be read: {error}. Delete it, and give `clawstream up` its settings again"
+        ) from error
+
+
+def _merged(section: type[BaseModel], below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections are merged; values, also those that are mappings, are replaced."""
+    merged = dict(below) | dict(above)
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            parts = below.get(name), above.get(name)
+            if isinstance(parts[0], Mapping) and isinstance(parts[1], Mapping):
+                merged[name] = _merged(kind, parts[0], parts[1])
+    return merged
+
+
+def _check_fixed(before: Settings, now: Settings, directory: Path) -> None:
+    same_topics = (
+        before.kafka.topic_prefix == now.kafka.topic_prefix
+        and before.kafka.bootstrap_servers == now.kafka.bootstrap_servers
+        and before.broker.data_dir == now.broker.data_dir
+    )
+    if not same_topics:
+        return
+    was, value = before.model_dump(), now.model_dump()
+    wrong = [
+        f"setting {'.'.join(path)}={_at(value, path)}: the data in {directory} was made with {_at(was, path)}, and that cannot change"
+        for path in FIXED
+        if _at(was, path) != _at(value, path)
+    ]
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        if isinstance(tree, list | tuple) and not name.isdigit():  # an argument, found by its name
+            tree = next((word for word in tree if _argument(word) == name), None)
+        elif isinstance(tree, list | tuple):
+            tree = tree[int(name)] if int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _absolute(value: Any) -> Any:
+    """Paths mean the same from every working directory; everything else as JSON has it."""
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, Mapping):
+        return {str(k): _absolute(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_absolute(v) for v in value]
+    return value
+
+
+def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return the settings in the form that may be written to a file, and the paths of the secrets that it leaves out.
+
+    The form has no default values, its paths are absolute, and JSON can hold it.
+    """
+    tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
+    paths = [["gateway", "session_secret"]]
+    paths += [
+        ["gateway", "upstreams", str(n), "api_key"] for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))
+    ]
+    for section, options in _OPTIONS:
+        paths += [[section, options, name] for name in _at(tree, (section, options)) or () if _SECRET.search(name)]
+    withheld = [path for path in paths if _at(tree, path) is not None]
+    for path in withheld:
+        del _at(tree, path[:-1])[path[-1]]
+    if (arguments := _at(tree, _ARGUMENTS)) is not None:
+        kept, secret = _public_arguments(arguments)
+        _at(tree, _ARGUMENTS[:-1])[_ARGUMENTS[-1]] = kept
+        withheld += [[*_ARGUMENTS, name] for name in secret]
+    return tree, withheld
+
+
+def _public_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line without secret arguments and their values, and the names of these arguments."""
+    given: list[list[str]] = []  # each argument with its values
+    for word in words:
+        if given and not word.startswith("-"):
+            given[-1].append(word)
+        else:
+            given.append([word])
+    kept, secret = list[str](), list[str]()
+    for argument in given:
+        names = [_argument(argument[0]), *_JSON_NAME.findall(" ".join(argument))]
+        if any(map(_SECRET_WORD.search, names)):
+            secret.append(names[0] if names[0].startswith("-") else "-")
+        else:
+            kept += argument
+    return kept, secret
+
+
+def _argument(word: str) -> str:
+    return word.partition("=")[0]

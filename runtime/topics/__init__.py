@@ -1,0 +1,1 @@
+"""Topics: creating them, announcing schemas, decoding records, dead letters."""

@@ -1,0 +1,162 @@
+"""Records on topics: making the topics, announcing schemas, decoding what others wrote, and dead letters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from runtime.kafka import Cluster, Record
+from runtime.logs import logger
+from runtime.topics.check import partitions_of, refuse_unfit
+from schemas.codec.single_object import Codec, Event
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import DeadLetter, SchemaPublished
+from schemas.settings import Settings
+from schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
+
+REFRESH_INTERVAL_S = 5.0
+DETAIL_CHARS = 8000
+LETTER_BYTES = MAX_MESSAGE_BYTES - 65536
+"""Room for the original value and, twice, its key."""
+
+
+def now_micros() -> int:
+    """Wall clock in microseconds. For information in records; nothing is decided by it."""
+    return time.time_ns() // 1000
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """The cluster that the settings name."""
+    return Cluster(settings.bootstrap_servers, settings.kafka.client_options)
+
+
+def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()) -> list[str]:
+    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race.
+
+    Raises SettingsError, before anything is made, when those that are there can't be worked on.
+    """
+    kafka, topics = settings.kafka, settings.kafka.topics
+    specs = (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra)
+    there = cluster.topics()
+    refuse_unfit(cluster, settings, specs, there)
+    made = []
+    for spec in specs:
+        if spec.name not in there and cluster.create_topic(
+            spec.name, partitions_of(topics, spec, there), spec.config, *settings.replication
+        ):
+            made.append(spec.name)
+    publish_schemas(cluster, topics.schemas)
+    return made
+
+
+def publish_schemas(cluster: Cluster, topic: str) -> None:
+    """Put those current schemas on the schemas topic that are not there, where older readers find them.
+
+    Every process does so before it writes, whoever made the topic: that one may have been killed, or be an older release.
+    """
+    codec, there = Codec(), set[bytes | None]()
+    for record in cluster.read_all(topic):
+        try:
+            codec.decode(record.value)
+            there.add(record.key)
+        except (Undecodable, UnknownSchema):
+            there.discard(record.key)  # taken back, or no schema at all
+    missing = [s for s in codec.published(now_micros()) if s.fingerprint.encode() not in there]
+    if missing:
+        producer = cluster.producer()
+        for schema in missing:
+            producer.put(topic, schema.fingerprint.encode(), codec.encode(schema))
+        producer.flush()
+        producer.close()
+
+
+class Decoder:
+    """Decodes values; a fingerprint that is not known is looked up on the schemas topic before it is an error.
+
+    One a process. Several threads may decode; at worst each looks the same up. A look-up reads what was announced since the last one;
+    the whole topic (compacted, a few records) at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints
+    costs a question for the end each, of a client that is kept, and a schema that is announced before its first record is always found.
+    """
+
+    def __init__(self, cluster: Cluster, schemas_topic: str, codec: Codec | None = None) -> None:
+        self.codec = codec or Codec()
+        self._cluster, self._topic = cluster, schemas_topic
+        self._read_at: float | None = None
+        self._read_to = 0
+
+    def decode(self, value: bytes | None) -> Event:
+        """The record. Raises Undecodable, or UnknownSchema after a look-up. Blocking: while Kafka is away, for 30 s."""
+        try:
+            return self.codec.decode(value)
+        except UnknownSchema:
+            if not self.look_up():
+                raise
+            return self.codec.decode(value)
+
+    def knows(self, value: bytes | None) -> bool:
+        """Whether `codec` alone decodes the value, or tells why nothing does."""
+        return self.codec.knows(value)
+
+    def look_up(self) -> bool:
+        """Learn the schemas that were announced (blocking); False when there was nothing new to read. Raises Unavailable."""
+        now = time.monotonic()
+        if self._read_at is None or now - self._read_at >= REFRESH_INTERVAL_S:
+            self._read_at, self._read_to = now, 0
+        if self._cluster.end(self._topic, 0) == self._read_to:
+            return False
+        low, end = self._cluster.watermarks(self._topic, [0])[0]
+        first = max(low, self._read_to) if self._read_to <= end else low
+        for record in self._cluster.read_all(self._topic, first=first):
+            try:
+                announced = self.codec.decode(record.value)
+                if isinstance(announced, SchemaPublished):
+                    self.codec.announce(announced.schema_json, announced.confluent_id)
+            except (Undecodable, UnknownSchema) as e:
+                logger().warning("schema_unreadable", offset=record.offset, error=str(e))  # the lake buries it
+        self._read_to = end
+        return True
+
+
+def dead_letter(record: Record, topic_id: str, process: str, reason: str, detail: str) -> DeadLetter:
+    """The dead letter of a record: all that is needed to repair and replay it. To be sent under its own key.
+
+    What would not fit into a record beside the rest stays where it lies: the place and the detail say so.
+    """
+    key, value, detail = record.key, record.value, detail[:DETAIL_CHARS]
+    if key is not None and 2 * len(key) > LETTER_BYTES:
+        detail = f"{detail} (a key of {len(key)} bytes is left at its place)"
+        key = None
+    if value is not None and len(value) + 2 * len(key or b"") > LETTER_BYTES:
+        detail = f"{detail} ({len(value)} bytes are left at their place)"
+        value = None
+    return DeadLetter(
+        topic=record.topic,
+        topic_id=topic_id,
+        partition=record.partition,
+        offset=record.offset,
+        key=key,
+        value=value,
+        timestamp_ms=record.timestamp_ms,
+        process=process,
+        reason=reason,
+        detail=detail,
+        created_at=now_micros(),
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Dead-letter reason of a decoding error."""
+    return "unknown_schema" if isinstance(error, UnknownSchema) else "undecodable"
+
+
+def decode_all(
+    decoder: Decoder | Codec, records: Iterable[Record], bury: Callable[[Record, str, str], None]
+) -> list[tuple[Record, Event]]:
+    """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. A tombstone says nothing: it is one."""
+    out = []
+    for record in records:
+        try:
+            out.append((record, decoder.decode(record.value)))
+        except (Undecodable, UnknownSchema) as e:
+            bury(record, reason_of(e), str(e))
+    return out

@@ -1,0 +1,78 @@
+"""Fields kept outside of their record because of its size. Pure.
+
+The field then holds a reference in its place, the JSON object `{"$blob": {"sha256", "size_bytes", "url"}}`. So whoever passes the field on
+passes the reference on, and it stays JSON. A step lists its blobs in `blobs` as well, for queries.
+
+A reader takes the bytes from its own store by their digest; the url only says where they were written. So a reference that a client
+has made up can name nothing but a blob whose content it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import orjson
+
+from schemas.records import Blob, Reward, SessionEvent, Step
+from schemas.topics import MAX_RECORD_BYTES
+
+Movable = Step | SessionEvent | Reward
+MOVABLE: dict[type, tuple[str, ...]] = {
+    Step: ("request_json", "response_json"),
+    SessionEvent: ("metadata_json",),
+    Reward: ("detail_json",),
+}
+"""Fields that may be kept outside. Tokens stay: everyone who learns from a step needs them, and two million fit into a record."""
+SMALLEST = 4096
+"""Bytes; moving less gains nothing."""
+_PREFIX = b'{"$blob":'
+
+
+class Shrunk(NamedTuple):
+    """A record with references, and the bytes that must be stored before it counts."""
+
+    record: Movable
+    outside: tuple[bytes, ...]
+
+
+def reference(blob: Blob) -> bytes:
+    """What stands in the field."""
+    return orjson.dumps({"$blob": {"sha256": blob.sha256, "size_bytes": blob.size_bytes, "url": blob.url}})
+
+
+def referenced(field: str, value: bytes | None) -> Blob | None:
+    """The blob that a field's value refers to; None when the value is the field's own."""
+    if value is None or not value.startswith(_PREFIX):
+        return None
+    try:
+        match orjson.loads(value):
+            case {"$blob": {"sha256": str(digest), "size_bytes": int(size), "url": str(url)}}:
+                return Blob(field=field, url=url, sha256=digest, size_bytes=size)
+    except orjson.JSONDecodeError:
+        pass
+    return None
+
+
+def shrink(record: Movable, size: int, url_of: Callable[[str], str], limit: int = MAX_RECORD_BYTES) -> Shrunk:
+    """The record of encoded length `size` with its largest movable fields outside, until it is at most `limit` long or none is left.
+
+    url_of: sha256 in hex to where such bytes are kept.
+    """
+    fields = sorted(MOVABLE[type(record)], key=lambda name: -len(getattr(record, name) or b""))
+    blobs: list[Blob] = []
+    outside: list[bytes] = []
+    for name in fields:
+        data = getattr(record, name) or b""
+        if size <= limit or len(data) < SMALLEST:
+            break
+        digest = sha256(data).hexdigest()
+        blobs.append(Blob(field=name, url=url_of(digest), sha256=digest, size_bytes=len(data)))
+        outside.append(data)
+        size -= len(data) - 2 * len(reference(blobs[-1]))
+    changed: dict[str, Any] = {blob.field: reference(blob) for blob in blobs}
+    if isinstance(record, Step) and blobs:
+        changed["blobs"] = (*record.blobs, *blobs)
+    return Shrunk(replace(record, **changed), tuple(outside))

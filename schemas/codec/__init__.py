@@ -1,0 +1,1 @@
+"""Avro encoding and decoding of the records."""

@@ -1,0 +1,196 @@
+"""How an engine tells the tokens of a call beside its reply: the same for every protocol, and the reply's own bytes stay as they are.
+
+A request with the header `ASK: 1` asks. The reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine. Every
+reply, asked or not, carries `VERSION_START`: the engine's weight version when the request arrived.
+
+A frame says what one generation (one prompt given to the engine) has sampled since its last frame:
+
+    a line of JSON, ended by a newline
+        {"g": 0,        index of the generation within the call, in the order of the prompts
+         "p": 19,       number of prompt ids that follow; once per generation, else absent
+         "s": {"temperature": 0.7, "top_p": 1.0, ..., "logprobs_mode": "processed_logprobs"},
+                        sampling parameters that the engine applied, by the names of `Sampling`; once per generation, else absent
+         "h": 16,       how many of the prompt's tokens the engine had in its cache; once per generation, absent: not known
+         "a": "...",    why this generation has no tokens; else absent
+         "c": [{"i": 0,           index of the choice within its generation
+                "n": 12,          number of new output ids that follow
+                "l": true,        as many log-probabilities follow; absent: the engine has none for them
+                "f": "stop",      the engine's own finish reason, once, in the choice's last frame; else absent
+                "v": [["run/3.0", 0, 40]]   weight versions of the whole choice, with "f": version, start, end (half-open ranges
+              }]}                           of output ids); else absent
+    p prompt ids            int32, little endian
+    for each choice in "c"  n output ids, int32, little endian; then, with "l", n log-probabilities, float32, little endian
+
+Frames follow each other without a gap; choices without news are left out.
+
+    a plain reply     the own body, then the frames; header `OWN_BODY`: length of the own body in bytes. Without that header (errors,
+                      replies that sampled nothing) there are no frames. One frame per generation holds all of it.
+    an event stream   comments `: clawstream <base64 of frames>`, each an event of its own that ends with a blank line. Tokens come
+                      before the event that shows them or with it, never after it; so do finish reason and versions.
+
+A reader that finds "a", or no frame with "f" for a choice, has no complete tokens for it. Packing is that of `schemas.tokens`.
+"""
+
+from __future__ import annotations
+
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from schemas.records import Sampling
+
+ASK = "x-clawstream-capture"
+OWN_BODY = "x-clawstream-body"
+VERSION_START = "x-clawstream-version-start"
+COMMENT = b": clawstream "
+
+Span = tuple[str, int, int]
+"""Output ids [start, end) were sampled by this weight version: version, start, end."""
+
+
+class Choice(NamedTuple):
+    """What is new of one choice. which: its index. ids, logprobs: packed; logprobs None: the engine has none. finish, spans: once it has ended."""
+
+    which: int
+    ids: bytes
+    logprobs: bytes | None
+    finish: str | None = None
+    spans: tuple[Span, ...] | None = None
+
+
+class Frame(NamedTuple):
+    """What is new of one generation. prompt_ids: packed, once; so are sampling and cached. absent: why it has no tokens."""
+
+    generation: int
+    prompt_ids: bytes | None
+    choices: tuple[Choice, ...] = ()
+    absent: str | None = None
+    sampling: Sampling | None = None
+    cached: int | None = None
+
+
+def encode(frame: Frame) -> bytes:
+    """A frame's bytes."""
+    head: dict[str, Any] = {"g": frame.generation}
+    arrays = []
+    if frame.prompt_ids is not None:
+        head["p"] = len(frame.prompt_ids) // 4
+        arrays.append(frame.prompt_ids)
+    if frame.absent is not None:
+        head["a"] = frame.absent
+    if frame.sampling is not None:
+        head["s"] = _plain_sampling(frame.sampling)
+    if frame.cached is not None:
+        head["h"] = frame.cached
+    told = []
+    for which, ids, logprobs, finish, spans in frame.choices:
+        choice: dict[str, Any] = {"i": which, "n": len(ids) // 4}
+        arrays.append(ids)
+        if logprobs is not None:
+            if len(logprobs) != len(ids):
+                raise ValueError(f"choice {which}: {len(logprobs)} bytes of log-probabilities, {len(ids)} of ids")
+            choice["l"] = True
+            arrays.append(logprobs)
+        if finish is not None:
+            choice["f"] = finish
+        if spans is not None:
+            choice["v"] = spans
+        told.append(choice)
+    head["c"] = told
+    return b"".join((orjson.dumps(head), b"\n", *arrays))
+
+
+def decode(data: bytes) -> list[Frame]:
+    """All frames of some bytes. Raises ValueError when they are not whole frames."""
+    frames = []
+    at, end = 0, len(data)
+    try:
+        while at < end:
+            line = data.index(b"\n", at)
+            head = orjson.loads(data[at:line])
+            at = line + 1
+            prompt = None
+            if (count := head.get("p")) is not None:
+                prompt, at = data[at : at + 4 * count], at + 4 * count
+            choices = []
+            for told in head["c"]:
+                which, size = told["i"], 4 * told["n"]
+                if type(which) is not int or type(size) is not int or which < 0 or size < 0:
+                    raise ValueError(f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids")
+                ids, at = data[at : at + size], at + size
+                logprobs = None
+                if "l" in told:
+                    logprobs, at = data[at : at + size], at + size
+                spans = told.get("v")
+                choices.append(Choice(which, ids, logprobs, told.get("f"), spans if spans is None else _spans(spans)))
+            sampling, cached = head.get("s"), head.get("h")
+            if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
+                raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
+            how = sampling if sampling is None else _sampling(sampling)
+            frames.append(Frame(head["g"], prompt, tuple(choices), head.get("a"), how, cached))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"capture frame: malformed head: {error!r}") from error
+    if at != end:
+        raise ValueError(f"capture frame: {at - end} bytes are missing at the end")
+    return frames
+
+
+def _spans(told: Sequence[Any]) -> tuple[Span, ...]:
+    return tuple((version, start, end) for version, start, end in told)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_CONSTRAINTS, MAX_WORD = 32, 100
+
+
+def _plain_sampling(how: Sampling) -> dict[str, Any]:
+    plain = {name: value for name in (*_NUMBERS, "top_k", "logprobs_mode") if (value := getattr(how, name)) is not None}
+    return {**plain, "constraints": how.constraints} if how.constraints else plain
+
+
+def _sampling(told: Mapping[str, Any]) -> Sampling:
+    """Fields that are not known here are left out: a newer middleware may tell more. Raises ValueError for a value of a wrong type."""
+    numbers = {name: told[name] for name in _NUMBERS if told.get(name) is not None}
+    top_k, mode, constraints = told.get("top_k"), told.get("logprobs_mode"), told.get("constraints", [])
+    words = [w for w in (mode, *constraints) if w is not None]
+    if (
+        any(type(value) not in (int, float) for value in numbers.values())
+        or not (top_k is None or (type(top_k) is int and 0 <= top_k < 1 << 31))
+        or any(type(word) is not str or len(word) > MAX_WORD for word in words)
+        or len(constraints) > MAX_CONSTRAINTS
+    ):
+        raise ValueError(f"capture frame: sampling parameters {told!r:.200}")
+    return Sampling(
+        source="engine", **{name: float(value) for name, value in numbers.items()},
+        top_k=top_k, logprobs_mode=mode, constraints=tuple(constraints),
+    )  # fmt: skip
+
+
+def comment(frames: bytes) -> bytes:
+    """Encoded frames as an event of a stream, with its blank line."""
+    return b"".join((COMMENT, b2a_base64(frames, newline=False), b"\n\n"))
+
+
+def is_comment(event: bytes) -> bool:
+    """Whether an event of a stream is ours."""
+    return event.startswith(COMMENT)
+
+
+def read_comment(event: bytes) -> list[Frame]:
+    """Frames of an event for which `is_comment` holds. Raises ValueError."""
+    return decode(a2b_base64(event[len(COMMENT) :]))
+
+
+def trail(body: bytes, frames: Iterable[bytes]) -> bytes:
+    """A plain reply's body with encoded frames behind it; the header `OWN_BODY` must say `len(body)`."""
+    return b"".join((body, *frames))
+
+
+def split(body: bytes, own: str) -> tuple[bytes, list[Frame]]:
+    """A plain reply's own body and its frames. own: value of the header `OWN_BODY`. Raises ValueError."""
+    length = int(own)
+    if not 0 <= length <= len(body):
+        raise ValueError(f"{OWN_BODY}: {own}, but the reply has {len(body)} bytes")
+    return body[:length], decode(body[length:])

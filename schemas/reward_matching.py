@@ -1,0 +1,45 @@
+"""How the rewards of a candidate are matched against a policy and become one training reward. Shared by admission and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from schemas.records import RewardValue
+
+SMALLEST_GROUP: Mapping[str, int] = {"grpo": 2}
+"""Members that an algorithm needs to learn anything from a group: with one every advantage of grpo is zero. Others: 1."""
+
+
+def matches(requirement: str, source: str, name: str) -> bool:
+    """Whether a reward satisfies a requirement `source` or `source/name`."""
+    wanted_source, sep, wanted_name = requirement.partition("/")
+    return wanted_source == source and (not sep or wanted_name == name)
+
+
+def missing(required: Iterable[str], rewards: Iterable[RewardValue]) -> tuple[str, ...]:
+    """Requirements with no reward at all yet, valued or explicitly absent."""
+    rewards = tuple(rewards)
+    return tuple(r for r in required if not any(matches(r, v.source, v.name) for v in rewards))
+
+
+def valueless(required: Iterable[str], rewards: Iterable[RewardValue]) -> tuple[str, ...]:
+    """Requirements for which there is an explicit `no_reward` and no value: they will not come."""
+    rewards = tuple(rewards)
+    return tuple(
+        r
+        for r in required
+        if (hits := [v for v in rewards if matches(r, v.source, v.name)]) and all(v.value is None for v in hits)
+    )
+
+
+def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -> float | None:
+    """Weighted sum of the trajectory-level values; None when there is none: a missing reward is never 0.0.
+
+    weights: `source/name` to weight; empty means weight 1 for every trajectory-level reward.
+    """
+    terms = [
+        v.value * (weights.get(f"{v.source}/{v.name}", 0.0) if weights else 1.0)
+        for v in rewards
+        if v.step_id is None and v.value is not None and (not weights or f"{v.source}/{v.name}" in weights)
+    ]
+    return sum(terms) if terms else None

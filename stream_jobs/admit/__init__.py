@@ -1,0 +1,1 @@
+"""Admission: candidates become groups, batches and refusals under a run's policy."""

@@ -1,0 +1,100 @@
+"""Batches that are not full yet: groups that are ready, in the order in which they became so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from schemas.records import AdmissionPolicy, Channel
+from schemas.topics import MAX_RECORD_BYTES
+from stream_jobs.admit.group import Group, GroupKey, Verdict
+
+NO_VERSION = -1
+"""Key of the batch of channel val whose members name no version of the run."""
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """One of them. tokens: trainable ones of all its groups; size: bytes that they take at the most."""
+
+    groups: dict[GroupKey, Group] = field(default_factory=dict)
+    tokens: int = 0
+    size: int = 0
+
+
+class OpenBatches:
+    """One batch is open for channel train; for channel val one for each sync index, since a batch of it holds a single one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._open: dict[int, OpenBatch] = {}
+
+    def put(self, group: Group, verdict: Verdict, log_time: int) -> bool:
+        """Take a group that is ready; a new revision of one keeps its place. Returns whether it is new in its batch."""
+        oldest = verdict.oldest_sync_index if self._channel == "val" else 0
+        key = NO_VERSION if oldest is None else oldest
+        is_new = group.batch != key
+        if is_new:
+            self.remove(group)
+            self._open.setdefault(key, OpenBatch()).groups[group.key] = group
+            group.batch, group.entered_at = key, log_time
+        group.verdict = verdict
+        self._count(self._open[key], group, verdict.tokens, group.size_with(verdict))
+        return is_new
+
+    def remove(self, group: Group) -> None:
+        """The group is decided, or waits again. No effect on one that is in no batch."""
+        if group.batch is None:
+            return
+        batch = self._open[group.batch]
+        self._count(batch, group, 0, 0)
+        del batch.groups[group.key]
+        if not batch.groups:
+            del self._open[group.batch]
+        group.batch = None
+
+    @staticmethod
+    def _count(batch: OpenBatch, group: Group, tokens: int, size: int) -> None:
+        """From now on, and no more what it counted before: its verdict can't say, for a policy may have changed the members since."""
+        batch.tokens += tokens - group.tokens
+        batch.size += size - group.size
+        group.tokens, group.size = tokens, size
+
+    def open(self) -> list[int]:
+        """Keys of the open batches, ascending."""
+        return sorted(self._open)
+
+    def full(self, key: int, policy: AdmissionPolicy, all_of_it: bool) -> list[Group]:
+        """The groups of the next batch, if there are enough; with `all_of_it` any number of them is enough.
+
+        Before they are more than MAX_RECORD_BYTES there are enough of them, whatever the policy says; a larger one goes alone.
+        """
+        batch = self._open.get(key)
+        if batch is None:
+            return []
+        most, most_tokens = policy.val_groups, None
+        if self._channel == "train":
+            most, most_tokens = policy.batch_groups, policy.batch_tokens
+        enough = len(batch.groups) >= most or (most_tokens is not None and batch.tokens >= most_tokens)
+        if not (all_of_it or enough or batch.size > MAX_RECORD_BYTES):
+            return []
+        chosen, tokens, size = list[Group](), 0, 0
+        for group in batch.groups.values():
+            size += group.size
+            if chosen and size > MAX_RECORD_BYTES:
+                return chosen
+            chosen.append(group)
+            tokens += group.tokens
+            if len(chosen) >= most or (most_tokens is not None and tokens >= most_tokens):
+                return chosen
+        return chosen if all_of_it or size > MAX_RECORD_BYTES else []
+
+    def overdue(self, key: int, policy: AdmissionPolicy, now: int) -> bool:
+        """Whether a batch of channel val has waited long enough for more groups. now: event time."""
+        batch = self._open.get(key)
+        return batch is not None and next(iter(batch.groups.values())).entered_at + policy.val_deadline_ms <= now
+
+    def waiting(self) -> Iterator[Group]:
+        """Every group in an open batch."""
+        for batch in self._open.values():
+            yield from batch.groups.values()

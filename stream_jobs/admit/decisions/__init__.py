@@ -1,0 +1,1 @@
+"""What admission has decided, its journal and its checkpoint."""

@@ -1,0 +1,92 @@
+"""What goes into admission, and what comes out of it onto its output topic, the journal. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runtime.kafka import Record
+from runtime.topics.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import AdmissionPolicy, Candidate, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded, Tick
+from stream_jobs.errors import UnreadableJournal
+
+Journaled = ReadyBatch | Refused | Late | PolicyApplied
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The log that is folded: topic id and partition of the candidates, and how many partitions write ticks to it."""
+
+    topic_id: str
+    partition: int
+    tickers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of that log. place: of the payload, from a candidate's headers; None when it has none."""
+
+    offset: int
+    event: Candidate | AdmissionPolicy | RunEnded | Tick
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A record that can't be obeyed. For the dead letters, not for the journal."""
+
+    offset: int
+    detail: str
+
+
+Decision = Journaled | Invalid
+
+
+def journaled_by(decoder: Decoder, record: Record) -> Journaled:
+    """What a record of the journal says. Raises UnreadableJournal."""
+    where = f"{record.topic}-{record.partition} offset {record.offset}"
+    try:
+        event = decoder.decode(record.value)
+    except UnknownSchema as e:
+        raise UnreadableJournal(f"{where}: {e}. A newer release has written it: run that one") from e
+    except Undecodable as e:
+        raise UnreadableJournal(f"{where}: {e}. What it decided can't be known; an operator must look") from e
+    if not isinstance(event, Journaled):
+        raise UnreadableJournal(f"{where}: a {type(event).__name__} is no decision; an operator must look")
+    return event
+
+
+def content_hash(batch: ReadyBatch) -> str:
+    """sha256 over the canonical bytes of what a batch holds: no clock, no run id, no place, not the hash itself."""
+    plain: dict[str, Any] = {
+        "channel": batch.channel,
+        "batch_seq": batch.batch_seq,
+        "policy_version": batch.policy_version,
+        "sync_every": batch.sync_every,
+        "algorithm": batch.algorithm,
+        "reward_weights": dict(batch.reward_weights),
+        "groups": [
+            {
+                "group_id": g.group_id,
+                "round": g.round,
+                "n": g.n,
+                "members": [
+                    {
+                        "trajectory_id": m.trajectory_id,
+                        "trajectory_key": m.trajectory_key,
+                        "revision": m.revision,
+                        "rewards": [asdict(r) for r in m.rewards],
+                        "untrainable_steps": m.untrainable_steps,
+                        "trainable_tokens": m.trainable_tokens,
+                        "oldest_sync_index": m.oldest_sync_index,
+                    }
+                    for m in g.members
+                ],
+            }
+            for g in batch.groups
+        ],
+    }
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

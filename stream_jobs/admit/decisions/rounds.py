@@ -1,0 +1,106 @@
+"""Rounds of group ids: which are closed, and which trajectories still belong to one that closed without them. No I/O."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+from stream_jobs.admit.decisions.compact_map import LARGEST_THIRD, Packed
+
+Span = tuple[int, int]
+"""A round, and the one behind the last that is closed with it."""
+_FIRST = itemgetter(0)
+_END_BITS = 32
+"""A span in one number of 64 bits: its first round above these, its end in them."""
+_LARGEST_END = 1 << 31
+"""A round is an Avro int."""
+
+
+class Owed(NamedTuple):
+    """A round closed `left` members short. Whoever was opened before `closed_at` (log time) and comes now was one of them."""
+
+    round: int
+    closed_at: int
+    left: int
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Closed rounds of one group id. spans: from a round to before another one, in order, each behind a round that is not closed."""
+
+    spans: tuple[Span, ...] = ()
+    owed: tuple[Owed, ...] = ()
+
+    @property
+    def floor(self) -> int:
+        """The first round that is not closed."""
+        return self.spans[0][1] if self.spans and self.spans[0][0] == 0 else 0
+
+    def closed(self, number: int) -> bool:
+        """Whether the round was admitted or refused. There is none below 0: nothing can come into one."""
+        at = bisect_right(self.spans, number, key=_FIRST)
+        return number < 0 or (at > 0 and number < self.spans[at - 1][1])
+
+    def close(self, number: int, closed_at: int, left: int) -> None:
+        """A round is admitted or refused although `left` of its members have not come."""
+        if left > 0:
+            self.owed += (Owed(number, closed_at, left),)
+        if self.closed(number):
+            return
+        spans, first, end = self.spans, number, number + 1
+        below = above = bisect_right(spans, number, key=_FIRST)
+        if below and spans[below - 1][1] == first:
+            below -= 1
+            first = spans[below][0]
+        if above < len(spans) and spans[above][0] == end:
+            end = spans[above][1]
+            above += 1
+        self.spans = (*spans[:below], (first, end), *spans[above:])
+
+    def missed_by(self, opened_at: int) -> int | None:
+        """The first round that a trajectory opened at this time was meant for and has missed; None: it belongs to a later one."""
+        return min((o.round for o in self.owed if opened_at < o.closed_at), default=None)
+
+    def turned_away(self, number: int) -> None:
+        """One of those that missed this round has come and was refused."""
+        fewer = (o._replace(left=o.left - 1) if o.round == number else o for o in self.owed)
+        self.owed = tuple(o for o in fewer if o.left > 0)
+
+
+class ClosedRounds:
+    """The rounds of all group ids of a run. One whose rounds have closed one behind the other, from whichever on, takes 34 bytes, if none
+    but the last of them is owed members.
+    """
+
+    def __init__(self, packed: Packed | None = None, others: Iterable[tuple[str, Rounds]] = ()) -> None:
+        self.packed = Packed() if packed is None else packed
+        self.others = dict(others)
+        """Of group ids whose closed rounds have a gap, or of which another round than the last is owed members."""
+
+    def of(self, group_id: str) -> Rounds:
+        """Those of a group id, to look at; `put` sets them."""
+        found = self.others.get(group_id) if self.others else None
+        if found is not None:
+            return found
+        values = self.packed.get(group_id)
+        if values is None:
+            return Rounds()
+        closed_at, span, left = values
+        first, end = span >> _END_BITS, span % (1 << _END_BITS)
+        return Rounds(((first, end),), (Owed(end - 1, closed_at, left),) if left else ())
+
+    def put(self, group_id: str, rounds: Rounds) -> None:
+        """Set those of a group id."""
+        if len(rounds.spans) == 1 and len(rounds.owed) < 2:
+            ((first, end),) = rounds.spans
+            owed = rounds.owed[0] if rounds.owed else Owed(end - 1, 0, 0)
+            if owed.round == end - 1 and end <= _LARGEST_END and owed.left <= LARGEST_THIRD:
+                self.others.pop(group_id, None)
+                self.packed.put(group_id, (owed.closed_at, first << _END_BITS | end, owed.left))
+                return
+        if group_id not in self.others:
+            self.packed.discard(group_id)
+        self.others[group_id] = rounds

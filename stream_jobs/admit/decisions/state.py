@@ -1,0 +1,168 @@
+"""What admission has decided: a fold over its journal, which the admission that writes the journal goes on with. Pure.
+
+After a crash admission folds the candidates again from `Past.resume_from`. What the journal has decided folds to nothing; the rest is, at
+the last journaled step, exactly what it was: groups half full, batches half full, deadlines. Only ticks before `resume_from` are
+needed besides, for event time; the reader fetches them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schemas.records import AdmissionPolicy, Late, PolicyApplied, ReadyBatch, Refused
+from stream_jobs.admit.decisions.compact_map import Packed
+from stream_jobs.admit.decisions.journal import Journaled
+from stream_jobs.admit.decisions.rounds import ClosedRounds
+from stream_jobs.admit.group import GroupKey
+from stream_jobs.admit.policy import is_of_settings
+
+_REFUSED = -1
+"""Where the number of a batch stands otherwise."""
+
+
+class Decided(NamedTuple):
+    """A trajectory that was admitted (batch_seq) or refused (None), the highest revision seen of it, and when, in log time."""
+
+    revision: int
+    batch_seq: int | None
+    at: int
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the records of a journal say, from its first on. For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
+    `ClosedRounds.others` take more), and what the buckets of `Packed` take besides.
+
+    gone: members refused one by one, of rounds that are still open; turned: refused because such a round was full or sealed.
+    told: trajectories that the records have named. Of the candidates topic that the last ones came from: its id, the policies applied,
+    `input_from` (None before the first decision), the last step (`stepped_to`), and how far it was read (`input_to`).
+    """
+
+    decisions: Packed = field(default_factory=Packed)
+    rounds: ClosedRounds = field(default_factory=ClosedRounds)
+    gone: Counter[GroupKey] = field(default_factory=Counter)
+    turned: Counter[GroupKey] = field(default_factory=Counter)
+    next_seq: int = 0
+    told: int = 0
+    newest: PolicyApplied | None = None
+    of_settings: PolicyApplied | None = None
+    topic_id: str | None = None
+    applied: list[PolicyApplied] = field(default_factory=list)
+    input_from: int | None = None
+    stepped_to: int = 0
+    input_to: int = 0
+
+    def decided(self, trajectory_id: str) -> Decided | None:
+        """What was decided of a trajectory."""
+        found = self.decisions.get(trajectory_id)
+        if found is None:
+            return None
+        at, revision, seq = found
+        return Decided(revision, None if seq == _REFUSED else seq, at)
+
+    def take(self, record: Journaled) -> None:
+        """The next record of the journal."""
+        if not isinstance(record, Late) and record.input_topic_id != self.topic_id:
+            # The candidates topic was made anew.
+            self.topic_id, self.applied = record.input_topic_id, []
+            self.input_from, self.stepped_to, self.input_to = None, 0, 0
+        match record:
+            case ReadyBatch():
+                self._admitted(record)
+            case Refused():
+                self._refused(record)
+            case Late():
+                old = self.decided(record.trajectory_id)
+                self._decide(record.trajectory_id, record.revision, record.missed_batch_seq, old.at if old else 0)
+            case PolicyApplied():
+                self._apply(record)
+        if not isinstance(record, PolicyApplied):
+            self.stepped_to = max(self.stepped_to, record.input_to - 1)
+            self.input_to = max(self.input_to, record.input_to)
+        if isinstance(record, ReadyBatch | Refused):
+            self.input_from = record.input_from
+
+    def _apply(self, record: PolicyApplied) -> None:
+        self.applied.append(record)
+        self.newest = record
+        self.of_settings = record if is_of_settings(record.policy) else self.of_settings
+        self.stepped_to = max(self.stepped_to, record.from_offset)
+        self.input_to = max(self.input_to, record.from_offset)
+
+    def _decide(self, trajectory_id: str, revision: int, batch_seq: int | None, at: int) -> None:
+        self.decisions.put(trajectory_id, (at, revision, _REFUSED if batch_seq is None else batch_seq))
+        self.told += 1
+
+    def _admitted(self, batch: ReadyBatch) -> None:
+        at = batch.created_at_event_time
+        self.next_seq = batch.batch_seq + 1
+        for group in batch.groups:
+            for member in group.members:
+                self._decide(member.trajectory_id, member.revision, batch.batch_seq, at)
+            self._close((group.group_id, group.round), group.n, len(group.members), at)
+
+    def _refused(self, refused: Refused) -> None:
+        at = refused.event_time or 0
+        for tid, revision in zip(refused.trajectory_ids, refused.revisions, strict=True):
+            self._decide(tid, revision, None, at)
+        if refused.round is None:
+            return
+        key = (refused.group_id, refused.round)
+        if refused.whole_group:
+            self._close(key, refused.n, len(refused.trajectory_ids), at)
+        elif refused.reason != "round_closed":
+            self.gone[key] += len(refused.trajectory_ids)
+        elif (rounds := self.rounds.of(refused.group_id)).closed(refused.round):
+            rounds.turned_away(refused.round)
+            self.rounds.put(refused.group_id, rounds)
+        else:
+            self.turned[key] += 1
+
+    def _close(self, key: GroupKey, n: int, members: int, at: int) -> None:
+        left = n - members - self.gone.pop(key, 0) - self.turned.pop(key, 0)
+        rounds = self.rounds.of(key[0])
+        rounds.close(key[1], at, left)
+        self.rounds.put(key[0], rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What an admission begins with. Offsets are of the candidates topic that exists today; there are none when it was made anew (`renewed`).
+
+    ledger: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the last one applied; of_settings: the last
+    one of them that settings have published. replay_until: offset of the last step in the journal; below it every decision there was is in
+    the journal.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
+    policy: AdmissionPolicy | None = None
+    newest: AdmissionPolicy | None = None
+    of_settings: AdmissionPolicy | None = None
+    next_seq: int = 0
+    resume_from: int = 0
+    replay_until: int = 0
+    input_to: int = 0
+    renewed: bool = False
+
+
+def past_of(journal: Iterable[Journaled], topic_id: str, low: int, ledger: Ledger | None = None) -> Past:
+    """The past that a journal tells. topic_id: of today's candidates topic; low: the first offset that it has.
+
+    ledger: of the records before these.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    for record in journal:
+        ledger.take(record)
+    newest = ledger.newest.policy if ledger.newest is not None else None
+    of_settings = ledger.of_settings.policy if ledger.of_settings is not None else None
+    if ledger.topic_id not in (None, topic_id):
+        return Past(ledger, newest, newest, of_settings, ledger.next_seq, low, low, low, renewed=True)
+    resume_from = low if ledger.input_from is None else ledger.input_from
+    policy = next((a.policy for a in reversed(ledger.applied) if a.from_offset <= resume_from), None)
+    return Past(
+        ledger, policy, newest, of_settings, ledger.next_seq,
+        resume_from, max(low, ledger.stepped_to), max(low, ledger.input_to),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Whether a closed trajectory can be trained under a policy, and if not, why: the one definition, for admission and for SQL. Pure.
+
+`trained_part` is what of it is trained, `flaws` why the whole can't be, whatever else comes, `awaited` what may still come;
+`compute_readiness` is all of it at one moment. Admission takes the first flaw as its reason to refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from schemas.records import AdmissionPolicy, Candidate, CandidateStep
+from schemas.reward_matching import missing, training_reward, valueless
+
+
+class Lack(NamedTuple):
+    """A condition that is not met: the word that a refusal has for it, and numbers."""
+
+    reason: str
+    detail: str | None = None
+
+
+CONDITIONS = (
+    "outcome",
+    "untrainable",
+    "too_short",
+    "too_long",
+    "quality",
+    "reward_missing",
+    "assessment_missing",
+    "stale",
+)
+STEP_CONDITIONS = ("untrainable", "tagged", "quality", "stale")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReadiness:
+    """score: share of the conditions that are met."""
+
+    step_id: str
+    ready: bool
+    score: float
+    lacks: tuple[Lack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """ready: nothing is lacking. awaits: what is lacking may still come. score: share of the conditions that are met.
+
+    staleness: versions between the newest one and the oldest trainable token; None: one of them is not known.
+    """
+
+    ready: bool
+    awaits: bool
+    score: float
+    lacks: tuple[Lack, ...]
+    staleness: int | None
+    steps: tuple[StepReadiness, ...]
+
+
+def compute_readiness(
+    candidate: Candidate, policy: AdmissionPolicy, newest_sync_index: int | None, has_payload: bool = True
+) -> Readiness:
+    """How ready a trajectory is, and each of its steps. newest_sync_index: of the version to be trained; None: there is none yet.
+
+    has_payload: whether the candidate names a place of its payload. What depends on a group or a batch is not judged here.
+    """
+    part, limit = trained_part(candidate, policy), policy.max_staleness if candidate.channel == "train" else None
+    lacks = list(flaws(part, policy, has_payload))
+    waits = awaited(part, policy)
+    staleness = age(part.oldest_sync_index, newest_sync_index)
+    if waits is not None:
+        lacks.append(waits)
+    if limit is not None and staleness is not None and staleness > limit:
+        lacks.append(Lack("stale", f"{staleness} versions, limit {limit}"))
+    steps = []
+    for step in candidate.steps:
+        found = list(step_flaws(step, policy))
+        old = age(step.oldest_sync_index, newest_sync_index)
+        if limit is not None and old is not None and old > limit:
+            found.append(Lack("stale", f"{old} versions, limit {limit}"))
+        steps.append(StepReadiness(step.step_id, not found, 1 - len(found) / len(STEP_CONDITIONS), tuple(found)))
+    score = 1 - len({lack.reason for lack in lacks}) / len(CONDITIONS)
+    return Readiness(not lacks, waits is not None and len(lacks) == 1, score, tuple(lacks), staleness, tuple(steps))
+
+
+def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
+    """Versions between the oldest token and the version that is trained; None when one is not known."""
+    return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
+
+
+def step_flaws(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Lack]:
+    """Why a step is not trained. A step without a score is not below any."""
+    if not step.trainable:
+        yield Lack("untrainable", step.reason)
+    tagged = [tag for tag in policy.untrained_tags if tag in step.tags]
+    if tagged:
+        yield Lack("tagged", f"tagged {min(tagged)}")
+    if policy.min_step_quality is not None and step.quality is not None and step.quality < policy.min_step_quality:
+        yield Lack("quality", f"quality {step.quality:g} below {policy.min_step_quality:g}")
+
+
+def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
+    """The candidate as the policy has it trained: the steps that it leaves out are untrainable, and count for no staleness.
+
+    A tag of the whole that is not trained leaves out all of it.
+    """
+    tagged = [tag for tag in policy.untrained_tags if tag in candidate.tags]
+    if tagged and candidate.trainable:
+        return replace(candidate, trainable=False, reason=f"tagged {min(tagged)}", trainable_tokens=0)
+    if policy.min_step_quality is None and not any(s.tags for s in candidate.steps):
+        return candidate
+    left_out = {s.step_id: lack for s in candidate.steps if s.trainable and (lack := next(step_flaws(s, policy), None))}
+    if not left_out:
+        return candidate
+    steps = tuple(
+        replace(s, trainable=False, reason=left_out[s.step_id].detail) if s.step_id in left_out else s
+        for s in candidate.steps
+    )
+    trained = [s for s in steps if s.trainable]
+    tokens = sum(s.response_tokens for s in trained)
+    if not trained:
+        reason = candidate.reason or "no trainable step"
+        return replace(candidate, steps=steps, trainable_tokens=tokens, trainable=False, reason=reason)
+    known = [s.oldest_sync_index for s in trained if s.oldest_sync_index is not None]
+    # Candidates of an older release name no sync index for single steps: then that of all steps counts.
+    oldest = min(known) if len(known) == len(trained) else candidate.oldest_sync_index
+    return replace(candidate, steps=steps, trainable_tokens=tokens, oldest_sync_index=oldest)
+
+
+def flaws(candidate: Candidate, policy: AdmissionPolicy, has_payload: bool) -> Iterator[Lack]:
+    """Why a trajectory can't be trained, whatever else comes, in the order in which they count. candidate: its trained part."""
+    if candidate.outcome not in policy.train_outcomes:
+        yield Lack("outcome", candidate.outcome)
+    if (
+        not candidate.trainable
+        or not has_payload
+        or (candidate.channel == "train" and candidate.oldest_sync_index is None)
+    ):
+        yield Lack("untrainable", candidate.reason or ("no version of this run" if has_payload else "no payload"))
+    if candidate.trainable_tokens < policy.min_trainable_tokens:
+        yield Lack("too_short", f"{candidate.trainable_tokens} trainable tokens, {policy.min_trainable_tokens} needed")
+    limit = policy.max_trajectory_tokens
+    if (
+        limit is not None
+        and (size := candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps)) > limit
+    ):
+        yield Lack("too_long", f"{size} tokens, {limit} at most")
+    least = policy.min_quality
+    if least is not None and candidate.quality is not None and candidate.quality < least:
+        yield Lack("quality", f"quality {candidate.quality:g} below {least:g}")
+    if policy.required_rewards and (none := valueless(policy.required_rewards, candidate.rewards)):
+        yield Lack("reward_missing", f"no value of {', '.join(none)}")
+    reward = training_reward(policy.reward_weights, candidate.rewards)
+    if reward is not None and not math.isfinite(reward):
+        yield Lack("reward_missing", f"the training reward is {reward}")
+
+
+def awaited(candidate: Candidate, policy: AdmissionPolicy) -> Lack | None:
+    """What is not there yet and may come until the reward deadline; None: nothing."""
+    if policy.required_rewards and (none := missing(policy.required_rewards, candidate.rewards)):
+        return Lack("reward_missing", f"no {', '.join(none)} yet")
+    if policy.require_assessment and candidate.assessment_revision is None:
+        return Lack("assessment_missing", "not assessed yet")
+    return None

@@ -1,0 +1,375 @@
+"""Admission: candidates of one run and channel become batches, in the order in which their groups become ready. A pure fold.
+
+`Admission.fold` takes the records of one partition of the candidates topic in offset order and returns what is to be journaled. It
+knows no clock but the ticks on that log, so the same log gives the same batches. All that it has decided is in the journal
+(`stream_jobs.admit.decisions.state`); the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Channel,
+    Late,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
+from stream_jobs.admit.batches import OpenBatches
+from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source, content_hash
+from stream_jobs.admit.decisions.state import Decided, Past
+from stream_jobs.admit.group import Group, Member, batch_group, judge, record_sized
+from stream_jobs.admit.open_groups import OpenGroups
+from stream_jobs.admit.policy import flaw_of_policy
+from stream_jobs.admit.timers import Deadline, Deadlines
+
+
+class Admission:
+    """The state of one run and channel. A fold, not a process: no I/O, no clock.
+
+    A candidate costs O(1) amortised, however many groups are open; a change of policy looks at every open group once.
+    """
+
+    def __init__(self, run_id: str, channel: Channel, source: Source, past: Past | None = None) -> None:
+        past = Past() if past is None else past
+        self.run_id, self.channel, self.source = run_id, channel, source
+        self.policy = past.policy
+        self.now: int | None = None
+        """Event time, milliseconds; None until every source partition has ticked."""
+        self._past, self.ledger = past, past.ledger
+        self._input_to, self._step = past.input_to, past.resume_from - 1
+        self._ticks: dict[int, int] = {}
+        self._groups = OpenGroups(self.ledger)
+        self._pending: OrderedDict[str, Group] = OrderedDict()  # by first offset: its head is where a restart reads on
+        self._batches = OpenBatches(channel)
+        self._deadlines = Deadlines()
+        self._early: dict[str, tuple[Candidate, Entry]] = {}  # newest revisions from before the run's first policy
+        self._ended: int | None = None
+        self._out: list[Decision] = []
+
+    def opening(self) -> list[Journaled]:
+        """What is to be journaled before the first fold: in a candidates topic made anew, the policy that goes on."""
+        if not self._past.renewed or self.policy is None:
+            return []
+        applied = self._policy_applied(self.policy, self._past.resume_from)
+        self.ledger.take(applied)
+        return [applied]
+
+    def fold(self, entry: Entry) -> list[Decision]:
+        """Take the next record; returns the decisions that it brings about, in order.
+
+        Records of other runs and channels are passed over; records from before `resume_from` only tell time.
+        """
+        if entry.offset < self._past.resume_from and not isinstance(entry.event, Tick):
+            return []
+        self._step = entry.offset
+        self._input_to = max(self._input_to, entry.offset + 1)
+        match entry.event:
+            case Tick():
+                self._tick(entry.event)
+            case Candidate(run_id=self.run_id, channel=self.channel):
+                self._candidate(entry.event, entry)
+            case AdmissionPolicy(run_id=self.run_id):
+                self._take_policy(entry.event)
+            case RunEnded(run_id=self.run_id):
+                self._end()
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the journal has every decision that this step ever brought about."""
+        return self._step < self._past.replay_until
+
+    @property
+    def input_from(self) -> int:
+        """Lowest offset that is neither admitted nor refused: here a restart reads on. The end of a run stays undecided for ever."""
+        first = self._step + 1 if self._ended is None else self._ended
+        if self._pending:
+            tid, group = next(iter(self._pending.items()))
+            first = min(first, group.members[tid].first_offset)
+        return min(first, next(iter(self._early.values()))[1].offset) if self._early else first
+
+    # -- one record
+
+    def _tick(self, tick: Tick) -> None:
+        if not 0 <= tick.partition < self.source.tickers or tick.event_time is None:
+            what = f"tick of partition {tick.partition} of {self.source.tickers} with event time {tick.event_time}"
+            self._out.append(Invalid(self._step, f"{what}: must name a source partition and its event time"))
+            return
+        if tick.event_time <= self._ticks.get(tick.partition, -1):
+            return
+        self._ticks[tick.partition] = tick.event_time
+        if len(self._ticks) < self.source.tickers:
+            return
+        now = min(self._ticks.values())
+        if now == self.now:
+            return
+        while (due := self._deadlines.next(now)) is not None:
+            # Time passes deadline by deadline, however far apart the ticks are: no one is judged before his own.
+            self.now = due.at if self.now is None else max(self.now, due.at)
+            if due.batch:
+                if self._batches.overdue(due.owner[1], self._in_force, self.now):
+                    self._close(due.owner[1], all_of_it=True)
+            elif (group := self._groups.get(due.owner)) is not None:
+                self._consider(group)
+        self.now = now
+
+    def _candidate(self, c: Candidate, entry: Entry) -> None:
+        if self.policy is None and self._ended is None:
+            early = self._early.get(c.trajectory_id)
+            if early is None or c.revision > early[0].revision:
+                self._early[c.trajectory_id] = (
+                    c,
+                    entry if early is None else dataclasses.replace(entry, offset=early[1].offset),
+                )
+            return
+        group = self._pending.get(c.trajectory_id)
+        if group is not None:
+            old = group.members[c.trajectory_id]
+            if c.revision > old.candidate.revision:
+                self._join(group, Member(c, entry.place, old.first_offset))
+            return
+        decided = self.ledger.decided(c.trajectory_id)
+        if decided is not None:
+            self._again(c, decided)
+        elif self._ended is not None:
+            self._refuse_one(c, None, "run_ended", "came after the end of the run")
+        else:
+            group = self._group_for(c)
+            if group is not None:
+                self._pending[c.trajectory_id] = group
+                self._join(group, Member(c, entry.place, entry.offset))
+
+    def _again(self, c: Candidate, decided: Decided) -> None:
+        """A trajectory that is decided already: sent again, late, or opened again after assembly had forgotten it."""
+        if self.replaying:
+            return
+        if c.opened_at > decided.at:
+            self._refuse_one(c, None, "duplicate", f"opened at {c.opened_at}, decided at {decided.at}")
+        elif c.revision > decided.revision:
+            late = Late(
+                run_id=self.run_id, channel=self.channel, trajectory_id=c.trajectory_id, revision=c.revision,
+                missed_batch_seq=decided.batch_seq, input_to=self._input_to,
+            )  # fmt: skip
+            self._journal(late)
+
+    def _take_policy(self, policy: AdmissionPolicy) -> None:
+        flaw = flaw_of_policy(policy, self.policy)
+        if flaw is not None:
+            self._out.append(Invalid(self._step, flaw))
+            return
+        if self.policy is not None and policy.policy_version == self.policy.policy_version:
+            return  # sent again
+        first, self.policy = self.policy is None, policy
+        if self._past.newest is None or policy.policy_version > self._past.newest.policy_version:
+            self._journal(self._policy_applied(policy, self._step))
+        if first:
+            return self._take_early()
+        for group in self._groups:
+            group.weigh(policy)
+        self._plan_again()
+        self._consider_all()
+
+    def _end(self) -> None:
+        """Admit what can be admitted, in a last smaller batch; refuse the rest."""
+        if self._ended is not None:
+            return
+        self._ended = self._step
+        self._consider_all()
+        self._take_early()
+
+    def _take_early(self) -> None:
+        """In the order in which they came first. Who has still to come is undecided: `input_from` must know."""
+        while self._early:
+            self._candidate(*self._early.pop(next(iter(self._early))))
+
+    def _consider_all(self) -> None:
+        """Judge every open group before any batch is closed: what is in a batch may have to leave it."""
+        for group in list(self._groups):
+            self._consider(group, close=False)
+        for key in self._batches.open():
+            self._close(key, all_of_it=self._ended is not None)
+
+    # -- groups
+
+    def _group_for(self, c: Candidate) -> Group | None:
+        """The group that the trajectory belongs to; None when its round takes no more and it was refused for that."""
+        number, takes = self._groups.round_of(c, None if self.replaying else c.opened_at)
+        if not takes:
+            self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
+            return None
+        group = self._groups.get((c.group_id, number))
+        if group is None:
+            n = c.group_size if c.group_size is not None else self._in_force.group_size
+            group = self._groups.begin((c.group_id, number), max(1, n))
+        return group
+
+    def _join(self, group: Group, member: Member) -> None:
+        """A member comes, or a new revision of one."""
+        policy = self._in_force
+        member.weigh(policy)
+        before = group.first_closed_at if group.members else None
+        group.put(member)
+        if group.first_closed_at != before:
+            self._plan(Deadline(group.deadline(policy), False, group.key))
+        if member.awaits:
+            self._plan(Deadline(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key))
+        self._consider(group)
+
+    def _consider(self, group: Group, close: bool = True) -> None:
+        """Bring the group to where its verdict puts it: it waits, is refused, or stands in an open batch."""
+        verdict = judge(group, self._in_force, self.channel, self.now, self._ended is not None)
+        if verdict is None:
+            self._batches.remove(group)
+            group.verdict = None
+            return
+        if group.sealed_at is None and group.arrived < group.n and self.now is not None:
+            self._groups.seal(group, self.now)
+        if verdict.refusal is not None:
+            self._refuse(group, verdict.refusal, verdict.detail)
+            return
+        is_new = self._batches.put(group, verdict, self._log_time(m.candidate for m in verdict.usable))
+        # A step of the past was judged for a lower batch number, and passed.
+        stale = None if self.replaying else self._stale(group)
+        if stale is not None:
+            self._refuse(group, "stale", stale)
+        elif group.batch is not None:
+            if is_new and self.channel == "val":
+                self._plan(Deadline(group.entered_at + self._in_force.val_deadline_ms, True, ("", group.batch)))
+            if close:
+                self._close(group.batch)
+
+    def _stale(self, group: Group) -> str | None:
+        """Why the group is too old for the version that the next batch trains; None: it is not."""
+        limit, verdict = self._in_force.max_staleness, group.verdict
+        oldest = verdict.oldest_sync_index if verdict is not None else None
+        if self.channel == "val" or limit is None or oldest is None:
+            return None
+        seq = self.ledger.next_seq
+        trains = seq // self._in_force.sync_every
+        if trains - oldest <= limit:
+            return None
+        return f"batch {seq} trains version {trains}, oldest token is of {oldest}, limit {limit}"
+
+    # -- deadlines
+
+    def _plan(self, deadline: Deadline) -> None:
+        self._deadlines.add(deadline)
+        if self._deadlines.mostly_gone(len(self._pending) + len(self._groups)):
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """All deadlines anew: the policy has changed, or most are of groups long decided."""
+        policy, due = self._in_force, []
+        for group in self._groups:
+            due.append(Deadline(group.deadline(policy), False, group.key))
+            due += [Deadline(at, False, group.key) for at in group.reward_deadlines(policy)]
+        if self.channel == "val":
+            for group in self._batches.waiting():
+                due.append(Deadline(group.entered_at + policy.val_deadline_ms, True, ("", group.batch or 0)))
+        self._deadlines.replace(due)
+
+    # -- decisions
+
+    def _close(self, key: int, all_of_it: bool = False) -> None:
+        """Emit the open batch as often as it is full; with `all_of_it` the rest too. Staleness is judged for the batch's own number."""
+        while chosen := self._batches.full(key, self._in_force, all_of_it):
+            stale = [(g, why) for g in chosen if (why := self._stale(g)) is not None]
+            for group, why in stale:
+                self._refuse(group, "stale", why)
+            if not stale:
+                self._admit(chosen)
+
+    def _admit(self, groups: list[Group]) -> None:
+        """The point of no return: what is dropped is refused one by one, then the batch."""
+        policy, seq, topic = self._in_force, self.ledger.next_seq, self.source
+        built = []
+        usable: list[Member] = []
+        for group in groups:
+            self._batches.remove(group)
+            if group.verdict is None:
+                raise RuntimeError(f"group {group.key}: in a batch without a verdict")
+            for member, lack in group.verdict.dropped:
+                self._refuse_one(member.candidate, group.key[1], lack.reason, lack.detail)
+            usable += group.verdict.usable
+            built.append(batch_group(group, group.verdict.usable))
+        at = self._log_time(m.candidate for m in usable)
+        for group in groups:
+            self._forget(group)
+        batch = ReadyBatch(
+            run_id=self.run_id, channel=self.channel, batch_seq=seq, groups=tuple(built),
+            policy_version=policy.policy_version, sync_every=policy.sync_every, algorithm=policy.algorithm,
+            reward_weights=policy.reward_weights, input_topic_id=topic.topic_id, input_partition=topic.partition,
+            input_from=self.input_from, input_to=self._input_to, content_hash="", created_at_event_time=at,
+            trainable_tokens=sum(m.candidate.trainable_tokens for m in usable),
+        )  # fmt: skip
+        self._journal(dataclasses.replace(batch, content_hash=content_hash(batch)))
+
+    def _refuse(self, group: Group, reason: str, detail: str | None) -> None:
+        """Refuse a whole group; it asks for n new trajectories. What no record takes is refused before, member by member of that round."""
+        self._batches.remove(group)
+        members = [group.members[tid].candidate for tid in sorted(group.members)]
+        self._forget(group)
+        at = self._log_time(members)
+        *first, last = record_sized(members)
+        for some in first:
+            self._journal(self._refused(group.key, some, reason, detail, at, None))
+        self._journal(self._refused(group.key, last, reason, detail, at, group.n))
+
+    def _refuse_one(self, c: Candidate, number: int | None, reason: str, detail: str | None) -> None:
+        """Refuse one trajectory. number: the round in which it counts as one of its members; None: in none."""
+        self._pending.pop(c.trajectory_id, None)
+        self._journal(self._refused((c.group_id, number), [c], reason, detail, self._log_time([c]), None))
+
+    def _forget(self, group: Group) -> None:
+        self._groups.remove(group)
+        for tid in group.members:
+            self._pending.pop(tid, None)
+
+    def _journal(self, decision: Journaled) -> None:
+        self.ledger.take(decision)
+        self._out.append(decision)
+
+    def _refused(
+        self, key: tuple[str, int | None], members: list[Candidate], reason: str, detail: str | None, at: int,
+        n: int | None,
+    ) -> Refused:  # fmt: skip
+        return Refused(
+            run_id=self.run_id, channel=self.channel, group_id=key[0], round=key[1],
+            trajectory_ids=tuple(c.trajectory_id for c in members), revisions=tuple(c.revision for c in members),
+            whole_group=n is not None, reason=reason, detail=detail, n=n or 0, input_topic_id=self.source.topic_id,
+            input_from=self.input_from, input_to=self._input_to, event_time=at,
+        )  # fmt: skip
+
+    def _policy_applied(self, policy: AdmissionPolicy, offset: int) -> PolicyApplied:
+        return PolicyApplied(
+            run_id=self.run_id, channel=self.channel, policy=policy, input_topic_id=self.source.topic_id,
+            from_offset=offset,
+        )  # fmt: skip
+
+    def _log_time(self, candidates: Iterable[Candidate]) -> int:
+        """Event time, or the closing of one of these when that is later: one source partition may lag behind the others."""
+        return max(self.now or 0, *(c.closed_at for c in candidates))
+
+    @property
+    def _in_force(self) -> AdmissionPolicy:
+        if self.policy is None:
+            raise RuntimeError(f"run {self.run_id}: nothing can be decided before its first policy")
+        return self.policy
+
+
+def replay(
+    records: Iterable[Entry], policy: AdmissionPolicy, channel: Channel = "train", tickers: int = 12
+) -> list[str]:
+    """Content hashes of the batches that a log of candidates gives under one policy, whatever policies are in the log."""
+    fold = Admission(policy.run_id, channel, Source("replay", 0, tickers), Past(policy=policy))
+    kept = (e for e in records if not isinstance(e.event, AdmissionPolicy))
+    return [d.content_hash for e in kept for d in fold.fold(e) if isinstance(d, ReadyBatch)]

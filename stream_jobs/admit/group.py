@@ -1,0 +1,239 @@
+"""Groups of trajectories before admission, and the verdict on one: wait, refuse, or train these members. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schemas.records import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
+from schemas.reward_matching import SMALLEST_GROUP, training_reward
+from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
+from stream_jobs.admit.eligibility import Lack, awaited, flaws, trained_part
+
+GroupKey = tuple[str, int]
+"""Group id and round."""
+MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
+"""A group that is alone in its batch. The rest is for what a batch says besides, above all the reward weights."""
+_GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES, _REFUSED_BYTES = 24, 80, 24, 3, 20
+"""The most that Avro takes for one of them, strings and the revision of a reward apart."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A closed trajectory at its highest revision so far. first_offset: of its first candidate record.
+
+    whole: as it came; candidate: what of it the policy trains. flaw: why it can't be trained as it stands; awaits: a required reward
+    or assessment that is not there yet.
+    """
+
+    whole: Candidate
+    place: Place | None
+    first_offset: int
+    flaw: Lack | None = None
+    awaits: Lack | None = None
+    candidate: Candidate = field(init=False)
+    _size: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.candidate = self.whole
+
+    def weigh(self, policy: AdmissionPolicy) -> None:
+        """Find out what of it is trained, its flaw and what it awaits, under this policy."""
+        self.candidate, self._size = trained_part(self.whole, policy), None
+        self.flaw = next(flaws(self.candidate, policy, self.place is not None), None)
+        self.awaits = awaited(self.candidate, policy) if self.flaw is None else None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in a batch at the most; with many step rewards a tenth less."""
+        if self._size is None:
+            c = self.candidate
+            texts = [c.trajectory_id, c.trajectory_key, self.place.topic_id if self.place is not None else ""]
+            untrained = [s.step_id for s in c.steps if not s.trainable]
+            revisions = 0
+            for r in c.rewards:
+                revisions += r.reward_revision.bit_length() // 7 + 1
+                texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
+            counted = _MEMBER_BYTES + _REWARD_BYTES * len(c.rewards) + _STEP_BYTES * len(untrained) + revisions
+            self._size = counted + sum(map(_bytes, texts)) + sum(map(_bytes, untrained))
+        return self._size
+
+
+class Verdict(NamedTuple):
+    """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the others for their reasons."""
+
+    usable: tuple[Member, ...]
+    dropped: tuple[tuple[Member, Lack], ...]
+    refusal: str | None = None
+    detail: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Trainable tokens of the usable members."""
+        return sum(m.candidate.trainable_tokens for m in self.usable)
+
+    @property
+    def size(self) -> int:
+        """Bytes that the usable members take in a batch at the most."""
+        return sum(m.size for m in self.usable)
+
+    @property
+    def oldest_sync_index(self) -> int | None:
+        """Lowest sync index among the trainable tokens of the usable members; None when none has one."""
+        return min((s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None), default=None)
+
+
+@dataclass(slots=True)
+class Group:
+    """One round of a group id that is neither admitted nor refused.
+
+    gone: members that were refused one by one before. sealed_at: log time at which its deadline passed; it takes no more members.
+    entered_at, batch: since when and in which open batch it waits, when it is ready; tokens, size: what it counts there.
+    """
+
+    key: GroupKey
+    n: int
+    members: dict[str, Member] = field(default_factory=dict)
+    gone: int = 0
+    awaiting: int = 0
+    first_closed_at: int = 0
+    sealed_at: int | None = None
+    verdict: Verdict | None = None
+    batch: int | None = None
+    entered_at: int = 0
+    tokens: int = 0
+    size: int = 0
+
+    @property
+    def arrived(self) -> int:
+        """Members that have come, those already refused included."""
+        return len(self.members) + self.gone
+
+    @property
+    def closed_to_more(self) -> bool:
+        """Whether the next trajectory belongs to the next round."""
+        return self.sealed_at is not None or self.arrived >= self.n
+
+    def put(self, member: Member) -> None:
+        """Take a member, or a new revision of one."""
+        tid = member.candidate.trajectory_id
+        old = self.members.get(tid)
+        self.awaiting += (member.awaits is not None) - (old is not None and old.awaits is not None)
+        closed_at = member.candidate.closed_at
+        self.first_closed_at = min(self.first_closed_at, closed_at) if self.members else closed_at
+        self.members[tid] = member
+
+    def weigh(self, policy: AdmissionPolicy) -> None:
+        """Look at every member again, under another policy."""
+        for member in self.members.values():
+            member.weigh(policy)
+        self.awaiting = sum(m.awaits is not None for m in self.members.values())
+
+    def size_with(self, verdict: Verdict) -> int:
+        """Bytes that it takes in a batch at the most, with the usable members of a verdict."""
+        return verdict.size + _GROUP_BYTES + _bytes(self.key[0])
+
+    def deadline(self, policy: AdmissionPolicy) -> int:
+        """Event time from which it no longer waits for members."""
+        return self.first_closed_at + policy.group_deadline_ms
+
+    def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
+        """Event times from which it no longer waits for the rewards of a member."""
+        return [m.candidate.closed_at + policy.reward_deadline_ms for m in self.members.values() if m.awaits]
+
+
+def judge(
+    group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
+) -> Verdict | None:
+    """The verdict, or None: it waits for members or for rewards. now: event time, None before there is any.
+
+    Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
+    """
+    sealed = group.sealed_at is not None or ended or (now is not None and now >= group.deadline(policy))
+    if not sealed and group.arrived < group.n:
+        return None
+    if not sealed and group.awaiting:
+        wait_ms = policy.reward_deadline_ms
+        if now is None or now < group.first_closed_at + wait_ms:
+            return None
+        if any(m.awaits and now < m.candidate.closed_at + wait_ms for m in group.members.values()):
+            return None
+    usable, dropped = [], []
+    for tid in sorted(group.members):
+        member = group.members[tid]
+        lack = member.flaw or member.awaits
+        if lack is None:
+            usable.append(member)
+        else:
+            dropped.append((member, lack))
+    least = min(policy.min_members, group.n)
+    if channel == "train":  # whatever n is: an agent may have opened a group of one
+        least = max(least, SMALLEST_GROUP.get(policy.algorithm, 1))
+    if len(usable) < least:
+        reasons = Counter(lack.reason for _, lack in dropped)
+        detail = f"{len(usable)} of {group.n} usable, {least} needed" + "".join(
+            f"; {count} {reason}" for reason, count in sorted(reasons.items())
+        )
+        absent = group.n - group.arrived
+        if absent > 0:
+            detail += f"; {absent} never came"
+        return Verdict((), (), _too_few(group, reasons, ended), detail)
+    if channel == "train" and policy.drop_zero_variance and group.n > 1:
+        rewards = {r for m in usable if (r := training_reward(policy.reward_weights, m.candidate.rewards)) is not None}
+        if len(rewards) <= 1:
+            what = f"all {rewards.pop():g}" if rewards else "none: name what is trained on in required_rewards"
+            return Verdict((), (), "zero_variance", f"rewards of {len(usable)} members: {what}")
+    verdict = Verdict(tuple(usable), tuple(dropped))
+    if (size := group.size_with(verdict)) > MAX_GROUP_BYTES:
+        values = sum(len(m.candidate.rewards) for m in usable)
+        detail = f"{len(usable)} members with {values} rewards are {size} bytes, one record takes {MAX_GROUP_BYTES}"
+        return Verdict((), (), "too_large", detail)
+    return verdict
+
+
+def record_sized(members: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Members of a group that is refused, parted so that each part fits into one record: nearly always one."""
+    parts: list[list[Candidate]] = [[]]
+    size = 0
+    for c in members:
+        size += (taken := _REFUSED_BYTES + _bytes(c.trajectory_id))
+        if size > MAX_RECORD_BYTES:
+            parts.append([])
+            size = taken
+        parts[-1].append(c)
+    return parts
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
+    if ended:
+        return "run_ended"
+    if group.arrived < group.n or not reasons:
+        return "incomplete"
+    return min(reasons, key=lambda r: (-reasons[r], r))
+
+
+def batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
+    """The group as a batch has it."""
+    return BatchGroup(group_id=group.key[0], round=group.key[1], n=group.n, members=tuple(map(_batch_member, members)))
+
+
+def _batch_member(member: Member) -> BatchMember:
+    c = member.candidate
+    if member.place is None:
+        raise ValueError(f"trajectory {c.trajectory_id}: a usable member must have a place")
+    return BatchMember(
+        trajectory_id=c.trajectory_id,
+        trajectory_key=c.trajectory_key,
+        revision=c.revision,
+        place=member.place,
+        rewards=c.rewards,
+        untrainable_steps=tuple(s.step_id for s in c.steps if not s.trainable),
+        trainable_tokens=c.trainable_tokens,
+        oldest_sync_index=c.oldest_sync_index,
+    )

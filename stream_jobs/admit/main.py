@@ -1,0 +1,386 @@
+"""The admission process: one fenced, journaled fold for each channel of a run. Its only state is its output topic.
+
+Protocol of a channel:
+1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open transaction is rolled back.
+2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided trajectories, rounds, policy, and
+   `input_from`, where to read on. What a file has kept of it (`stream_jobs.admit.decisions.checkpoint`) is not read again. Another id of the candidates
+   topic starts at that topic's beginning, with a warning; the same id with an end before the position stops the process.
+3. The candidates are read from there, or from the run's first record behind it: a run that begins need not fold the Ticks of all the time
+   before it. And from so far before that every source partition has ticked once: event time is known again. What was decided folds to
+   nothing; the rest is what it was.
+4. The decisions of some records, in log order, are one transaction, dead letters included. So a decision is on the journal with all
+   others of its step, or it was never made.
+5. Where the reader is, is committed after the transaction as advice, but inside of one that has dead letters: below that position a
+   restart writes none. No one resumes from it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
+from runtime.logs import logger
+from runtime.process.lifecycle import run_sync
+from runtime.process.readiness import ready
+from runtime.topics.event_time import first_tick_needed
+from runtime.topics.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
+from schemas.errors import SettingsError, Undecodable, UnknownSchema
+from schemas.ids import is_run
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Channel,
+    DeadLetter,
+    Place,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
+from schemas.settings import Settings
+from schemas.topics import partition_of
+from stream_jobs.admit.decisions.checkpoint import CheckpointFile, Mark
+from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
+from stream_jobs.admit.decisions.journal_start import check_not_anew, check_whole
+from stream_jobs.admit.decisions.state import Ledger, Past, past_of
+from stream_jobs.admit.equal_rewards import EqualRewards
+from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
+from stream_jobs.admit.policy_log import RunLog
+from stream_jobs.errors import PolicyRefused, TopicReplaced
+
+PROCESS = "admit"
+POLL_RECORDS = 1000
+IDLE_S = 0.05
+COMMIT_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 5.0
+PUBLISHED_MOST = 10
+PUT_MOST, PUT_BYTES = 1000, 32 * 1024 * 1024
+"""Records of a transaction that are on their way at once, and bytes of them: the client takes 100,000 and 1 GiB."""
+_PLACE = ("topic_id", "partition", "first_offset", "last_offset")
+
+
+class Desk:
+    """Admission of one channel: what it has decided, what it reads, where it writes."""
+
+    def __init__(
+        self, settings: Settings, channel: Channel, cluster: Cluster, decoder: Decoder, other: Desk | None = None
+    ) -> None:
+        """other: that of the other channel; what it has read of the candidates is not read again."""
+        self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
+        self._cluster, self._decoder = cluster, decoder
+        self._journal_topic = self._topics.ready_batches(self._run, channel)
+        self._name = f"{settings.kafka.topic_prefix}-admit.{self._run}.{channel}"
+        self._log = logger().bind(run=self._run, channel=channel)
+        self._producer = cluster.producer(self._name)  # first of all: from here on no one else writes the journal
+        topic = self._topics.candidates
+        partition = partition_of(self._run.encode(), cluster.topics(topic)[topic])
+        tickers = cluster.topics(self._topics.steps)[self._topics.steps]
+        self._source = Source(cluster.topic_id(topic), partition, tickers)
+        self._at = (topic, partition)
+        self._ahead: RunLog = other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
+        low = cluster.watermarks(topic, [partition])[partition][0]
+        self._journal_id = cluster.topic_id(self._journal_topic)
+        path = settings.data_dir / "admit" / f"{self._name}.ledger"
+        self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
+        self._equal_rewards = EqualRewards()
+        self._mark: Mark | None = None
+        self.journaled, self.past = self._read_journal(low)
+        """Records of the journal that were read, and what they and the checkpoint tell."""
+        self._admission = Admission(self._run, channel, self._source, self.past)
+
+    def _read_journal(self, low: int) -> tuple[int, Past]:
+        check_whole(self._cluster, self._journal_topic)
+        ledger, self._mark = self._kept()
+        count, last = 0, None
+
+        def records() -> Iterable[Journaled]:
+            nonlocal count, last
+            first = None if self._mark is None else self._mark.offset + 1
+            for record in self._cluster.read_all(self._journal_topic, first=first):
+                yield journaled_by(self._decoder, record)
+                count, last = count + 1, record
+
+        past = past_of(records(), self._source.topic_id, low, ledger)
+        if last is not None:
+            self._mark = Mark.of(self._journal_id, last.offset, last.value)
+        elif self._mark is None and self._channel == "train":  # `val` has no staleness gate
+            weights = self._topics.weights
+            check_not_anew(self._cluster, self._decoder, weights, self._run, self._journal_topic, self._journal_id)
+        topic, partition = self._at
+        if past.renewed:
+            self._log.warning("candidates_made_anew", topic=topic, topic_id=self._source.topic_id, next=past.next_seq)
+        elif ledger.topic_id is not None:
+            for position in (past.resume_from, past.input_to):
+                self._cluster.check_position(topic, self._source.topic_id, partition, position)
+        return count, past
+
+    def _kept(self) -> tuple[Ledger, Mark | None]:
+        """What the checkpoint has of this journal, if that still has the last record that the checkpoint knows."""
+        topic = self._journal_topic
+        found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
+        if found is not None:
+            at = found[1].offset
+            there = [Mark.of(self._journal_id, r.offset, r.value) for r in self._cluster.read_range(topic, 0, at, at)]
+            if there == [found[1]]:
+                return found
+            self._checkpoint.refuse(f"the journal has another record at offset {at}")
+        return Ledger(), None
+
+    def published(self) -> Published:
+        """The policies once everything that is on the log now has been read."""
+        newest, of_settings, here = self.past.newest, self.past.of_settings, not self.past.renewed
+        self._ahead.read(min(self.past.resume_from, self.past.input_to))
+        for record, event in self._ahead.said:
+            if record.offset < self.past.input_to:
+                continue
+            if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
+                newest, here = event, True
+                of_settings = event if is_of_settings(event) else of_settings
+        return Published(newest, of_settings, here)
+
+    def open(self) -> None:
+        """Begin to read: at what is not decided, or as far before it as event time needs."""
+        self._ahead.read(self.past.resume_from)
+        first = self._ahead.next_own(self.past.resume_from)
+        topic, partition = self._at
+        low = self._cluster.watermarks(topic, [partition])[partition][0]
+        tickers = self._source.tickers
+        start = first_tick_needed(self._cluster, self._decoder, self._at, low, max(low, first), tickers)
+        committed = self._cluster.committed(self._name).get(self._at, 0)
+        self._buried_below = 0 if self.past.renewed else committed
+        self._reader = self._cluster.reader(self._name, {self._at: start})
+        self._committed, self._committed_at = -1, 0.0
+        self._checked_at = time.monotonic()
+        self._log.info(
+            "admission_starts", next_batch=self.past.next_seq, journal=self.journaled, reads_from=start,
+            undecided_from=self.past.resume_from, decided=len(self.past.ledger.decisions),
+        )  # fmt: skip
+        opening = self._admission.opening()
+        buried = self._skipped(first)
+        if opening or buried:
+            self._write(opening, buried, first)
+        self._keep()
+
+    def _skipped(self, first: int) -> list[DeadLetter]:
+        """Dead letters of what can't be read between what is decided and `first`: it is not folded, and perhaps no one else has read it."""
+        buried: list[DeadLetter] = []
+        for record in self._ahead.strays:
+            if self.past.resume_from <= record.offset < first:
+                self._entry(record, buried)
+        self._buried_below = max(self._buried_below, first)
+        return buried
+
+    @property
+    def position(self) -> int:
+        """Next offset of the candidates that is to be folded."""
+        return self._reader.positions[self._at]
+
+    @property
+    def end(self) -> int:
+        """Where the candidates end now."""
+        topic, partition = self._at
+        return self._cluster.watermarks(topic, [partition])[partition][1]
+
+    def step(self, timeout_s: float) -> bool:
+        """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
+        records = self._poll(timeout_s)
+        decisions: list[Journaled] = []
+        buried: list[DeadLetter] = []
+        for record in records:
+            entry = self._entry(record, buried)
+            if entry is not None:
+                self._sort(self._admission.fold(entry), record, decisions, buried)
+        if decisions or buried:
+            self._write(decisions, buried, self.position if buried else None)
+            self._keep()
+        self._commit()
+        return bool(records)
+
+    def _poll(self, timeout_s: float) -> list[Record]:
+        try:
+            records = self._reader.poll(POLL_RECORDS, timeout_s)
+        except SourceTruncated:
+            self._check_topic()
+            raise
+        if not records and time.monotonic() - self._checked_at > CHECK_INTERVAL_S:
+            self._checked_at = time.monotonic()
+            with suppress(Unavailable):  # then there is nothing to read wrongly either
+                self._check_topic()
+        return records
+
+    def _check_topic(self) -> None:
+        """An offset says nothing of another topic of that name, whether or not that has come as far."""
+        topic, partition = self._at
+        position = self._reader.positions[self._at]
+        if not self._cluster.check_position(topic, self._source.topic_id, partition, position):
+            raise TopicReplaced(
+                f"{topic} had id {self._source.topic_id} and has it no more: it was deleted while it was read"
+            )
+
+    def _sort(
+        self, found: list[Decision], record: Record, decisions: list[Journaled], buried: list[DeadLetter]
+    ) -> None:
+        for decision in found:
+            if isinstance(decision, Invalid):
+                self._bury(record, "invalid", decision.detail, buried)
+            else:
+                decisions.append(decision)
+
+    def _entry(self, record: Record, buried: list[DeadLetter]) -> Entry | None:
+        """The record as the fold takes it. Other runs' records are passed over; what can't be read is buried."""
+        mine = record.key == self._run.encode()
+        if not mine and record.key is not None and is_run(record.key):
+            return None
+        try:
+            event = self._decoder.decode(record.value)
+            if not isinstance(event, Candidate | AdmissionPolicy | RunEnded | Tick):
+                raise ValueError(f"a {type(event).__name__} does not belong on {record.topic}")
+            if mine and not isinstance(event, Tick) and event.run_id != self._run:
+                raise ValueError(f"key is run {self._run}, record is of run {event.run_id}")
+            return Entry(record.offset, event, place_of(record.headers) if isinstance(event, Candidate) else None)
+        except (Undecodable, UnknownSchema) as e:
+            self._bury(record, reason_of(e), str(e), buried)
+        except ValueError as e:
+            self._bury(record, "invalid", str(e), buried)
+        return None
+
+    def _bury(self, record: Record, reason: str, detail: str, buried: list[DeadLetter]) -> None:
+        """Both channels read the same log: only one of them reports what is wrong with it, and only once."""
+        if self._channel != "train" or record.offset < self._buried_below:
+            return
+        self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
+        buried.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
+
+    def _write(self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None) -> None:
+        """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
+        encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
+        pace = Pace(self._producer.flush)
+        with self._producer.transaction():
+            for number, decision in enumerate(decisions, 1):
+                value, on_ack = encode(decision), acks.append if number == len(decisions) else None
+                pace.before(len(value))
+                self._producer.put(self._journal_topic, key, value, partition=0, on_ack=on_ack)
+            for letter in buried:
+                said = encode(letter)
+                pace.before(len(said))
+                self._producer.put(self._topics.dead_letters, letter.key, said)
+            if position is not None:
+                self._producer.commit_positions(self._reader, {self._at: position})
+        if acks:
+            self._mark = Mark.of(self._journal_id, acks[0].offset, value)
+        for decision in decisions:
+            if (noticed := self._equal_rewards.take(decision)) is not None:
+                self._log.warning(
+                    "all_groups_zero_variance", groups_in_a_row=noticed.in_a_row, groups_refused=noticed.refused_groups,
+                    groups_admitted=noticed.admitted_groups, detail=noticed.detail,
+                    hint="nothing is learned from groups with equal rewards: see docs/admission.md",
+                )  # fmt: skip
+            if isinstance(decision, ReadyBatch):
+                self._log.info(
+                    "batch_admitted", batch_seq=decision.batch_seq, groups=len(decision.groups),
+                    tokens=decision.trainable_tokens, policy=decision.policy_version,
+                )  # fmt: skip
+            elif isinstance(decision, Refused):
+                self._log.debug("refused", group=decision.group_id, reason=decision.reason, detail=decision.detail)
+
+    def _keep(self) -> None:
+        if self._mark is not None:
+            self._checkpoint.keep(self.past.ledger, self._mark)
+
+    def _commit(self, now: bool = False) -> None:
+        position = self._reader.positions[self._at]
+        due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
+        # Below this a commit would go back behind one of a transaction.
+        known = max(self.past.input_to, self._buried_below)
+        if (due or now) and position != self._committed and position >= known:
+            self._reader.commit({self._at: position})
+            self._committed, self._committed_at = position, time.monotonic()
+
+    def close(self) -> None:
+        """End in order: what is folded is written already."""
+        self._commit(now=True)
+        self._reader.close()
+        self._producer.close()
+        self._checkpoint.close(self.past.ledger, self._mark)
+
+
+class Pace:
+    """Records that are on their way to the broker at once: not more than PUT_MOST, nor PUT_BYTES if it is not a single one."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        """flush: returns when all of them are there."""
+        self._flush, self._count, self._bytes = flush, 0, 0
+
+    def before(self, size: int) -> None:
+        """One of this size is next."""
+        if self._count == PUT_MOST or (self._count and self._bytes + size > PUT_BYTES):
+            self._flush()
+            self._count = self._bytes = 0
+        self._count += 1
+        self._bytes += size
+
+
+def place_of(headers: Mapping[str, bytes]) -> Place | None:
+    """Where a candidate's payload lies; None when it has none. ValueError for anything else than four whole values."""
+    if not any(name in headers for name in _PLACE):
+        return None
+    try:
+        topic_id, partition, first, last = (headers[name].decode("ascii") for name in _PLACE)
+        return Place(topic_id=topic_id, partition=int(partition), first_offset=int(first), last_offset=int(last))
+    except (KeyError, ValueError) as e:
+        raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
+
+
+def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk: Desk) -> None:
+    """Put the settings' policy on the log if they have changed since they were published last: what a person has set meanwhile stays
+    until then. Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and again.
+    """
+    for _ in range(PUBLISHED_MOST):
+        published = desk.published()
+        version = published.newest.policy_version + 1 if published.newest is not None else 1
+        policy = policy_of(settings, version, now_micros())
+        if published.newest is not None and published.newest.sync_every != policy.sync_every:
+            raise SettingsError(
+                f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole of run {settings.run_id}, got "
+                f"{policy.sync_every}; take another run_id"
+            )
+        due = next_policy(published, policy)
+        if due is None:
+            return
+        topic, producer = settings.kafka.topics.candidates, cluster.producer()
+        producer.put(topic, due.run_id.encode(), decoder.codec.encode(due))
+        producer.flush()
+        producer.close()
+        logger().info("policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by)
+        # Whoever sets a policy at the same time may have taken the version: then it is said again, with the next one.
+    raise PolicyRefused(f"others set the policy of run {settings.run_id} at the same time, {PUBLISHED_MOST} times")
+
+
+def serve(settings: Settings, stop: threading.Event) -> None:
+    """Admit until `stop`. Raises Fenced when another admission of the run and channel has begun."""
+    cluster, topics = cluster_of(settings), settings.kafka.topics
+    channels = settings.admit.channels
+    create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels])
+    decoder = Decoder(cluster, topics.schemas)
+    desks = list[Desk]()
+    for channel in channels:
+        desks.append(Desk(settings, channel, cluster, decoder, desks[0] if desks else None))
+    publish_policy(settings, cluster, decoder, desks[0])
+    for desk in desks:
+        desk.open()
+    ready(f"run {settings.run_id}: {', '.join(channels)}")
+    busy = False
+    while not stop.is_set():
+        timeout_s = 0.0 if busy else IDLE_S / len(desks)
+        busy = sum(desk.step(timeout_s) for desk in desks) > 0
+    for desk in desks:
+        desk.close()
+
+
+def main(settings: Settings) -> None:
+    """The process. Never returns; exit code 78 when another admission of the run has taken over."""
+    run_sync(PROCESS, settings, serve)

@@ -1,0 +1,127 @@
+"""Admission policies: from the settings, compared, and judged. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from schemas.records import AdmissionPolicy
+from schemas.settings import PolicySettings, Settings
+
+SETTINGS = "settings"
+"""`published_by` of what an admission process publishes at its start."""
+
+
+def policy_of(settings: Settings, version: int, created_at: int, published_by: str = SETTINGS) -> AdmissionPolicy:
+    """The policy that the settings describe. created_at: wall clock, microseconds."""
+    p = settings.admit.policy
+    return AdmissionPolicy(
+        run_id=settings.run_id,
+        policy_version=version,
+        group_size=p.group_size,
+        min_members=p.min_members,
+        required_rewards=settings.required_rewards,
+        reward_weights=dict(p.reward_weights),
+        reward_deadline_ms=round(p.reward_deadline_s * 1000),
+        group_deadline_ms=round(p.group_deadline_s * 1000),
+        max_staleness=p.max_staleness,
+        drop_zero_variance=p.drop_zero_variance,
+        min_trainable_tokens=p.min_trainable_tokens,
+        max_trajectory_tokens=p.max_trajectory_tokens,
+        train_outcomes=p.train_outcomes,
+        batch_groups=p.batch_groups,
+        batch_tokens=p.batch_tokens,
+        sync_every=p.sync_every,
+        val_groups=p.val_groups,
+        val_deadline_ms=round(p.val_deadline_s * 1000),
+        algorithm=p.algorithm,
+        min_quality=p.min_quality,
+        untrained_tags=p.untrained_tags,
+        min_step_quality=p.min_step_quality,
+        require_assessment=settings.require_assessment,
+        published_by=published_by,
+        created_at=created_at,
+    )
+
+
+def settings_of(policy: AdmissionPolicy) -> PolicySettings:
+    """The settings that describe a policy, not validated: `policy_of` the other way round."""
+    same = {name: getattr(policy, name) for name in PolicySettings.model_fields if hasattr(policy, name)}
+    seconds = {
+        name: getattr(policy, f"{name[:-2]}_ms") / 1000 for name in PolicySettings.model_fields if name not in same
+    }
+    return PolicySettings.model_construct(**same, **seconds)
+
+
+class Published(NamedTuple):
+    """What is on the log. newest: the one that can be obeyed last; of_settings: the last one of those that settings have published.
+
+    here: whether newest is on today's candidates topic, which may have been made anew.
+    """
+
+    newest: AdmissionPolicy | None
+    of_settings: AdmissionPolicy | None
+    here: bool
+
+
+def next_policy(published: Published, of_settings: AdmissionPolicy) -> AdmissionPolicy | None:
+    """What an admission process has to publish at its start; None: nothing. of_settings: of today's settings, with the next version.
+
+    Settings are published when they say something else than when they were published last, whatever a person has set since. So what a
+    person sets stays until the settings change. On a candidates topic made anew the policy that goes on is published again.
+    """
+    newest, before, here = published
+    if newest is None or before is None or not same_content(before, of_settings):
+        return of_settings
+    if here:
+        return None
+    return dataclasses.replace(newest, policy_version=of_settings.policy_version, created_at=of_settings.created_at)
+
+
+def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
+    """Whether they demand the same, whoever published them and when."""
+    told = {"policy_version": b.policy_version, "created_at": b.created_at, "published_by": b.published_by}
+    return dataclasses.replace(a, **told) == b  # type: ignore[arg-type]
+
+
+def is_of_settings(policy: AdmissionPolicy) -> bool:
+    """Whether an admission process published it, and not a person."""
+    return policy.published_by in (None, SETTINGS)
+
+
+def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
+    """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once more."""
+    name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
+    if flaw is not None:
+        return f"{name}: {flaw}"
+    if before is None or (policy.policy_version == before.policy_version and same_content(policy, before)):
+        return None
+    if policy.sync_every != before.sync_every:
+        return f"{name}: sync_every is {before.sync_every} for the whole run, not {policy.sync_every}"
+    if policy.policy_version <= before.policy_version:
+        return f"{name}: policy {before.policy_version} is in force, versions must rise"
+    return None
+
+
+_LEAST: Mapping[str, int] = {
+    **dict.fromkeys(("group_size", "min_members", "batch_groups", "sync_every", "val_groups"), 1),
+    **dict.fromkeys(("batch_tokens", "max_trajectory_tokens"), 1),
+    **dict.fromkeys(("reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"), 0),
+    **dict.fromkeys(("max_staleness", "min_trainable_tokens"), 0),
+}
+"""What the settings demand; a deadline of less than half a millisecond is 0 here. Algorithms are the trainer's to know."""
+
+
+def _flaw_of_fields(policy: AdmissionPolicy) -> str | None:
+    for field, least in _LEAST.items():
+        if (value := getattr(policy, field)) is not None and value < least:
+            return f"{field} is {value}, must be at least {least}"
+    for field in ("min_quality", "min_step_quality"):
+        if (value := getattr(policy, field)) is not None and not 0 <= value <= 1:
+            return f"{field} is {value}, must be in [0, 1]"
+    for name, weight in policy.reward_weights.items():
+        if not math.isfinite(weight):
+            return f"reward_weights of {name!r:.250} is {weight}, must be finite"
+    return None

@@ -1,0 +1,269 @@
+"""The policies of a run on `claw.candidates`: read, and set by a person while the run goes on. Also the run's end.
+
+Nothing here talks to admission: it reads the same log, and a policy holds from its own offset on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from runtime.kafka import Cluster, Record
+from runtime.process.config import changed, value_of
+from runtime.topics.records import Decoder, now_micros, publish_schemas
+from schemas.codec.single_object import MAGIC
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.ids import is_run
+from schemas.records import AdmissionPolicy, Channel, RunEnded
+from schemas.settings import PolicySettings, Settings
+from schemas.topics import partition_of
+from stream_jobs.admit.policy import flaw_of_policy, policy_of, settings_of
+from stream_jobs.errors import PolicyRefused
+
+HEADER_BYTES = 10
+"""Of a value in Avro single-object encoding: they name its schema."""
+STRAYS_MOST, STRAYS_BYTES = 1000, 32 * 1024 * 1024
+"""Records and bytes of them that are kept."""
+CHANNELS: tuple[Channel, ...] = ("train", "val")
+
+
+class Entry(NamedTuple):
+    """A policy on the log. timestamp_ms: the log's. flaw: why admission does not obey it; None: it does."""
+
+    offset: int
+    timestamp_ms: int
+    policy: AdmissionPolicy
+    flaw: str | None
+
+
+class RunLog:
+    """One run's records on the candidates: where they lie, and what its policies and its end say. Read once, and read on.
+
+    A run that lives holds all of that log since its beginning, and the Ticks are most of it: of what is not the run's own the key is looked at, no more.
+    """
+
+    def __init__(self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str) -> None:
+        self._cluster, self._decoder, self._at = cluster, decoder, at
+        self._run, self._key = run_id, run_id.encode()
+        self._runs, self._ticks = set[bytes](), set[bytes]()
+        self._from: int | None = None
+        self.read_to = 0
+        self.said: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
+        """The policies and ends, in the order of the log."""
+        self.strays: list[Record] = []
+        """What is of no run and no Tick; as many as are kept."""
+        self._strays_bytes = 0
+        self._offsets = array("q")
+
+    def read(self, first: int) -> None:
+        """Read to the end of the log; from `first` on everything is known then. 0: from its beginning."""
+        if self._from is None or first < self._from:
+            self._from = self.read_to = first
+            self.said, self.strays, self._strays_bytes, self._offsets = [], [], 0, array("q")
+        topic, partition = self._at
+        end = self._cluster.watermarks(topic, [partition])[partition][1]
+        ticks = self._ticks
+        for record in self._cluster.read_all(topic, partition, first=self.read_to or None):
+            key, value = record.key, record.value
+            if key is None and value is not None and value[:HEADER_BYTES] in ticks:
+                continue
+            self.read_to = record.offset + 1
+            if key == self._key:
+                self._offsets.append(record.offset)
+                self._hear(record)
+            elif not self._passed_over(key, value):
+                self._stray(record)
+        self.read_to = max(self.read_to, end)
+
+    def next_own(self, first: int) -> int:
+        """Offset of the run's first record that is not before `first`; where it is read to when there is none."""
+        at = bisect_left(self._offsets, first)
+        return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
+
+    def _hear(self, record: Record) -> None:
+        if record.value is None:
+            return
+        try:
+            name = self._decoder.codec.type_name(record.value)
+        except UnknownSchema:
+            name = "AdmissionPolicy"  # perhaps, of a newer release
+        except Undecodable:
+            return  # admission buries it
+        if name in ("AdmissionPolicy", "RunEnded"):
+            try:
+                event = self._decoder.decode(record.value)
+            except (Undecodable, UnknownSchema):
+                return
+            if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == self._run:
+                self.said.append((record, event))
+
+    def _passed_over(self, key: bytes | None, value: bytes | None) -> bool:
+        """Whether it is another run's, or a Tick. The next one of that run or schema is known by its key or header alone."""
+        if key is not None:
+            if key not in self._runs and is_run(key):
+                self._runs.add(key)
+            return key in self._runs
+        found = self._decoder.codec.is_tick(value)
+        if found and value is not None and value.startswith(MAGIC):
+            self._ticks.add(value[:HEADER_BYTES])
+        return found
+
+    def _stray(self, record: Record) -> None:
+        """Keep it for admission, which buries it. The log is read from the first one on that is not kept, as if it were the run's."""
+        size = len(record.key or b"") + len(record.value or b"") + sum(map(len, record.headers.values()))
+        if len(self.strays) < STRAYS_MOST and self._strays_bytes + size <= STRAYS_BYTES:
+            self.strays.append(record)
+            self._strays_bytes += size
+        else:
+            self._offsets.append(record.offset)
+
+
+class PolicyLog:
+    """Policies of one run. Looks at every record of its partition of the candidates, but reads only the run's own."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self._settings, self._cluster, self._topics = settings, cluster, settings.kafka.topics
+        self.topic = self._topics.candidates
+        partitions = cluster.topics(self.topic).get(self.topic)
+        if not partitions:
+            raise PolicyRefused(
+                f"there is no topic {self.topic} on {settings.bootstrap_servers}: is kafka.topic_prefix right?"
+            )
+        self.partition = partition_of(settings.run_id.encode(), partitions)
+        self._decoder = Decoder(cluster, self._topics.schemas)
+        self._log = RunLog(cluster, self._decoder, (self.topic, self.partition), settings.run_id)
+        self.entries: list[Entry] = []
+        self.ended: int | None = None
+        """Offset at which the run ended."""
+        self._heard = 0
+        self.read()
+
+    def read(self) -> None:
+        """Read on to the end of the log."""
+        before = self.newest
+        self._log.read(0)
+        for record, event in self._log.said[self._heard :]:
+            if isinstance(event, RunEnded):
+                self.ended = record.offset if self.ended is None else self.ended
+                continue
+            flaw = flaw_of_policy(event, before.policy if before is not None else None)
+            entry = Entry(record.offset, record.timestamp_ms, event, flaw)
+            self.entries.append(entry)
+            before = entry if flaw is None else before
+        self._heard = len(self._log.said)
+
+    @property
+    def newest(self) -> Entry | None:
+        """The one that is obeyed once everything has been read."""
+        return next((e for e in reversed(self.entries) if e.flaw is None), None)
+
+    def behind(self, entry: Entry) -> Mapping[Channel, int | None]:
+        """Of each channel, how many records admission has to read until the policy holds; None: no admission has read this run."""
+        found: dict[Channel, int | None] = {}
+        for channel in CHANNELS:
+            group = f"{self._settings.kafka.topic_prefix}-admit.{self._settings.run_id}.{channel}"
+            position = self._cluster.committed(group).get((self.topic, self.partition))
+            found[channel] = None if position is None else max(0, entry.offset + 1 - position)
+        return found
+
+    def set(self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()) -> Entry:
+        """Publish the newest policy with some fields changed. The arguments are those of `changed_policy`.
+
+        Raises PolicyRefused, or SettingsError that names the setting.
+        """
+        newest, run = self.newest, self._settings.run_id
+        self._still_open()
+        if newest is None:
+            raise PolicyRefused(
+                f"run {run} has no policy yet: say it in the settings, admit.policy.*, and start clawstream admit"
+            )
+        unknown = changes.keys() - PolicySettings.model_fields.keys()
+        if unknown:
+            raise PolicyRefused(
+                f"no {', '.join(sorted(unknown))} in a policy; there are {', '.join(PolicySettings.model_fields)}"
+            )
+        made = changed_policy(self._settings, newest.policy, changes, by, checks)
+        flaw = flaw_of_policy(made, newest.policy)
+        if flaw is not None:
+            raise PolicyRefused(flaw)
+        self._put(made)
+        self.read()
+        mine = next(e for e in reversed(self.entries) if e.policy == made)
+        if mine.flaw is not None:
+            raise PolicyRefused(
+                f"someone else set a policy at the same time: {mine.flaw}. Look at it, and set yours again"
+            )
+        return mine
+
+    def end(self, reason: str | None) -> int:
+        """End the run for ever; returns the offset from which it is over. Raises PolicyRefused when there is no such run, or it has ended."""
+        run = self._settings.run_id
+        self._still_open()
+        if self.newest is None:
+            raise PolicyRefused(f"there is no run {run}: it has no policy")
+        self._put(RunEnded(run_id=run, reason=reason, created_at=now_micros()))
+        self.read()
+        if self.ended is None:
+            raise PolicyRefused(f"the end of run {run} is not on {self.topic}: was the topic made anew?")
+        return self.ended
+
+    def _still_open(self) -> None:
+        if self.ended is not None:
+            raise PolicyRefused(f"run {self._settings.run_id} has ended, at offset {self.ended} of {self.topic}")
+
+    def _put(self, event: AdmissionPolicy | RunEnded) -> None:
+        publish_schemas(self._cluster, self._topics.schemas)
+        producer = self._cluster.producer()
+        producer.put(self.topic, event.run_id.encode(), self._decoder.codec.encode(event))
+        producer.flush()
+        producer.close()
+
+
+def changed_policy(
+    settings: Settings,
+    policy: AdmissionPolicy,
+    changes: Mapping[str, str],
+    by: str,
+    checks: Iterable[Callable[[Settings], None]] = (),
+) -> AdmissionPolicy:
+    """Return the next version of a policy, judged as settings are.
+
+    Args:
+        settings: They name the functions, from which follows what groups wait for unless it was set.
+        policy: The policy in force.
+        changes: Name as in `admit.policy` to YAML text.
+        by: Who changes it.
+        checks: Further checks of the settings that would give the new policy. Each raises SettingsError.
+
+    Raises:
+        SettingsError: The new policy cannot be; the message names the setting.
+    """
+    fields = dict(settings_of(policy))
+    fields |= dict.fromkeys(_following(settings, policy))
+    values: dict[str, Any] = {"admit.policy": fields, "trainer.sync_every": policy.sync_every}
+    for name, text in changes.items():
+        path = f"admit.policy.{name}"
+        values[path] = value_of(text, path)
+        if name == "sync_every":  # else it would be refused for the trainer's sake
+            values["trainer.sync_every"] = values[path]
+    new = changed(settings, values)
+    for check in checks:
+        check(new)
+    return policy_of(new, policy.policy_version + 1, now_micros(), by)
+
+
+def _following(settings: Settings, policy: AdmissionPolicy) -> Iterator[str]:
+    """Yield the fields of a policy that follow from the functions of the settings: they follow in the next policy too.
+
+    A policy does not record whether a field was set. A field follows when its value is empty, or is what the functions
+    give under this policy and the settings do not say the same.
+    """
+    derived = settings_of(policy).model_copy(update=dict.fromkeys(("required_rewards", "require_assessment")))
+    unset = settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": derived})})
+    for name in ("required_rewards", "require_assessment"):
+        value = getattr(policy, name)
+        is_set = getattr(settings.admit.policy, name) == value
+        if not value or (value == getattr(unset, name) and not is_set):
+            yield name

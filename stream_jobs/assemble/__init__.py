@@ -1,0 +1,1 @@
+"""Assemble: steps and rewards become trajectories and candidates."""

@@ -1,0 +1,181 @@
+"""The fold of assemble: records of one partition of `claw.steps` and `claw.rewards` in, entries of the state log out. Pure.
+
+Rules (design sections 1, 2 and 3.13):
+
+- A trajectory is the steps of one (run, trajectory key) from its first record to its closing; in a bucket those that `bucket` puts
+  together. It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, tick included, has a timestamp
+  (running maximum) past its time-out; that record is folded after the closing. A time in which the partition took no record, ticks
+  included, counts for no time-out (`log_time`): Kafka was away, and what was recorded meanwhile comes behind it. In a bucket or an agent's session nobody says that it
+  is over, so there inactivity is its normal end, `completed`, and the next step begins the next trajectory. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
+- Rewards, curation and assessments fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
+  after the reward, by log timestamps on both sides: whichever was read first.
+- What has no target yet waits `orphan_after` on the clock of `claw.steps`, then is buried as `unknown_target`. A completion of an
+  unknown trajectory waits as well: steps from a gateway's spool may still come. When the time is over it closes the trajectory, if by
+  then there is one.
+- A trajectory has a bounded number of steps and bytes of payload: the step that fills it closes it as `timed_out`.
+- A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket or an agent's session it begins the next one.
+- Of a call that the client made twice only one step counts (`retries`); the other is marked and never trained.
+- A trajectory keeps a bounded number of rewards and marks; what is too much is buried as `too_many_rewards`.
+- A record that cannot be folded is buried, with the reason, and has no other effect.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from schemas.errors import InvalidId
+from schemas.ids import key_of_trajectory
+from schemas.records import FailedCall, Outcome, Tick
+from stream_jobs.assemble import state as op
+from stream_jobs.assemble.handlers import Judge, Limits, Refusal
+from stream_jobs.assemble.model import REWARDS, STEPS, Entry, Key, Source
+from stream_jobs.assemble.payload.cache import Kept
+from stream_jobs.assemble.state import Assembly
+
+TRACE_CHARS = 4000
+
+
+class Fold:
+    """Folds records into a state, and collects the entries that say how. `record` for each, then `seal` for the batch."""
+
+    def __init__(self, state: Assembly, limits: Limits) -> None:
+        self.state = state
+        self.limits = limits
+        self._judge = Judge(state, limits)
+        self._entries: list[Entry] = []
+        self._changed: dict[Key, None] = {}
+        self._oldest_closed: tuple[Key, int] | None = None
+
+    def record(self, source: Source, offset: int, timestamp: int, key: bytes | None, event: Any) -> Kept | None:
+        """Fold one record. event: a record of `schemas.records`, or Bad. Returns the payload to keep for its trajectory.
+
+        Offsets at or below what was applied fold to nothing.
+        """
+        state = self.state
+        if offset <= state.applied[source]:
+            return None
+        state.applied[source] = offset
+        self.tick(source, timestamp)
+        if isinstance(event, Tick) or (isinstance(event, FailedCall) and source == STEPS):
+            return None  # a failed call is told in the lake only: nothing was sampled, and no trajectory waits for it
+        try:
+            entries, kept = self._judge.changes(source, offset, key, event)
+        except (Refusal, InvalidId, ValueError) as e:
+            reason = e.reason if isinstance(e, Refusal) else "invalid"
+            entries, kept = [[op.BURIED, source, offset, reason, str(e)[:TRACE_CHARS]]], None
+        except MemoryError:
+            raise  # the machine's fault, not the record's: the next process may have more
+        except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
+            entries, kept = [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]], None
+        self._do(entries)
+        if source == STEPS and self.state.waiting_for:
+            self._meet(entries)
+        return kept
+
+    def tick(self, source: Source, timestamp: int) -> None:
+        """Time goes on, with a record or without one."""
+        if source == STEPS:
+            self._note_silence(timestamp)
+        self.state.time[source] = max(self.state.time[source], timestamp)
+        if source == STEPS:
+            self._pass_time()
+        self._forget()
+
+    def seal(self) -> list[Entry]:
+        """End the batch: each changed closed trajectory gets one new candidate revision. Returns the entries since the last seal."""
+        self._do([[op.REVISED, *key] for key in self._changed])
+        self._changed.clear()
+        entries, self._entries = self._entries, []
+        return entries
+
+    def replaced(self, source: Source, topic_id: str, first: int) -> None:
+        """The input is another topic now, or known for the first time: read it from offset `first` on.
+
+        With `claw.steps` the payload of everything that was open or not yet out is gone: it closes as lost.
+        """
+        if source == STEPS:
+            why = "claw.steps was replaced by a new topic"
+            now = self.state.time[STEPS]
+            self._do([[op.LOST, *key, why] for key in self.state.pending.closings])
+            self._do([[op.CLOSED, *key, "lost", why, now] for key in list(self.state.opened)])
+        self._do([[op.NEW, source, topic_id, first - 1]])
+        self._oldest_closed = None
+
+    # -- time
+
+    def _note_silence(self, timestamp: int) -> None:
+        """Before time goes on to the next record of `claw.steps`: whether the partition took nothing for too long."""
+        before, limit = self.state.time[STEPS], self.limits.silent_after
+        if limit is not None and before >= 0 and timestamp - before > limit:
+            forget = self.state.silences.expired(before, self.limits.longest)
+            self._do([[op.SILENT, before + limit, timestamp, forget]])
+
+    def _pass_time(self) -> None:
+        """What is due on the clock of `claw.steps`, before the record that brought the time is folded."""
+        state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
+        for source in (STEPS, REWARDS):
+            side = state.waiting[source]
+            while side and elapsed((waiting := next(iter(side.values()))).at, now) > self.limits.orphan_after:
+                self._do(self._judge.give_up(source, waiting.offset, "its target did not come in time"))
+        timeout = self.limits.trajectory_timeout
+        self._close_idle(state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive")
+        self._close_idle(state.agents, min(self.limits.agent_inactivity, timeout), "completed", "inactive")
+        self._close_idle(state.opened, timeout, "timed_out", None)
+
+    def _close_idle(self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None) -> None:
+        """Close those whose last record is longer ago than `limit`. by_last: in the order of their last records."""
+        now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
+        while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
+            self._do([[op.CLOSED, *key, outcome, reason, now]])
+
+    def _forget(self) -> None:
+        """Closed trajectories past the horizon, or too many of them."""
+        state = self.state
+        while state.closed:
+            key = next(iter(state.closed))
+            if self._oldest_closed is None or self._oldest_closed[0] != key:
+                self._oldest_closed = (key, state.closed[key].closed_at)
+            expired = state.silences.elapsed(self._oldest_closed[1], state.event_time) > self.limits.closed_horizon
+            if not expired and state.closed.counted <= self.limits.closed_max:
+                return
+            if key in self._changed or key in state.pending.closings or key in state.pending.revised:
+                return
+            self._do([[op.FORGOTTEN, *key]])
+            self._oldest_closed = None  # the same key may open and close once more
+
+    def _meet(self, entries: list[Entry]) -> None:
+        """After a trajectory or step has come: rewards and marks that waited for it, in the order of their log."""
+        came = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.STEP)), None)
+        if came is None:
+            return
+        # A step that fills its trajectory closes it.
+        named = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.CLOSED)), None)
+        key: Key = (named[1], named[2]) if named is not None else self.state.numbered[came[1]]
+        tails = [None, *(e[2][2] for e in entries if e[0] == op.STEP)]
+        names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
+        found = [self.state.waiting_for.get((REWARDS, name, tail), ()) for name in names for tail in tails]
+        for offset in sorted(offset for offsets in found for offset in offsets):
+            waiting = self.state.waiting[REWARDS][offset]
+            if self._judge.target(waiting.key, waiting.tail) == key:
+                self._try(REWARDS, offset)
+
+    def _try(self, source: Source, offset: int) -> None:
+        """A reward or mark whose trajectory is there: apply it, if what it is about is there too."""
+        waiting = self.state.waiting[source][offset]
+        if self._judge.appeared(waiting.key, waiting.tail, waiting.at) is None:
+            return
+        self._do([[op.WAITS_NO_MORE, source, offset]])
+        found = self._judge.target(waiting.key, waiting.tail)
+        entry = [waiting.entry[0], *(found or waiting.key), *waiting.entry[3:]]
+        self._do(self._judge.applied(offset, entry))
+
+    def _do(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self.state.apply(entry)
+            self._entries.append(entry)
+            if entry[0] == op.CLOSED or (
+                entry[0] in (op.REWARD, op.CURATED, op.ASSESSED) and (entry[1], entry[2]) in self.state.closed
+            ):
+                self._changed[entry[1], entry[2]] = None

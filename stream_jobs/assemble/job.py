@@ -1,0 +1,137 @@
+"""The assemble job: the owners of the partitions that this worker has, and the ticks that it writes into their inputs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from runtime.kafka import Cluster, Record
+from runtime.logs import logger
+from runtime.topics.records import Decoder, now_micros
+from schemas.records import Tick
+from schemas.settings import JobsSettings, Settings
+from stream_jobs.assemble.handlers import Limits
+from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.partition import Owner, Shared, Situation
+from stream_jobs.errors import Overtaken
+
+SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
+"""A partition of which so many ticks are missing was silent: Kafka was away, or no worker was there."""
+CLOCK_AHEAD_MS = 600_000
+"""Far more than clocks that are kept differ by, and than a run could wait for."""
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The fold's limits."""
+    jobs = settings.jobs
+    return Limits(
+        trajectory_timeout=round(jobs.trajectory_timeout_s * 1000),
+        closed_horizon=round(jobs.closed_horizon_s * 1000),
+        orphan_after=round(jobs.orphan_after_s * 1000),
+        closed_max=jobs.closed_max,
+        bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
+        agent_inactivity=round(jobs.agent_inactivity_s * 1000),
+        silent_after=round(max(SILENT_TICKS * jobs.tick_interval_s, SILENT_AT_LEAST_S) * 1000),
+        train_truncated=jobs.train_truncated,
+    )
+
+
+def worker_name(jobs: JobsSettings) -> str:
+    """Under what name a worker is a member of its group. Two that live at once must differ: else Kafka fences one after the other."""
+    return jobs.worker_id if jobs.worker_id is not None else f"{socket.gethostname()}-{os.getpid()}"
+
+
+class Assembler:
+    """A job of `stream_jobs.worker.faust_app`. Every exception out of it must end the process."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        jobs, topics = settings.jobs, settings.kafka.topics
+        self.inputs: tuple[str, ...] = (topics.steps, topics.rewards)
+        self.tick_interval_s = jobs.tick_interval_s
+        self._write_ticks = jobs.write_ticks
+        self.decoder = Decoder(cluster, topics.schemas)
+        self._shared = Shared(
+            cluster=cluster,
+            producer=cluster.producer(),
+            decoder=self.decoder,
+            topics=topics,
+            limits=limits_of(settings),
+            worker=worker_name(jobs),
+            cache_bytes=(jobs.cache_mb << 20) // settings.kafka.partitions,
+            snapshot_min_bytes=jobs.snapshot_min_bytes,
+        )
+        self._owners: dict[int, Owner] = {}
+        self._ticking = self._clock_told = False
+
+    async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
+        """Take the partitions over; returns where to read on. Raises Overtaken only when nothing else was wrong."""
+        situations = await asyncio.to_thread(self._situations, partitions)
+        owners = {p: Owner(p, self._shared, s) for p, s in situations.items()}
+        taken = await asyncio.gather(*(owner.take_over() for owner in owners.values()), return_exceptions=True)
+        for failed in taken:  # all have ended: none writes on while it is decided what that means
+            if isinstance(failed, BaseException) and not isinstance(failed, Overtaken):
+                raise failed
+        for failed in taken:
+            if isinstance(failed, Overtaken):
+                raise failed
+        self._owners = owners
+        return {place: offset for owner in owners.values() for place, offset in owner.positions.items()}
+
+    def _situations(self, partitions: Sequence[int]) -> dict[int, Situation]:
+        """Today's topic ids and ends (blocking), once for all partitions."""
+        topics, cluster = self._shared.topics, self._shared.cluster
+        ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
+        ends = {t: cluster.watermarks(t, partitions) for t in self.inputs}
+        return {p: Situation(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
+
+    async def revoked(self) -> None:
+        """Give all partitions up, each after the batch in hand."""
+        owners, self._owners = self._owners, {}
+        await asyncio.gather(*(owner.release() for owner in owners.values()))
+
+    async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
+        """Process a batch; returns topic to the last offset that is done."""
+        owner = self._owners.get(partition)
+        if owner is None:
+            return {}
+        async with owner.lock:
+            if owner.released:
+                return {}
+            await owner.process((STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records)
+            self._watch_clock(owner)
+        return {r.topic: r.offset for r in records}
+
+    def _watch_clock(self, owner: Owner) -> None:
+        """Say once when log time is far ahead of this machine's: nothing times out until real time is there."""
+        ahead = owner.time - now_micros() // 1000
+        if ahead > CLOCK_AHEAD_MS and not self._clock_told:
+            self._clock_told = True
+            logger().warning(
+                "clock_ahead", partition=owner.partition, ahead_s=ahead // 1000, log_time_ms=owner.time,
+                action="a broker's clock, or this machine's, is wrong: see Clocks in docs/operating.md",
+            )  # fmt: skip
+
+    async def tick(self) -> None:
+        """Write the time into the inputs of every own partition. One that is lost does no harm: the next one says more."""
+        if self._ticking or not self._write_ticks:
+            return  # when Kafka is away: no pile of ticks
+        codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
+        places = [(topic, p) for p in self._owners for topic in self.inputs]
+        self._ticking = True
+        results = await asyncio.gather(
+            *(send(topic, None, codec.encode(Tick(partition=p)), partition=p) for topic, p in places),
+            return_exceptions=True,
+        )
+        self._ticking = False
+        lost = [r for r in results if isinstance(r, BaseException)]
+        if lost:
+            logger().warning("ticks_lost", count=len(lost), error=str(lost[0]))
+
+    def stop(self) -> None:
+        """Nothing that it does takes long."""
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        self._shared.producer.close()

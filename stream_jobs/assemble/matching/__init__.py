@@ -1,0 +1,1 @@
+"""Which trajectory, turn and retry a call belongs to. Pure."""

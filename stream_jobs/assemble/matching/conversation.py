@@ -1,0 +1,231 @@
+"""What the model has said so far, as a request tells it, and how a later request is known to go on from a reply. Pure.
+
+Agents change what they send back: a transient message moves to the end, blocks become strings, reasoning is dropped, ids lose their
+underscore, and the template renders a call otherwise than it was sampled. What they hardly change is what the model said. So a reply
+and the request that goes on from it meet in one number, their link:
+
+- The model's last turn called tools: id, name and arguments of its last call. Ids without what is no letter or digit. Most engines
+  give each call an id of its own, so a history that was cut elsewhere is found as well.
+- Else the texts and last calls of all of the model's turns up to there.
+
+Chat completions, Messages and Responses are read alike. Nothing trusts a shape: what is not as expected counts as not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from schemas.replies import CALL_ITEMS, TEXT_BLOCKS, Call, calls_of, items_of, loaded, texts_of
+from stream_jobs.assemble.matching.token_prefix import hash_of, number
+
+MARSHAL_VERSION = 2
+"""The last one whose bytes are a function of the value alone."""
+
+
+TEXT_SEARCHED = 64 << 10
+IDS_LOOKED_UP = 256
+_QUOTED = re.compile(r"""(?<=["'])[A-Za-z0-9_.:-]{4,128}(?=["'])""")
+
+Turn = Sequence[Mapping[str, Any]]
+"""What the model said in one turn: messages or items, as they stand in the request. Read only as far as needed: histories are long."""
+
+
+def turns_of(request_json: bytes) -> list[Turn] | None:
+    """The model's turns in a request, oldest first; None when the request holds no conversation that can be read."""
+    items = _items(request_json)
+    return None if items is None else list(_turns(items))
+
+
+class Conversation(NamedTuple):
+    """A request as later requests are held against it.
+
+    Attributes:
+        turns: As of `turns_of`.
+        messages: Hash of all its messages; None when it can't be read.
+        prefixes: Hashes of the messages before each run of the model's messages, oldest first.
+    """
+
+    turns: list[Turn] | None
+    messages: int | None
+    prefixes: Sequence[int]
+
+
+def conversation_of(request_json: bytes) -> Conversation:
+    """Read a request. A message hashes alike with and without `cache_control`, as text and as a list of text blocks."""
+    items = _items(request_json)
+    if items is None:
+        return Conversation(None, None, ())
+    hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
+    for item in items:
+        is_model = isinstance(item, dict) and (item.get("role") == "assistant" or item.get("type") in CALL_ITEMS)
+        if is_model and not before:
+            prefixes.append(number(hashed.digest()))
+        before = is_model
+        said = _message(item)
+        hashed.update(len(said).to_bytes(8, "little") + said)
+    return Conversation(list(_turns(items)), number(hashed.digest()), prefixes)
+
+
+def call_id_of(turn: Turn | None) -> int | None:
+    """Hash of the id of the last tool call in a turn; None without one."""
+    for item in reversed(turn or ()):
+        for call in reversed(list(calls_of(item))):
+            if call.call_id is not None and (letters := _letters(call.call_id)):
+                return hash_of(b"call id", letters.encode("utf-8", "surrogatepass"))
+    return None
+
+
+def call_ids_in(turn: Turn) -> list[int]:
+    """Hashes of what may be ids of tool calls in the text of a turn, last first.
+
+    Some agents repeat a call as text: `[{'id': 'call_1', 'type': 'function', ...}]`.
+    """
+    found = _QUOTED.findall(_text(turn)[-TEXT_SEARCHED:])[::-1]
+    return [hash_of(b"call id", _letters(word).encode()) for word in dict.fromkeys(found)][:IDS_LOOKED_UP]
+
+
+def reply_of(response_json: bytes) -> Turn | None:
+    """The turn that a recorded reply is; None when it says nothing."""
+    said = _loaded(response_json)
+    is_list = isinstance(said, dict) and isinstance(said.get("output"), list)
+    items = items_of(said)
+    turns = list(_turns(items if is_list else [{**item, "role": "assistant"} for item in items]))
+    return turns[-1] if turns else None
+
+
+def call_in(turn: Turn) -> bytes | None:
+    """The last call of a tool in a turn; None without one."""
+    for item in reversed(turn):
+        named = [call for call in calls_of(item) if call.call_id or call.name]
+        if named:
+            return _packed(named[-1])
+    return None
+
+
+def said_in(turn: Turn) -> int:
+    """Hash of the text and the last call of a turn: equal for a reply and for the same turn in a later request."""
+    said = (_text(turn).encode("utf-8", "surrogatepass"), call_in(turn) or b"")
+    return hash_of(b"turn", len(said[0]).to_bytes(8, "little"), *said)
+
+
+class Links(NamedTuple):
+    """shown: by a request. leads: what a request will show that goes on from its reply. None: nothing was said, or it can't be read."""
+
+    shown: int | None
+    leads: int | None
+
+
+def links_of(turns: Sequence[Turn] | None, reply: Turn | None) -> Links:
+    """The links of a request with these turns of the model, and of the reply to it."""
+    last = turns[-1] if turns else None
+    shown = _of_call(call_in(last)) if last is not None else None
+    leads = _of_call(call_in(reply)) if reply is not None else None
+    if turns is None or ((last is None or shown is not None) and (reply is None or leads is not None)):
+        return Links(shown, leads)
+    hashed = hashlib.sha256(b"said")
+    for turn in turns:
+        _add(hashed, turn)
+    if last is not None and shown is None:
+        shown = number(hashed.digest())
+    if reply is not None and leads is None:
+        _add(hashed, reply)
+        leads = number(hashed.digest())
+    return Links(shown, leads)
+
+
+def _of_call(call: bytes | None) -> int | None:
+    return hash_of(b"call", call) if call is not None else None
+
+
+def _add(hashed: hashlib._Hash, turn: Turn) -> None:
+    said = call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
+    hashed.update(len(said).to_bytes(8, "little") + said)
+
+
+def _items(request_json: bytes) -> list[Any] | None:
+    said = _loaded(request_json)
+    items = said.get("messages", said.get("input")) if isinstance(said, dict) else None
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    return items if isinstance(items, list) else None
+
+
+def _message(item: Any) -> bytes:
+    """What a message says, whatever an agent changes of its form between calls."""
+    if isinstance(item, dict):
+        content = item.get("content")
+        if isinstance(content, list) and all(isinstance(b, dict) and b.get("type") in TEXT_BLOCKS for b in content):
+            content = "\n".join(texts_of(item))
+        elif isinstance(content, list):
+            content = [_bare(block) for block in content]
+        item = {**_bare(item), "content": content}
+    return _dumped(item)
+
+
+def _bare(block: Any) -> Any:
+    return {k: v for k, v in block.items() if k != "cache_control"} if isinstance(block, dict) else block
+
+
+def _letters(call_id: str) -> str:
+    return "".join(filter(str.isalnum, call_id))
+
+
+def _loaded(packed: bytes) -> Any:
+    try:
+        return loaded(packed)
+    except ValueError:
+        return None
+
+
+def _turns(items: Sequence[Any]) -> Iterator[Turn]:
+    """Neighbouring items of the model are one turn; one that says nothing is none."""
+    turn: list[Mapping[str, Any]] = []
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALL_ITEMS):
+            turn.append(item)
+        elif kind != "reasoning" and not str(kind).endswith("_call"):
+            if any(map(_says, turn)):
+                yield turn
+            turn = []
+    if any(map(_says, turn)):
+        yield turn
+
+
+def _says(item: Mapping[str, Any]) -> bool:
+    """Whether there is any text or call in it: looked at for every message of a history, so nothing is put together."""
+    content = item.get("content")
+    if isinstance(content, str) and content and not content.isspace():
+        return True  # as a rule
+    if item.get("type") in CALL_ITEMS or item.get("tool_calls") or item.get("function_call"):
+        return True
+    if any(text and not text.isspace() for text in texts_of(item)):
+        return True
+    return isinstance(content, list) and any(isinstance(b, dict) and b.get("type") == "tool_use" for b in content)
+
+
+def _text(turn: Turn) -> str:
+    if len(turn) == 1 and isinstance(content := turn[0].get("content"), str):
+        return content.strip()
+    return "\n".join(text for item in turn for text in texts_of(item)).strip()
+
+
+def _packed(call: Call) -> bytes:
+    letters, given = _letters(call.call_id or ""), call.given
+    if isinstance(given, str):
+        given = _loaded(given.encode("utf-8", "surrogatepass")) or given
+    return _dumped([letters, call.name, given])
+
+
+def _dumped(said: Any) -> bytes:
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # It reads 1,024 levels and writes 254. This writes 2,000, but leaves the keys in their order.
+        return marshal.dumps(said, MARSHAL_VERSION)

@@ -1,0 +1,109 @@
+"""Client retries: the same call twice in one trajectory, and which of the two counts. Pure.
+
+Two steps are one choice, asked for twice, when
+- they have the same idempotency key and the same choice index, and prompts of the same length if both are known; or
+- one ended badly (aborted by the client, or an error), and a call with the identical prompt came after it; or
+- the client says that it tries again (`x-stainless-retry-count` above 0), and an earlier step has the identical prompt.
+Prompts are identical when their token ids are; without token ids, when the requests are, byte for byte. Equal prompts alone are
+rollouts: the same question asked several times on purpose. Choices of one call are never retries of each other.
+
+Of the two counts the one that the client went on from; else the one that did not end badly; else the later one. The other is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from schemas.records import Step
+from stream_jobs.assemble.matching.token_prefix import hash_of
+from stream_jobs.assemble.model import StepEntry, Steps, call_of
+
+
+class Retry(NamedTuple):
+    """Positions of the step that is never trained, and of the one that counts."""
+
+    gone: int
+    counts: int
+
+
+def idempotency_hash(step: Step) -> int | None:
+    """Of its idempotency key and choice. None: it has no key."""
+    if not step.idempotency_key:
+        return None
+    return hash_of(b"idempotency\x1f", str(step.choice_index).encode(), b"\x1f", step.idempotency_key.encode())
+
+
+def request_hash(step: Step) -> int:
+    """What `asked` is when the token ids of the prompt are not known."""
+    return hash_of(b"request\x1f", step.request_json)
+
+
+def as_long(prompt: int, other: int) -> bool:
+    """Whether two prompts may be the same, by their tokens; 0 is not known. Some clients send one idempotency key with every call."""
+    return 0 in (prompt, other) or prompt == other
+
+
+def ended_badly(entry: StepEntry) -> bool:
+    """Whether the client has no whole answer from this step: asking again is what it would do."""
+    return entry.status != "ok"
+
+
+def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
+    """Whether the step that comes next, with its entry, is an earlier one's retry."""
+    new = len(steps)
+    old = _twin(steps, entry, step)
+    if old is None:
+        return None
+    if _continued(steps, old, entry) or (ended_badly(entry) and not ended_badly(steps[old])):
+        return Retry(new, old)
+    return Retry(old, new)
+
+
+def mended(steps: Steps, at: int) -> Retry | None:
+    """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
+    other = steps[at].retried
+    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or steps.continued[other]:
+        return None
+    return Retry(other, at)
+
+
+def why_retried(steps: Sequence[StepEntry], at: int) -> str:
+    """Evidence for the mark on step `at`."""
+    step, other = steps[at], steps[steps[at].retried or 0]
+    if step.idem is not None and step.idem == other.idem:
+        how = "same idempotency key"
+    elif ended_badly(step):
+        how = f"{step.status}, then asked again"
+    else:
+        how = "the client said that it tried again"
+    return f"retried as {other.tail}: {how}"
+
+
+def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
+    """The earlier step that the next one asks for again; of several the latest."""
+    call = call_of(entry.tail)
+
+    def may_be(at: int) -> bool:
+        other = steps[at]
+        return other.retried is None and other.choice == entry.choice and call_of(other.tail) != call
+
+    for i in reversed(steps.keyed.get(entry.idem, ()) if entry.idem is not None else ()):
+        if as_long(steps[i].prompt, entry.prompt) and may_be(i):
+            return i
+    identical = list(steps.failed.get(entry.asked, ()))
+    if steps.unread:
+        identical += steps.unread.get(request_hash(step), ())
+    found = max(filter(may_be, identical), default=None)
+    if (step.retry_count or 0) > 0:
+        body = request_hash(step)
+        for i in range(len(steps) - 1, -1 if found is None else found, -1):
+            asked = entry.asked if steps[i].end_hash is not None else body
+            if steps[i].asked == asked and may_be(i) and not _continued(steps, i, entry):
+                return i
+    return found
+
+
+def _continued(steps: Steps, at: int, entry: StepEntry) -> bool:
+    """Whether the client has gone on from a step, at the latest with the next one."""
+    return bool(steps.continued[at]) or at in (entry.base, entry.after)

@@ -1,0 +1,304 @@
+"""The records that a closed trajectory becomes: its payload in parts, and what admission has to know of it. Pure.
+
+Bytes depend only on what was decided (the index at closing, the outcome, the folded rewards) and on the payload: never on a clock, on the
+order of arrival across topics, or on a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from schemas.codec.single_object import Codec
+from schemas.ids import key_of_trajectory, parse_version, stable_id
+from schemas.records import Candidate, CandidateStep, RewardValue, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.topics import MAX_RECORD_BYTES
+from stream_jobs.assemble.matching.conversation import reply_of, said_in
+from stream_jobs.assemble.model import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
+from stream_jobs.assemble.payload.cache import Kept, Payload
+from stream_jobs.assemble.payload.segment_tree import Sampled, build
+
+T = TypeVar("T")
+_UNMARKED = Marks()
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A closed trajectory as records. order: position on the log of the step of each index; empty: the same, as in every conversation that
+    goes straight on. prompt_tokens: environment tokens, each once.
+    """
+
+    parts: tuple[Trajectory, ...]
+    order: tuple[int, ...]
+    prompt_tokens: int
+
+
+def starts_of(trajectory: Open) -> dict[int, int]:
+    """Offsets on `claw.steps` whose payload the trajectory needs, each with the `start` of `payload_of`."""
+    starts = {s.offset: trajectory.steps.start_of(s) for s in trajectory.steps}
+    return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
+
+
+def payload_bytes(trajectory: Open) -> int:
+    """About how many bytes its payload has; metadata left out."""
+    return trajectory.steps.size
+
+
+def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
+    """The keys in order, in runs of at most `limit` bytes; one that is larger is alone."""
+    run, used = list[Key](), 0
+    for key, size in sizes.items():
+        if run and used + size > limit:
+            yield run
+            run, used = [], 0
+        run.append(key)
+        used += size
+    if run:
+        yield run
+
+
+def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, Kept]) -> Assembled:
+    """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
+    kept = [None] * len(trajectory.steps) if closed.outcome == "lost" else _payloads(trajectory, payload)
+    name = key_of_trajectory(key[1])
+    tree = build(
+        [_sampled(entry, what) for entry, what in zip(trajectory.steps, kept, strict=True)],
+        lambda step, earlier: _repeats(trajectory.steps[step], kept[earlier]),
+    )
+    steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
+    for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
+        steps[node.index] = TrajectoryStep(
+            step_id=f"{name}~{entry.tail}",
+            index=node.index,
+            parent=node.parent,
+            segment=node.segment,
+            status=entry.status,
+            finish_reason=what.finish_reason if what else None,
+            drift=node.drift,
+            prompt_tokens=entry.prompt,
+            response_tokens=entry.response,
+            response_json=what.response_json if what else b"",
+            oldest_version=entry.oldest,
+            newest_version=entry.newest,
+            trainable=entry.reason is None and what is not None,
+            untrainable_reason=entry.reason if what else "payload lost to retention",
+            tags=what.tags if what else (),
+            marks=("retried",) if entry.retried is not None else (),
+            offset=entry.offset,
+            logprobs_temperature=what.logprobs_temperature if what else None,
+        )
+    done = tuple(s for s in steps if s is not None)
+    metadata = payload.get(trajectory.meta) if trajectory.meta is not None and closed.outcome != "lost" else None
+    whole = Trajectory(
+        run_id=key[0],
+        trajectory_key=name,
+        trajectory_id=key[1],
+        group_id=trajectory.group_id or key[1],
+        group_size=trajectory.group_size,
+        round=trajectory.round,
+        channel=trajectory.channel,
+        outcome=closed.outcome,
+        reason=closed.reason,
+        opened_at=trajectory.opened_at,
+        closed_at=closed.closed_at,
+        metadata_json=metadata if isinstance(metadata, bytes) else None,
+        part=0,
+        parts=1,
+        segments=tree.segments,
+        steps=done,
+    )
+    order = tuple(sorted(range(len(tree.nodes)), key=lambda at: tree.nodes[at].index))
+    straight = order == tuple(range(len(order)))
+    return Assembled(tuple(in_parts(whole)), () if straight else order, tree.environment_tokens)
+
+
+def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
+    """The trajectory in records of at most about `limit` bytes: first the segments, then the steps. Metadata is in the first."""
+    size = sum(map(_segment_size, whole.segments)) + sum(map(_step_size, whole.steps)) + len(whole.metadata_json or b"")
+    if size <= limit:
+        yield whole
+        return
+    segments = _batches(
+        whole.segments, limit, [_segment_size(s) for s in whole.segments], len(whole.metadata_json or b"")
+    )
+    left = sum(map(_segment_size, segments[-1])) + (len(whole.metadata_json or b"") if len(segments) == 1 else 0)
+    steps = _batches(whole.steps, limit, [_step_size(s) for s in whole.steps], left)
+    count = len(segments) + len(steps) - 1
+    for part in range(count):
+        at = part - len(segments) + 1
+        yield replace(
+            whole,
+            part=part,
+            parts=count,
+            metadata_json=whole.metadata_json if part == 0 else None,
+            segments=tuple(segments[part]) if at <= 0 else (),
+            steps=tuple(steps[at]) if at >= 0 else (),
+        )
+
+
+def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
+    """What admission has to know, at the revision that `closed` has come to. At most MAX_RECORD_BYTES when encoded."""
+    folded = closed.folded
+    whole, assessed = folded.marks.get("", _UNMARKED), folded.assessed
+    name = key_of_trajectory(key[1])
+    steps, synced = list[CandidateStep](), set[int]()
+    scores = assessed.steps if assessed is not None and len(assessed.steps) == len(closed.steps) else None
+    for index, s in enumerate(closed.steps):
+        marks = folded.marks.get(s.tail, _UNMARKED)
+        reason = s.reason or ("curation" if marks.trainable is False else None)
+        score = scores[index] if scores is not None else None
+        found = _sync_indexes(s.oldest, s.newest) if reason is None else ()
+        synced.update(found)
+        steps.append(CandidateStep(
+            step_id=f"{name}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
+            quality=score if marks.quality is None else marks.quality,
+            tags=(*(s.tags or ()), *[t for t in marks.tags or () if t not in (s.tags or ())]),
+            assessed_quality=score, oldest_sync_index=min(found, default=None),
+        ))  # fmt: skip
+    trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
+    judged = assessed.quality if assessed is not None else None
+    reason = _why_not(closed, whole, bool(trained))
+    record = Candidate(
+        run_id=key[0],
+        channel=closed.channel,
+        trajectory_key=name,
+        trajectory_id=key[1],
+        group_id=closed.group_id or key[1],
+        group_size=closed.group_size,
+        round=closed.round,
+        revision=closed.revision,
+        outcome=closed.outcome,
+        opened_at=closed.opened_at,
+        closed_at=closed.closed_at,
+        rewards=_rewards(key, closed),
+        steps=tuple(steps),
+        prompt_tokens=closed.prompt_tokens,
+        trainable_tokens=sum(s.response for s in trained),
+        oldest_sync_index=min(synced, default=None),
+        newest_sync_index=max(synced, default=None),
+        trainable=reason is None,
+        reason=reason,
+        quality=judged if whole.quality is None else whole.quality,
+        tags=tuple(whole.tags or ()),
+        assessed_quality=judged,
+        assessment_revision=assessed.revision if assessed is not None else None,
+    )
+    return _small(record, codec)
+
+
+def step_mark(mark: Mark) -> StepMark:
+    """The record of a mark on a step that came after its trajectory had closed."""
+    run, key = mark.key
+    return StepMark(
+        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
+        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
+    )  # fmt: skip
+
+
+def _sync_indexes(*versions: str | None) -> list[int]:
+    """Of those that are versions of a run."""
+    return [found.sync_index for v in versions if v is not None and (found := parse_version(v)) is not None]
+
+
+def _small(record: Candidate, codec: Codec) -> Candidate:
+    """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
+    if at_most(record) <= MAX_RECORD_BYTES or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES:
+        return record
+    reason = f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
+    rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
+    return replace(
+        record, steps=(), rewards=rewards, tags=record.tags[:50], trainable=False, reason=reason, trainable_tokens=0
+    )
+
+
+def at_most(record: Candidate) -> int:
+    """Bytes that a candidate has at the most when encoded: writing one of 5,000 steps only to count it would take a third of making it."""
+    texts = [
+        record.run_id,
+        record.trajectory_key,
+        record.trajectory_id,
+        record.group_id,
+        record.reason or "",
+        *record.tags,
+    ]
+    for s in record.steps:
+        texts += (s.step_id, s.reason or "", *s.tags)
+    for r in record.rewards:
+        texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
+    text = "".join(texts)
+    # UTF-8 has at most 4 bytes a character. Beside the texts: their lengths, numbers of at most 10 bytes, what may be null.
+    return (
+        (1 if text.isascii() else 4) * len(text)
+        + 10 * len(texts)
+        + 40 * (len(record.steps) + len(record.rewards))
+        + 200
+    )
+
+
+def _why_not(closed: Closed, marks: Marks, some_step: bool) -> str | None:
+    if closed.outcome == "lost":
+        return closed.reason or "payload lost"
+    if marks.trainable is False:
+        return "curation"
+    return None if some_step else "no trainable step"
+
+
+def _rewards(key: Key, closed: Closed) -> tuple[RewardValue, ...]:
+    values = (
+        RewardValue(
+            source=r.source, name=r.name, function_version=r.version, value=r.value, reason=r.reason, reward_revision=r.revision,
+            step_id=f"{key_of_trajectory(key[1])}~{r.tail}" if r.tail is not None else None,
+        )
+        for r in closed.folded.rewards.values()
+    )  # fmt: skip
+    return tuple(sorted(values, key=lambda r: (r.source, r.name, r.step_id or "")))
+
+
+def _payloads(trajectory: Open, payload: Mapping[int, Kept]) -> list[Payload | None]:
+    kept: list[Payload | None] = []
+    for entry in trajectory.steps:
+        what = payload[entry.offset]
+        assert isinstance(what, Payload), f"offset {entry.offset} is no step"
+        kept.append(what)
+    return kept
+
+
+def _sampled(entry: StepEntry, what: Payload | None) -> Sampled | None:
+    """What a step's payload leaves out is the prompt and response of its base."""
+    if what is None or not what.tokens:
+        return None
+    base = entry.base if what.start else None
+    # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
+    return Sampled(what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None)
+
+
+def _repeats(step: StepEntry, earlier: Payload | None) -> bool:
+    """Whether the model's last turn in a step's request is the reply of an earlier one."""
+    if step.repeats is None or earlier is None:
+        return False
+    reply = reply_of(earlier.response_json)
+    return reply is not None and said_in(reply) == step.repeats
+
+
+def _segment_size(s: Segment) -> int:
+    versions = sum([4 * len(v.version) + 20 for v in s.versions]) if s.versions else 0
+    return len(s.token_ids) + len(s.logprobs or b"") + versions + STEP_BYTES
+
+
+def _step_size(s: TrajectoryStep) -> int:
+    tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
+    names = len(s.step_id) + len(s.finish_reason or "") + tags
+    return len(s.response_json) + 4 * names + 2 * STEP_BYTES  # UTF-8 has at most 4 bytes a character
+
+
+def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:
+    """Items in order, cut into runs of at most `limit` bytes; `used` bytes of the first are taken."""
+    runs: list[list[T]] = [[]]
+    for item, size in zip(items, sizes, strict=True):
+        if used + size > limit and (runs[-1] or used):
+            runs.append([])
+            used = 0
+        runs[-1].append(item)
+        used += size
+    return runs

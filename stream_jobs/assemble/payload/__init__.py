@@ -1,0 +1,1 @@
+"""A trajectory's tokens: cache, segment tree, trainability."""

@@ -1,0 +1,96 @@
+"""What a trajectory's output needs of its records on `claw.steps`, kept until it closes: a cache of the log, nothing more."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from schemas.records import SessionEvent, Step, Tag, VersionSpan
+from stream_jobs.assemble.payload.segment_tree import WIDTH
+from stream_jobs.assemble.payload.trainability import Provenance
+
+
+class Payload(NamedTuple):
+    """What is kept of a step. prompt: packed ids from token `start` on; what is before it are the parent's prompt and response.
+
+    tokens: False when prompt or response ids are not known.
+    """
+
+    start: int
+    prompt: bytes
+    response: bytes
+    tokens: bool
+    logprobs: bytes | None
+    versions: tuple[VersionSpan, ...]
+    response_json: bytes
+    finish_reason: str | None
+    tags: tuple[Tag, ...]
+    logprobs_temperature: float | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        return len(self.prompt) + len(self.response) + len(self.logprobs or b"") + len(self.response_json) + 400
+
+
+Kept = Payload | bytes
+"""A step's payload, or the metadata of an opened event."""
+
+
+def payload_of(step: Step, origin: Provenance, start: int = 0) -> Payload:
+    """The payload of a step without the first `start` prompt tokens."""
+    known = step.prompt_token_ids is not None and step.response_token_ids is not None
+    response = step.response_token_ids or b""
+    logprobs = step.response_logprobs
+    return Payload(
+        start=start if known else 0,
+        prompt=(step.prompt_token_ids or b"")[start * WIDTH :] if known else b"",
+        response=response if known else b"",
+        tokens=known,
+        logprobs=logprobs if known and logprobs is not None and len(logprobs) == len(response) else None,
+        versions=origin.versions,
+        response_json=step.response_json,
+        finish_reason=step.finish_reason,
+        tags=step.tags,
+        logprobs_temperature=origin.logprobs_temperature,
+    )
+
+
+def metadata_of(event: SessionEvent) -> bytes:
+    """The metadata of an opened event."""
+    return event.metadata_json or b""
+
+
+class PayloadCache:
+    """Payload by offset, up to a number of bytes; the oldest goes first and is read from the log again when its trajectory closes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self.bytes = 0
+
+    def put(self, offset: int, kept: Kept) -> None:
+        """Keep it; may push out the oldest."""
+        self.drop(offset)
+        self._kept[offset] = kept
+        self.bytes += _size(kept)
+        while self.bytes > self._max and self._kept:
+            _, old = self._kept.popitem(last=False)
+            self.bytes -= _size(old)
+
+    def get(self, offset: int) -> Kept | None:
+        """What was kept, None when it was not or is not any more."""
+        return self._kept.get(offset)
+
+    def drop(self, offset: int) -> None:
+        """Its trajectory has closed."""
+        old = self._kept.pop(offset, None)
+        if old is not None:
+            self.bytes -= _size(old)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _size(kept: Kept) -> int:
+    return kept.size if isinstance(kept, Payload) else len(kept) + 100

@@ -1,0 +1,298 @@
+"""Segment trees: the tokens of a trajectory, each stored once.
+
+A step's prompt usually starts with the prompt and response of an earlier step. Its parent is the step whose prompt and response are
+the longest prefix of its prompt. The tree has one policy segment for each step that sampled something; what the environment wrote
+between a parent's response and the next sampling hangs below the parent's segment, shared by all steps that begin with it (a radix
+tree: a fork splits a segment). So a linear conversation is one chain environment, policy, environment, policy. Tokens that a client
+sent back *differently* from how they were sampled are the environment's in the new branch. Where they say the same in other tokens, that
+is where the step comes from all the same: realigned, and no fork. All lengths are in tokens; ids are packed
+little-endian int32, 4 bytes each.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schemas.records import Drift, Segment, VersionSpan
+
+WIDTH = 4
+"""Bytes of a packed token id."""
+
+
+class Sampled(NamedTuple):
+    """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known.
+
+    base: position of an earlier step whose prompt and response the prompt begins with; then `prompt` is only what is behind them.
+    counts: whether it is a branch of the tree; if not, others may still have it as their base.
+    """
+
+    prompt: bytes
+    response: bytes
+    logprobs: bytes | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    base: int | None = None
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Where a step is: its position, its parent's position, the segment with its response, and how its prompt came about.
+
+    parent: of a realigned step the one whose reply came back in other tokens; its segment hangs below the longest sampled prefix.
+    """
+
+    index: int
+    parent: int | None
+    segment: int | None
+    drift: Drift
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """segments: a parent comes before its children. nodes: one for each input step, in input order."""
+
+    segments: tuple[Segment, ...]
+    nodes: tuple[Node, ...]
+
+    @property
+    def environment_tokens(self) -> int:
+        """Tokens that no policy sampled, each counted once."""
+        return sum(len(s.token_ids) // WIDTH for s in self.segments if s.step_index is None)
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """A segment while the tree grows. `environment`: children written by the environment, by their first token.
+
+    above, end: only of a branch that `_descend` has made: where it hangs, and the bytes from the root to its end. A tree that is done loses
+    its links of one direction: with both it would hold all its tokens until the next search for cycles.
+    """
+
+    tokens: bytes
+    step: int | None = None
+    above: _Branch | None = None
+    end: int = 0
+    environment: dict[bytes, _Branch] = field(default_factory=dict)
+    policy: list[_Branch] = field(default_factory=list)
+    number: int = -1
+
+
+Repeats = Callable[[int, int], bool]
+"""Whether the request of the first step has the reply of the second one as the model's last turn."""
+
+
+def build(steps: Sequence[Sampled | None], repeats: Repeats = lambda step, earlier: False) -> Tree:
+    """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted.
+
+    Takes the memory of each token once, not that of each prompt: of a long conversation they are hundreds of times as much.
+    """
+    paths = _paths(steps)
+    parents, sources, drifts = _parents(steps, paths, repeats)
+    order = _causal_order(parents, sources)
+    index = {step: i for i, step in enumerate(order)}
+    root = _Branch(b"")
+    leaves: dict[int, _Branch] = {}
+    for step in order:
+        tokens, path = steps[step], paths[step]
+        if tokens is None or path is None or not tokens.counts:
+            continue
+        parent = parents[step]
+        above = root if parent is None else leaves[parent]
+        leaf = _Branch(tokens.response, step)
+        _descend(above, path.behind(_path(paths, parent))).policy.append(leaf)
+        leaves[step] = leaf
+    segments = _number(root, steps, index)
+    nodes = tuple(
+        Node(
+            index[i], index[p] if (p := sources[i]) is not None else None, leaves[i].number if i in leaves else None, d
+        )
+        for i, d in enumerate(drifts)
+    )
+    return Tree(segments, nodes)
+
+
+def prompt_of(tree_segments: Sequence[Segment], segment: int) -> bytes:
+    """The packed prompt of the step whose response is in `segment`: the path from the root to its parent."""
+    pieces: list[bytes] = []
+    at = tree_segments[segment].parent
+    while at is not None:
+        pieces.append(tree_segments[at].token_ids)
+        at = tree_segments[at].parent
+    return b"".join(reversed(pieces))
+
+
+class _Path(NamedTuple):
+    """Where a step's prompt ends, and where its response does, in the radix tree of all tokens, whoever wrote them."""
+
+    asked: _Branch
+    whole: _Branch
+
+    def behind(self, parent: _Path | None) -> bytes:
+        """The prompt behind the parent's prompt and response."""
+        pieces: list[bytes] = []
+        at: _Branch | None = self.asked
+        while at is not None and (parent is None or at is not parent.whole):
+            pieces.append(at.tokens)
+            at = at.above
+        return b"".join(reversed(pieces))
+
+
+def _paths(steps: Sequence[Sampled | None]) -> list[_Path | None]:
+    """Of each step where it is in the radix tree. Equal tokens end at one branch, and a beginning of others is above them."""
+    root = _Branch(b"")
+    paths: list[_Path | None] = []
+    for step in steps:
+        if step is None:
+            paths.append(None)
+            continue
+        base = _path(paths, step.base)
+        asked = _descend(root if base is None else base.whole, step.prompt)
+        paths.append(_Path(asked, _descend(asked, step.response)))
+    grown = [root]
+    while grown:
+        branch = grown.pop()
+        grown.extend(branch.environment.values())
+        branch.environment = {}
+    return paths
+
+
+def _path(paths: Sequence[_Path | None], step: int | None) -> _Path | None:
+    if step is None:
+        return None
+    path = paths[step]
+    assert path is not None, f"step {step} has no tokens to go on from"
+    return path
+
+
+def _parents(
+    steps: Sequence[Sampled | None], paths: Sequence[_Path | None], repeats: Repeats
+) -> tuple[list[int | None], list[int | None], list[Drift]]:
+    """Of each step the longest sampled prefix, the step it comes from (another one when it is realigned), and its drift.
+
+    Both have shorter prompts than the step, so none is its own ancestor: what has sampled nothing is no prefix.
+    """
+    counting = [
+        (i, path) for i, (s, path) in enumerate(zip(steps, paths, strict=True)) if s and path and s.response and s.counts
+    ]  # fmt: skip
+    latest = {path.whole: i for i, path in counting}  # of equal ones the latest
+    sampling = {i for i, _ in counting}
+    prompts: dict[_Branch, list[int]] = {}  # of the steps before this one on the log, by where they end
+    parents: list[int | None] = []
+    sources: list[int | None] = []
+    drifts: list[Drift] = []
+    for i, (step, path) in enumerate(zip(steps, paths, strict=True)):
+        parent = source = None
+        drift: Drift = "root"
+        if step is not None and path is not None and step.counts:
+            at: _Branch | None = path.asked
+            while at is not None and (parent := latest.get(at)) is None:
+                at = at.above
+            left = _left(path.asked, at.end if at is not None else 0, prompts)
+            source = next((other for other in left if repeats(i, other)), None)
+            drift = "realigned" if source is not None else "forked" if left else "root" if parent is None else "clean"
+            if i in sampling:
+                prompts.setdefault(path.asked, []).append(i)
+        parents.append(parent)
+        sources.append(parent if source is None else source)
+        drifts.append(drift)
+    return parents, sources, drifts
+
+
+def _left(asked: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]) -> Sequence[int]:
+    """The steps with the longest prompt from which this one goes on with something else than what was sampled there; latest first.
+
+    asked: where its prompt ends. begin: bytes of its longest sampled prefix.
+    """
+    at = asked.above
+    while at is not None and at.end >= max(begin, 1):
+        if at in earlier:
+            return earlier[at][::-1]
+        at = at.above
+    return ()
+
+
+def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) -> list[int]:
+    """Parents and sources before children, else log order."""
+    children: dict[int, list[int]] = {}
+    ready, waits = [], [0] * len(parents)
+    for i, both in enumerate(zip(parents, sources, strict=True)):
+        above = {step for step in both if step is not None}
+        waits[i] = len(above)
+        if not above:
+            ready.append(i)
+        for step in above:
+            children.setdefault(step, []).append(i)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for child in children.get(i, ()):
+            waits[child] -= 1
+            if not waits[child]:
+                heapq.heappush(ready, child)
+    return order
+
+
+def _descend(above: _Branch, tokens: bytes) -> _Branch:
+    """The branch at which `tokens`, written by the environment below `above`, end. Adds and splits what is needed.
+
+    What ends at a branch goes on ending there: of a split one the lower half.
+    """
+    at = 0
+    while at < len(tokens):
+        first = tokens[at : at + WIDTH]
+        below = above.environment.get(first)
+        if below is None:
+            left = tokens[at:]
+            below = above.environment[first] = _Branch(left, above=above, end=above.end + len(left))
+            return below
+        if not tokens.startswith(below.tokens, at):
+            shared = _common(below.tokens, tokens[at : at + len(below.tokens)])
+            upper = _Branch(below.tokens[:shared], above=above, end=above.end + shared)
+            below.tokens, below.above = below.tokens[shared:], upper
+            upper.environment[below.tokens[:WIDTH]] = below
+            above.environment[first] = upper
+            below = upper
+        at += len(below.tokens)
+        above = below
+    return above
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length in bytes of the longest common prefix, in whole tokens."""
+    low, high = 0, min(len(a), len(b)) // WIDTH
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * WIDTH : middle * WIDTH] == b[low * WIDTH : middle * WIDTH]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * WIDTH
+
+
+def _number(root: _Branch, steps: Sequence[Sampled | None], index: dict[int, int]) -> tuple[Segment, ...]:
+    """Segments in depth-first order, children in the order in which they were added."""
+    segments: list[Segment] = []
+    stack: list[tuple[_Branch, int | None]] = [(root, None)]
+    while stack:
+        branch, parent = stack.pop()
+        branch.above = None
+        if branch is not root:
+            branch.number = len(segments)
+            step = steps[branch.step] if branch.step is not None else None
+            segments.append(
+                Segment(
+                    parent=parent,
+                    step_index=index[branch.step] if branch.step is not None else None,
+                    token_ids=branch.tokens,
+                    logprobs=step.logprobs if step else None,
+                    versions=step.versions if step else (),
+                )
+            )
+            parent = branch.number
+        children = [*branch.policy, *branch.environment.values()]
+        stack.extend((child, parent) for child in reversed(children))
+    return tuple(segments)

@@ -1,0 +1,1 @@
+"""Delta tables: commits, logs, snapshots, damage, repair, maintenance."""

@@ -1,0 +1,113 @@
+"""Finds which files of a table can't be read: entries and checkpoints of its Delta log, data files. Needs no Delta library.
+
+Parquet files carry no checksums: a changed byte is noticed where it breaks the format, a compressed page or a text, not where it
+turns one number into another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from stream_jobs.lake.delta.log import first_line
+
+LOG = "_delta_log"
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A file that can't be read. file: path inside the table. version: of the commit or checkpoint; None: a data file."""
+
+    file: str
+    what: str
+    version: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.what}"
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.file.endswith(".checkpoint.parquet")
+
+
+def flaws_of_log(table: pafs.FileSystem) -> list[Flaw]:
+    """Checkpoints and commits that can't be read, and commits that are missing between others, by version."""
+    listed = table.get_file_info(pafs.FileSelector(LOG, allow_not_found=True))
+    names = sorted(f.base_name for f in listed if f.is_file)
+    checkpoints = {v: n for n in names if (v := _version(n, ".checkpoint.parquet")) is not None}
+    commits = {v: n for n in names if (v := _version(n, ".json")) is not None}
+    flaws = [
+        Flaw(f"{LOG}/{name}", f"can't be read: {why}", version)
+        for version, name in [*checkpoints.items(), *commits.items()]
+        if (why := _why_unreadable(table, f"{LOG}/{name}")) is not None
+    ]
+    first, last = min(commits, default=0), max(commits, default=-1)
+    flaws += [Flaw(commit_path(v), "is missing", v) for v in range(first, last) if v not in commits]
+    return sorted(flaws, key=lambda flaw: (flaw.version or 0, not flaw.is_checkpoint))
+
+
+def commit_path(version: int) -> str:
+    """Where the commit of a version lies inside the table."""
+    return f"{LOG}/{version:020d}.json"
+
+
+def _version(name: str, suffix: str) -> int | None:
+    number = name.removesuffix(suffix)
+    return int(number) if name.endswith(suffix) and number.isdecimal() else None
+
+
+def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
+    try:
+        if path.endswith(".json"):
+            with table.open_input_stream(path) as stream:
+                for line in stream.read().splitlines():
+                    json.loads(line)
+        else:
+            _decode(table, path)
+    except (ValueError, pa.ArrowException, OSError) as e:  # ValueError: of json, and of text that is no UTF-8
+        return first_line(e)
+    return None
+
+
+def flaw_of_files(table: pafs.FileSystem, sizes: Mapping[str, int], whole: bool = True) -> Iterator[Flaw]:
+    """Data files that are missing, have another size than the log says, or (whole) can't be decoded to the end."""
+    infos = table.get_file_info(list(sizes))
+    there = []
+    for info, (path, size) in zip(infos, sizes.items(), strict=True):
+        if not info.is_file:
+            yield Flaw(path, "is missing")
+        elif info.size != size:
+            yield Flaw(path, f"has {info.size} bytes, the log says {size}")
+        else:
+            there.append(path)
+    for path in there if whole else ():
+        why = _why_unreadable(table, path)
+        if why is not None:
+            yield Flaw(path, f"can't be read: {why}")
+
+
+def _decode(table: pafs.FileSystem, path: str) -> None:
+    with table.open_input_file(path) as file:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=4096):
+            batch.validate(full=True)
+
+
+def adders_of(table: pafs.FileSystem, paths: frozenset[str]) -> dict[str, int]:
+    """The version whose commit added each of the data files, as far as the log goes back."""
+    found: dict[str, int] = {}
+    listed = table.get_file_info(pafs.FileSelector(LOG, allow_not_found=True))
+    for name in sorted(f.base_name for f in listed if f.is_file):
+        version = _version(name, ".json")
+        if version is None:
+            continue
+        with table.open_input_stream(f"{LOG}/{name}") as stream:
+            for line in stream.read().splitlines():
+                path = json.loads(line).get("add", {}).get("path")
+                if path in paths:
+                    found[path] = version
+    return found

@@ -1,0 +1,107 @@
+"""Where the lake's tables lie, and what their Delta logs say of positions. Needs no Delta library.
+
+Format: https://github.com/delta-io/delta/blob/master/PROTOCOL.md, "Delta Log Entries", "Checkpoints", "Transaction Identifiers".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from stream_jobs.errors import LakeDamaged
+from stream_jobs.lake.dedupe import Source
+
+_CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
+
+
+def table_uri(uri: str, name: str) -> str:
+    """Where a table of the lake lies."""
+    return f"{uri.rstrip('/')}/{name}"
+
+
+def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
+    """A native file system whose root is `uri`. storage_options: as the Delta library takes them."""
+    scheme, sep, rest = uri.partition("://")
+    if not sep or scheme == "file":
+        return pafs.SubTreeFileSystem(str(Path(rest if sep else uri).absolute()), pafs.LocalFileSystem())
+    if scheme in ("s3", "s3a"):
+        options = {k.upper().removeprefix("AWS_"): v for k, v in storage_options.items()}
+        named = {
+            "access_key": options.get("ACCESS_KEY_ID"),
+            "secret_key": options.get("SECRET_ACCESS_KEY"),
+            "session_token": options.get("SESSION_TOKEN"),
+            "region": options.get("REGION"),
+            "endpoint_override": options.get("ENDPOINT_URL") or options.get("ENDPOINT"),
+        }
+        return pafs.SubTreeFileSystem(rest, pafs.S3FileSystem(**{k: v for k, v in named.items() if v}))
+    remote, path = pafs.FileSystem.from_uri(uri)
+    return pafs.SubTreeFileSystem(path, remote)
+
+
+def app_id(table: str, source: Source) -> str:
+    """Name under which a table's commits say how far a partition is."""
+    return f"{table}:{source[0]}:{source[1]}"
+
+
+def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[Source, int]:
+    """Every position that the table has ever stored, of topics that are no more too; empty when there is no table. Raises LakeDamaged."""
+    found = {}
+    for name, version in _transactions(table, filesystem(table_uri(uri, table), storage_options)):
+        parts = name.split(":")
+        if len(parts) == 3 and parts[0] == table and parts[2].isdecimal():
+            found[parts[1], int(parts[2])] = version
+    return found
+
+
+def committed_at(uri: str, table: str, version: int, storage_options: Mapping[str, str]) -> datetime | None:
+    """When a version of a table was committed; None when its entry of the log is gone."""
+    log = filesystem(table_uri(uri, table), storage_options)
+    try:
+        with log.open_input_stream(f"_delta_log/{version:020d}{_COMMIT}") as stream:
+            entries = [json.loads(line) for line in stream.read().splitlines()]
+    except FileNotFoundError:
+        return None
+    made = next((e["commitInfo"].get("timestamp") for e in entries if "commitInfo" in e), None)
+    return None if made is None else datetime.fromtimestamp(made / 1000, UTC)
+
+
+@contextmanager
+def _named(table: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, pa.ArrowException, OSError) as e:
+        raise LakeDamaged(table, f"{file} can't be read: {first_line(e)}") from e
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of a library's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _transactions(table: str, log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
+    """(app id, version) of all `txn` actions in log order, those before the newest checkpoint as the checkpoint sums them up."""
+    listed = log.get_file_info(pafs.FileSelector("_delta_log", allow_not_found=True))
+    names = sorted(f.base_name for f in listed if f.is_file)
+    numbered = {int(n.partition(".")[0]): n for n in names if n.partition(".")[0].isdecimal() and n.endswith(_COMMIT)}
+    checkpoints = [n for n in names if n.endswith(_CHECKPOINT) and n.removesuffix(_CHECKPOINT).isdecimal()]
+    start = -1
+    if checkpoints:
+        start = int(checkpoints[-1].removesuffix(_CHECKPOINT))
+        path = f"_delta_log/{checkpoints[-1]}"
+        with _named(table, path), log.open_input_file(path) as file:
+            for txn in pq.read_table(file, columns=["txn"]).column("txn").drop_null().to_pylist():
+                yield txn["appId"], txn["version"]
+    for number, name in sorted(numbered.items()):
+        if number > start:
+            path = f"_delta_log/{name}"
+            with _named(table, path), log.open_input_stream(path) as stream:
+                for line in stream.read().splitlines():
+                    if (txn := json.loads(line).get("txn")) is not None:
+                        yield txn["appId"], txn["version"]

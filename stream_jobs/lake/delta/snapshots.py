@@ -1,0 +1,246 @@
+"""Versions of the lake: what the tables hold, how they were at a moment, and pins: versions of all tables by which others read.
+
+A pin is JSON, `{"lake", "at", "versions": {table: version}}`. A kept one lies beside the tables as `_pins/<name>.json`: the files that its
+versions need are not deleted, nor is the log since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from runtime.atomic_file import create_durably, fsync_path
+from runtime.times import moment_of
+from schemas.settings import Settings
+from stream_jobs.errors import LakeDamaged
+from stream_jobs.lake.delta.log import filesystem
+from stream_jobs.lake.delta.table import LakeError, LakeMissing, flaw_of_table, open_table, version_at
+from stream_jobs.lake.tables.catalog import catalog
+
+Versions = Mapping[str, int | None]
+"""Table to Delta version; None: it was not there, so it is empty."""
+_PINS = "_pins"
+_LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class PinError(LakeError):
+    """A pin that is not there, is no pin, or can't have that name."""
+
+
+def tables(settings: Settings) -> list[dict[str, Any]]:
+    """Of each table its rows, files, bytes, version, the log time of its newest row, and what is wrong with its log or the sizes of
+    its files; no data is read."""
+    found = []
+    for name in catalog():
+        try:
+            table = open_table(settings.lake_uri, name, settings.lake.storage_options)
+            flaw = flaw_of_table(table, settings.lake.storage_options, whole=False)
+        except LakeMissing:
+            continue
+        except LakeDamaged as e:
+            found.append(dict.fromkeys(_LISTED) | {"table": name, "damage": e.flaw})
+            continue
+        files = pa.table(table.get_add_actions(flatten=True))
+        newest = None
+        if files.num_rows and "max.kafka_timestamp" in files.column_names:
+            newest = max((t for t in files.column("max.kafka_timestamp").to_pylist() if t is not None), default=None)
+        found.append(
+            {
+                "table": name,
+                "rows": sum(files.column("num_records").to_pylist()) if files.num_rows else 0,
+                "files": files.num_rows,
+                "bytes": sum(files.column("size_bytes").to_pylist()) if files.num_rows else 0,
+                "version": table.version(),
+                "newest_row": None if newest is None else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
+                "damage": flaw,
+            }
+        )
+    if not found:
+        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+    return found
+
+
+def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
+    """The newest commits of a table: version, time, what was done, rows."""
+    if name not in catalog():
+        raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
+    entries = open_table(settings.lake_uri, name, settings.lake.storage_options).history(limit)
+    return [
+        {
+            "version": e["version"],
+            "at": datetime.fromtimestamp(e["timestamp"] / 1000, UTC).isoformat(timespec="milliseconds"),
+            "operation": e.get("operation"),
+            "metrics": e.get("operationMetrics", {}),
+        }
+        for e in entries
+    ]
+
+
+def pin(settings: Settings, keep: str | None = None) -> dict[str, Any]:
+    """The versions of all tables now. keep: name under which files of these versions are protected until `unpin`.
+
+    Raises PinError for a name that is taken: whoever kept that pin counts on its versions.
+    """
+    if keep is not None and _is_kept(settings, _named(keep)):
+        raise _taken(keep)
+    now = datetime.now(UTC)
+    found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
+    if keep is not None:
+        _keep(settings, keep, json.dumps(found).encode())
+    return found
+
+
+def _keep(settings: Settings, name: str, data: bytes) -> None:
+    """Whole or not at all. Raises PinError when another has just taken the name; an object store can't tell: there the later one stays."""
+    lake = _lake(settings)
+    lake.create_dir(_PINS)
+    if not isinstance(lake.base_fs, pafs.LocalFileSystem):
+        with lake.open_output_stream(_file(name)) as out:
+            out.write(data)
+        return
+    root = Path(lake.base_path)
+    try:
+        create_durably(root / _file(name), data)
+    except FileExistsError as e:
+        raise _taken(name) from e
+    fsync_path(root)  # the directory of the first pin
+
+
+def _taken(name: str) -> PinError:
+    return PinError(f"there is a kept pin {name}: choose another name, or `clawstream tables unpin {name}` first")
+
+
+def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:
+    """The kept pins by name; for one that can't be read, why."""
+    found: dict[str, dict[str, Any] | PinError] = {}
+    for file in _lake(settings).get_file_info(pafs.FileSelector(_PINS, allow_not_found=True)):
+        if file.is_file and file.extension == "json":
+            name = file.base_name.removesuffix(".json")
+            try:
+                found[name] = _read(settings, name)
+            except PinError as e:
+                found[name] = e
+    return found
+
+
+def unpin(settings: Settings, name: str) -> None:
+    """Protect a kept pin's files no longer, readable or not. Raises PinError when there is none."""
+    if not _is_kept(settings, _named(name)):
+        raise PinError(f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}")
+    _lake(settings).delete_file(_file(name))
+
+
+def kept_versions(settings: Settings, table: str) -> list[int]:
+    """Versions of a table that kept pins name. Raises PinError while one can't be read: nobody knows what it keeps."""
+    kept = set()
+    for name, found in pins(settings).items():
+        if isinstance(found, PinError):
+            raise PinError(f"nothing is deleted while {found}; if it is of no use: `clawstream tables unpin {name}`")
+        if table in found["versions"]:
+            kept.add(found["versions"][table])
+    return sorted(kept)
+
+
+def _lake(settings: Settings) -> Any:
+    return filesystem(settings.lake_uri, settings.lake.storage_options)
+
+
+def _named(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise PinError(f"{name!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64")
+    return name
+
+
+def _file(name: str) -> str:
+    return f"{_PINS}/{name}.json"
+
+
+def _is_kept(settings: Settings, name: str) -> bool:
+    return bool(_lake(settings).get_file_info(_file(name)).is_file)
+
+
+def _read(settings: Settings, name: str) -> dict[str, Any]:
+    with _lake(settings).open_input_stream(_file(name)) as stream:
+        return _parsed(stream.read(), f"kept pin {name}")
+
+
+def at(settings: Settings, moment: datetime) -> Versions:
+    """The versions of all tables at a moment. Raises LakeMissing for one that is older than the history."""
+    found = {}
+    for name in catalog():
+        try:
+            found[name] = version_at(settings.lake_uri, name, settings.lake.storage_options, moment)
+        except LakeMissing:
+            if _there(settings, name):
+                raise
+    if not found:
+        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+    return found
+
+
+def _there(settings: Settings, name: str) -> bool:
+    try:
+        open_table(settings.lake_uri, name, settings.lake.storage_options)
+    except LakeMissing:
+        return False
+    return True
+
+
+def versions_of(settings: Settings, word: str) -> Versions:
+    """What a person names: a kept pin, a file that `pin` printed, or a moment as `runtime.times` has it.
+
+    Of every table: None for one that was not there. Raises PinError, also for a file of another lake.
+    """
+    found = _versions_of(settings, word)
+    return {name: found.get(name) for name in catalog()}
+
+
+def _versions_of(settings: Settings, word: str) -> Versions:
+    if _NAME.fullmatch(word) and _is_kept(settings, word):
+        return dict(_read(settings, word)["versions"])
+    try:
+        if Path(word).is_file():
+            return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
+        moment = moment_of(word, datetime.now(UTC))
+    except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
+        raise PinError(f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]) from e
+    return at(settings, moment)
+
+
+def _of_this_lake(settings: Settings, found: Mapping[str, Any], where: str) -> Versions:
+    """The same numbers mean something else in another lake."""
+    lake = str(found.get("lake", settings.lake_uri))
+    if _place(lake) != _place(settings.lake_uri):
+        raise PinError(
+            f"{where} is a pin of the lake at {lake}, this one is at {settings.lake_uri}; if that one was moved here, change `lake` "
+            "in the file"
+        )
+    return dict(found["versions"])
+
+
+def _place(uri: str) -> str:
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
+
+
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+        versions = {str(k): _version(v) for k, v in found["versions"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise PinError(f"{where} is no pin: {type(e).__name__}: {e}") from e
+    return {**found, "versions": versions}
+
+
+def _version(said: Any) -> int:
+    """Raises ValueError."""
+    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 1 << 63:
+        raise ValueError(f"{said!r:.40} is no version of a table")
+    return said

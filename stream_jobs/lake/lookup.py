@@ -1,0 +1,65 @@
+"""Which records the lake has already, by their ids: what a late sender must know before it sends a second copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.kafka import Cluster
+from schemas.settings import Settings
+from stream_jobs.lake.delta.log import marks_in
+from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
+from stream_jobs.lake.keys import present
+from stream_jobs.lake.tables.catalog import Table, catalog, tables_of
+
+TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
+"""What gateways write, by tables whose key says it."""
+
+
+class LakeBehind(LakeError):
+    """The lake has not read enough of the log to tell what it will have. Let it catch up, then try again."""
+
+
+def check_not_behind(settings: Settings, cluster: Cluster, topic: str) -> None:
+    """Raises LakeBehind unless what the lake has yet to read of the topic fits into half of its window: only then does it notice
+    a second copy of a record that it has not read yet.
+
+    Only the lake's own marks say how far it is: another lake on this Kafka may commit to the same group.
+    """
+    topic_id = cluster.topic_id(topic)
+    ends = cluster.watermarks(topic)
+    behind = 0
+    for table in tables_of(settings.kafka.topics, topic):
+        stored = marks_in(settings.lake_uri, table, settings.lake.storage_options)
+        marks = {p: mark for (t, p), mark in stored.items() if t == topic_id}
+        behind = max(behind, sum(end - max(low, marks.get(p, 0)) for p, (low, end) in ends.items()))
+    if behind > settings.lake.dedupe_window // 2:
+        raise LakeBehind(
+            f"the lake at {settings.lake_uri} is {behind} records behind on {topic}, more than half of lake.dedupe_window="
+            f"{settings.lake.dedupe_window}: start `clawstream lake`, wait, try again"
+        )
+
+
+def in_lake(settings: Settings, events: Sequence[Any]) -> list[bool]:
+    """For each record whether the lake has it. One that no table keeps by an id is not there."""
+    wanted: dict[str, dict[tuple[Any, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, event in enumerate(events):
+        for name in TABLES:
+            table = catalog()[name]
+            if type(event).__name__ in table.records:
+                wanted[name][tuple(getattr(event, c) for c in table.key)].append(index)
+    found = [False] * len(events)
+    for name, keys in wanted.items():
+        for key in _present(settings, catalog()[name], list(keys)):
+            for index in keys.get(key, ()):
+                found[index] = True
+    return found
+
+
+def _present(settings: Settings, table: Table, keys: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    try:
+        delta = open_table(settings.lake_uri, table.name, settings.lake.storage_options)
+    except LakeMissing:
+        return []
+    return list(present(dataset(delta, settings.lake.storage_options), table.key, keys))

@@ -1,0 +1,1 @@
+"""Records as rows: which table takes which record, and its columns."""

@@ -1,0 +1,129 @@
+"""Values from Kafka as rows of the lake's tables, whatever version of us wrote them; what a newer version has besides becomes columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from runtime.kafka import Record
+from runtime.topics.records import Decoder
+from schemas.codec.avro_schema import Schema, expanded
+from schemas.codec.compiled_reader import MALFORMED, Read
+from schemas.codec.single_object import MAGIC, Codec
+from schemas.errors import Undecodable
+from stream_jobs.errors import TooManyFields
+from stream_jobs.lake.tables.catalog import Placed, Row, Table
+
+_HEADER, _CONFLUENT = 10, 5
+
+
+class Schemas(Codec):
+    """A codec that keeps the schemas of all writers as they were announced, with their docs and logical types."""
+
+    def __init__(self) -> None:
+        self._announced: dict[bytes, Schema] = {}
+        self._of_id: dict[bytes, Schema] = {}
+        super().__init__()
+        for schema in self.published(0):
+            self._announced[bytes.fromhex(schema.fingerprint)] = json.loads(schema.schema_json)
+
+    def announce(self, schema_json: str, confluent_id: int | None = None) -> str:
+        fingerprint = super().announce(schema_json, confluent_id)
+        schema = json.loads(schema_json)
+        self._announced.setdefault(bytes.fromhex(fingerprint), schema)
+        if confluent_id is not None:
+            self._of_id[confluent_id.to_bytes(4, "big", signed=True)] = schema
+        return fingerprint
+
+    def schema_of(self, value: bytes) -> Schema:
+        """The schema by which a value that can be decoded was written."""
+        return self._announced[value[2:_HEADER]] if value[:2] == MAGIC else self._of_id[value[1:_CONFLUENT]]
+
+
+class _Route(NamedTuple):
+    """How values with one header become rows. plain: (table, reader). by_record: tables whose rows are made of the decoded record."""
+
+    name: str
+    plain: tuple[tuple[str, Read], ...]
+    by_record: tuple[str, ...]
+
+
+class Rows:
+    """A function from a record of Kafka to its name and, for each table that takes it, the rows.
+
+    tables: by name, as they are now. widen: adds columns to one of them; False when that can't be; raises TooManyFields.
+    """
+
+    def __init__(
+        self, schemas: Schemas, decoder: Decoder, tables: Mapping[str, Table], widen: Callable[[Table], bool]
+    ) -> None:
+        self._schemas, self._decoder, self._tables, self._widen = schemas, decoder, tables, widen
+        self._routes: dict[bytes, _Route] = {}
+        self._refused: dict[bytes, TooManyFields] = {}
+
+    def __call__(self, record: Record, topic_id: str, names: Sequence[str]) -> tuple[str, list[tuple[str, list[Row]]]]:
+        """names: tables that the record's topic feeds. Raises Undecodable, TooManyFields, or UnknownSchema after a look-up."""
+        value = record.value or b""
+        body = _HEADER if value[:2] == MAGIC else _CONFLUENT
+        route = self._routes.get(value[:body])
+        if route is None:
+            route = self._routes[value[:body]] = self._new_route(record.value, value[:body])
+        place = (topic_id, record.partition, record.offset, record.timestamp_ms)
+        out: list[tuple[str, list[Row]]] = []
+        for name, read in route.plain:
+            if name in names:
+                try:
+                    fields = read(value, body)
+                except MALFORMED as e:
+                    raise Undecodable(f"not a {route.name}: {type(e).__name__}: {e}") from e
+                out.append((name, [self._tables[name].row(fields, record.headers, place)]))
+        if wanted := [name for name in route.by_record if name in names]:
+            placed = Placed(*place, record.headers, self._decoder.decode(value))
+            out += [(name, self._tables[name].rows_of(placed)) for name in wanted]
+        return route.name, out
+
+    def _new_route(self, value: bytes | None, header: bytes) -> _Route:
+        """A table is asked once about a schema: to ask takes a look at its log."""
+        if header in self._refused:
+            raise self._refused[header].with_traceback(None)
+        try:
+            return self._route(value)
+        except TooManyFields as e:
+            self._refused[header] = e
+            raise
+
+    def _route(self, value: bytes | None) -> _Route:
+        event: Any = self._decoder.decode(value)  # looks an unknown schema up
+        assert value is not None
+        name, plain, by_record = type(event).__name__, [], []
+        writer: Schema | None
+        try:
+            writer = expanded(self._schemas.schema_of(value))
+        except (
+            ValueError,
+            RecursionError,
+        ):  # a type that contains itself, or is nested too deeply: only fastavro reads such
+            writer = None
+        for table in [t for t in self._tables.values() if name in t.records]:
+            read = None if writer is None or table.derived is not None else self._reader(table, writer)
+            if read is None:
+                by_record.append(table.name)
+            else:
+                plain.append((table.name, read))
+        return _Route(name, tuple(plain), tuple(by_record))
+
+    def _reader(self, table: Table, writer: Schema) -> Read | None:
+        """What reads a table's columns, with those that it lacked, which are added. None: types that resolve, but not here."""
+        try:
+            wider = table.widened(writer)
+            read = wider.reads(writer)
+            if wider is table:
+                return read
+            narrow = table.reads(writer)
+        except (ValueError, RecursionError):
+            return None
+        if not self._widen(wider):
+            return narrow
+        self._routes.clear()  # they make rows of the narrower table
+        return read

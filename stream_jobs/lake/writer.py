@@ -1,0 +1,424 @@
+"""A writer's hold on its share of the lake's tables: claims, marks, windows, appending what is not there yet. Protocol: `stream_jobs.lake.main`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from runtime.logs import logger
+from stream_jobs.errors import LakeDamaged, LakeRepaired
+from stream_jobs.lake.dedupe import Positions, Source, Window, digest, fresh
+from stream_jobs.lake.delta.log import app_id, marks_in
+from stream_jobs.lake.delta.table import (
+    CommitCollided,
+    Delta,
+    LakeError,
+    SchemaRefused,
+    commit,
+    create,
+    dataset,
+    open_table,
+    reading,
+    refresh,
+    widen,
+)
+from stream_jobs.lake.fencing import ALONE, REPAIR, Hold, LakeTaken, Share, claim
+from stream_jobs.lake.keys import present
+from stream_jobs.lake.tables.catalog import Row, Table, catalog
+
+MARK_OFFSETS = 10_000
+MARK_S = 600.0
+REOPEN_COMMITS = 20
+REOPEN_S = 60.0
+"""A table is opened anew after so many commits, for its log grows in memory, and after so long, for an old log is cleaned up."""
+_ATTEMPTS = 8
+CLAIM_S = 60.0
+"""How long a claim is tried against writers that commit all the while."""
+
+Bury = Callable[[Row, str], None]
+"""Gives a row that no column type can hold its destination: (row, why)."""
+
+
+class LakeBusy(LakeError):
+    """Commits kept colliding with others', which no second writer explains. Start again."""
+
+
+class _Opened(NamedTuple):
+    table: Delta
+    at: float
+    commits: int
+
+
+class Lake:
+    """One writer's hold on its share of all tables. Every method raises LakeTaken once a newer writer has claimed that.
+
+    tables: by name; columns are added to them while the writer runs. Sources given to it are of its share.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        storage_options: Mapping[str, str],
+        window_size: int,
+        history: timedelta = timedelta(days=2),
+        share: Share = ALONE,
+    ) -> None:
+        self._history, self.share = history, share
+        self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
+        self._hold: Hold | None = None
+        self._claimed: dict[str, int] = {}
+        """This writer's app id and its version, as every commit repeats it."""
+        self.tables: dict[str, Table] = dict(catalog())
+        self.again: set[tuple[str, int, int]] = set()
+        """Places of records that were sent again from dead letters: of any age, so they are looked up in all of a table."""
+        self._windows: dict[str, Window] = {}
+        self._opened: dict[str, _Opened] = {}
+        self._marks: dict[str, dict[Source, int]] = {name: {} for name in catalog()}
+        self._marked_at: dict[str, float] = {}
+        self._asked: dict[str, set[Source]] = {name: set() for name in catalog()}
+        """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
+        self.damaged: dict[str, LakeDamaged] = {}
+        """Tables that can't be read now, and why: nothing is written to them, and their marks stay where they are."""
+        self._repairs: dict[str, int | None] = {}
+        """How often each table had been repaired when it was claimed."""
+        self._unsure: set[str] = set()
+        """Tables of which it is not known whether the last commit landed: their windows are read again before the next."""
+
+    def claim(self) -> None:
+        """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back.
+
+        A table that is damaged is left out. Raises LakeDamaged when all of them are.
+        """
+        before = []
+        for name, table in self.tables.items():
+            with self._setting_aside(name):
+                create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
+                before.append(self._latest(name))
+
+        def highest(app: str) -> int | None:
+            return max((v for t in before if (v := t.transaction_version(app)) is not None), default=None)
+
+        for name in self.tables:
+            if name not in self.damaged:
+                with self._setting_aside(name):
+                    self._begin(name, highest)
+        if len(self.damaged) == len(self.tables):
+            raise next(iter(self.damaged.values()))
+
+    def _begin(self, name: str, highest: Callable[[str], int | None]) -> None:
+        """Claim a table, and read back what its newest rows are."""
+        self._claim(name, highest)
+        self._windows[name] = self._window(self._latest(name), self.tables[name])
+        self._unsure.discard(name)
+        self._marked_at[name] = time.monotonic()
+
+    @contextmanager
+    def _setting_aside(self, name: str) -> Iterator[None]:
+        """Go on without a table that turns out to be damaged."""
+        try:
+            yield
+        except LakeDamaged as e:
+            self._forget(name)
+            if isinstance(e, LakeRepaired):
+                logger().info("lake_table_repaired", table=name, action="its topics are read again from its marks")
+            elif str(self.damaged.get(name)) != str(e):
+                action = (
+                    "the other tables are written; this one's rows stay on Kafka and are read again after the repair"
+                )
+                logger().error("lake_table_damaged", table=name, error=str(e), action=action)
+            self.damaged[name] = e
+
+    def recover(self) -> bool:
+        """Claim the damaged tables that can be read again. True: some were; their topics must be read from their marks."""
+        before = list(self.damaged)
+        for name in before:
+            with self._setting_aside(name):
+                self._forget(name)
+                self._marks[name] = {}
+                self._begin(name, lambda app: None)
+                del self.damaged[name]
+                logger().info("lake_table_back", table=name, version=self._latest(name).version())
+        return len(self.damaged) < len(before)
+
+    def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
+        """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew.
+
+        A claim and the commits of those it fences collide. They read, write files and see to other tables between their commits; this
+        looks and commits at once, again and again: it needs one gap between theirs.
+        """
+        empty = self.tables[name].arrow([])
+        table = self._latest(name)
+
+        def version_of(app: str) -> int | None:
+            here = table.transaction_version(app)
+            return here if self._hold is not None else max(here or 0, highest(app) or 0) or None
+
+        collided, until = 0, time.monotonic() + CLAIM_S
+        while True:
+            hold, versions = claim(self.share, self._hold, version_of)
+            try:
+                commit(table, empty, versions)
+                break
+            except CommitCollided as e:
+                collided += 1
+                if time.monotonic() > until:
+                    raise LakeBusy(
+                        f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {CLAIM_S:g} s"
+                    ) from e
+                table = self._latest(name)
+        if collided:
+            logger().info("lake_claim_collided", table=name, collided=collided)
+        self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
+        self._repairs[name] = table.transaction_version(REPAIR)
+
+    def _latest(self, name: str) -> Delta:
+        """The table at its newest version. To go on from the last version is cheaper than to open."""
+        opened = self._opened.pop(name, None)
+        if opened is None or opened.commits >= REOPEN_COMMITS or time.monotonic() - opened.at > REOPEN_S:
+            opened = _Opened(open_table(self._uri, name, self._options), time.monotonic(), 0)
+        else:
+            refresh(opened.table, self._uri, name, self._options)
+        self._opened[name] = opened
+        return opened.table
+
+    def _held(self, name: str) -> Delta:
+        """The table at its newest version, which must still be this writer's, for a commit."""
+        table = self._latest(name)
+        epoch = self._claimed.get(self.share.app_id, 0)
+        if table.transaction_version(self.share.app_id) != epoch:
+            raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
+        self._check_not_repaired(name, table)
+        opened = self._opened[name]
+        self._opened[name] = opened._replace(commits=opened.commits + 1)
+        return table
+
+    def _check_not_repaired(self, name: str, table: Delta) -> None:
+        if table.transaction_version(REPAIR) != self._repairs.get(name):
+            raise LakeRepaired(name, "until now: a repair has taken rows back")
+
+    def look_for_repairs(self) -> None:
+        """Set tables aside that were repaired since they were claimed: one without new rows would not be noticed by a commit."""
+        for name in self.tables:
+            if name not in self.damaged:
+                with self._setting_aside(name):
+                    self._check_not_repaired(name, self._latest(name))
+
+    def _until_committed(self, name: str, attempt: Callable[[], bool]) -> bool:
+        for n in range(_ATTEMPTS):
+            try:
+                return attempt()
+            except CommitCollided as e:
+                self._forget(name)
+                logger().warning("lake_commit_collided", table=name, attempt=n, error=str(e))
+                time.sleep(0.02 * 2**n)
+            except BaseException:  # whatever it was, perhaps it was committed
+                self._forget(name)
+                raise
+        raise LakeBusy(f"table {name} of lake {self._uri}: {_ATTEMPTS} commits collided")
+
+    def _forget(self, name: str) -> None:
+        """What is known of a table may be wrong: look again."""
+        self._opened.pop(name, None)
+        self._asked[name].clear()
+        self._unsure.add(name)
+
+    def _window(self, snapshot: Delta, table: Table) -> Window:
+        """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
+        window = Window(self._window_size)
+        if not table.key or not (self.share.writers == 1 or self._has_marks(table.name)):
+            return window
+        with reading(snapshot, table.name, self._options):
+            rows = self._newest(snapshot, table).sort_by("kafka_timestamp")
+        rows = rows.slice(max(0, rows.num_rows - self._window_size))
+        values = zip(*(rows.column(c).to_pylist() for c in table.key), strict=True)
+        window.add(digest(v) for v in values)
+        return window
+
+    def _has_marks(self, name: str) -> bool:
+        """Whether the table can have rows of this share."""
+        marks = marks_in(self._uri, name, self._options)
+        return any(p % self.share.writers == self.share.writer for _, p in marks)
+
+    def _newest(self, delta: Delta, table: Table) -> pa.Table:
+        """At least the newest rows of this share that the window holds. Others' lie between them: one looks back, further each time."""
+        files = pa.table(delta.get_add_actions(flatten=True))
+        source = dataset(delta, self._options)
+        columns = list(dict.fromkeys((*table.key, "kafka_timestamp")))
+        found: list[pa.Table] = []
+        rows, before = self._window_size, None
+        while True:
+            since = oldest_of_newest(files, rows)
+            found.append(source.to_table(columns=columns, filter=rows_of(self.share, since, before)))
+            if since is None or sum(t.num_rows for t in found) >= self._window_size:
+                return pa.concat_tables(found)
+            rows, before = 4 * rows, since
+
+    def marks(self, name: str, sources: Iterable[Source]) -> Positions:
+        """How far a table is in each source; sources it knows nothing of are left out, and so are all of a damaged table."""
+        if name not in self.damaged:
+            with self._setting_aside(name):
+                return self._read_marks(self._latest(name), name, list(sources))
+        return {}
+
+    def _read_marks(self, table: Delta, name: str, sources: Iterable[Source]) -> dict[Source, int]:
+        asked = list(sources)
+        found = {source: table.transaction_version(app_id(name, source)) for source in asked}
+        known = {source: version for source, version in found.items() if version is not None}
+        self._marks[name] |= known
+        self._asked[name] |= set(asked)
+        return known
+
+    def _marks_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
+        """Marks on a snapshot that is this writer's. Nobody else moves them, so they are read once, and again when a commit failed."""
+        if positions.keys() <= self._asked[name]:
+            return self._marks[name]
+        return self._read_marks(snapshot, name, positions)
+
+    def mark_due(self, name: str, positions: Positions) -> bool:
+        """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
+        if name in self.damaged:
+            return False
+        known = self._marks[name]
+        if any(offset and source not in known for source, offset in positions.items()):
+            return True  # the first mark comes early: without one a restart can't tell what retention has taken since
+        lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
+        behind = max(lags, default=0)
+        if sum(lags) > self._window_size // (4 * self.share.writers):
+            return True  # of all writers together: `lake_lookup.check_not_behind` must not take a quiet table for a late one
+        return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
+
+    def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
+        """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
+
+        A damaged table takes none, and its marks stay: `recover` says when they are to be read again.
+        positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
+        """
+        table = self.tables[name]
+        added: list[Row] = []
+        digests: list[bytes] = []
+        moved: dict[Source, int] = {}
+
+        def attempt() -> bool:
+            snapshot = self._held(name)
+            marks = self._marks_on(snapshot, name, positions)
+            if name in self._unsure:
+                self._windows[name] = self._window(snapshot, table)
+                self._unsure.discard(name)
+            moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
+            moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
+            added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, self._windows[name]))
+            if not moved or not (added or mark):
+                added.clear()
+                return False
+            storable = storable_rows(table, added, bury)
+            if table.key and len(added) < len(digests):
+                digests[:] = [digest(table.key_of(row)) for row in added]
+            commit(snapshot, storable, {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}})
+            return True
+
+        if name in self.damaged:
+            return 0
+        committed = False
+        with self._setting_aside(name):
+            committed = self._until_committed(name, attempt)
+        if name in self.damaged:
+            return 0
+        if committed:
+            self._marks[name] |= moved
+            self._marked_at[name] = time.monotonic()
+            self._windows[name].add(digests)
+        return len(added)
+
+    def _unknown(
+        self, snapshot: Delta, table: Table, rows: list[Row], digests: list[bytes]
+    ) -> tuple[list[Row], list[bytes]]:
+        """Without what was sent again and is in the table, however long ago."""
+        sought = {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
+        if not sought:
+            return rows, digests
+        with reading(snapshot, table.name, self._options):
+            there = {digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)}
+        kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
+        return [row for row, _ in kept], [one for _, one in kept]
+
+    def widen(self, wider: Table) -> bool:
+        """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was.
+
+        Raises TooManyFields.
+        """
+        name = wider.name
+
+        def attempt() -> bool:
+            widen(self._held(name), name, wider.arrow([]), self._claimed, catalog()[name].schema)
+            return True
+
+        try:
+            if wider.name not in self.damaged:
+                with self._setting_aside(wider.name):
+                    self._until_committed(wider.name, attempt)
+        except SchemaRefused as e:
+            logger().warning("lake_columns_refused", table=wider.name, error=str(e))
+            return False
+        if wider.name in self.damaged:
+            return False
+        new = wider.schema.names
+        logger().info("lake_widened", table=wider.name, new=[n for n in new if n not in self.tables[wider.name].index])
+        self.tables[wider.name] = wider
+        return True
+
+
+def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
+    """The rows in Arrow; those with a value that no column can hold are buried and taken out of `rows`."""
+    try:
+        return table.arrow(rows)
+    except MemoryError:
+        raise  # Arrow's is an ArrowException too
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        good = []
+        for row in rows:
+            try:
+                table.arrow([row])
+                good.append(row)
+            except MemoryError:
+                raise
+            except (pa.ArrowException, ValueError, TypeError, OverflowError) as e:
+                bury(row, f"table {table.name}: {type(e).__name__}: {e}")
+        rows[:] = good
+        return table.arrow(rows)
+
+
+def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
+    """Condition of a share's rows with since <= log timestamp < before; None: all rows."""
+    stamp, partition = pc.field("kafka_timestamp"), pc.field("kafka_partition")
+    wanted = [] if since is None else [stamp >= since]
+    if before is not None:
+        wanted.append(stamp < before)
+    if share.writers > 1:
+        wanted.append(partition - pc.divide(partition, share.writers) * share.writers == share.writer)
+    return functools.reduce(operator.and_, wanted) if wanted else None
+
+
+def oldest_of_newest(files: pa.Table, rows: int) -> Any:
+    """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
+    if "min.kafka_timestamp" not in files.column_names:  # a table that was made without statistics of it
+        return None
+    newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
+        [("max.kafka_timestamp", "descending")]
+    )
+    if newest.column("max.kafka_timestamp").null_count or newest.column("num_records").null_count:
+        return None
+    total, oldest = 0, None
+    for count, low in zip(newest.column(0), newest.column(1), strict=True):
+        oldest = low if oldest is None or low.as_py() < oldest.as_py() else oldest
+        total += count.as_py()
+        if total >= rows:
+            return oldest
+    return None

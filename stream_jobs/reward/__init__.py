@@ -1,0 +1,1 @@
+"""The reward job: reward functions and quality rules of closed trajectories."""

@@ -1,0 +1,125 @@
+"""What quality rules say of a closed trajectory, as one record. Pure but for the import of a user's rule.
+
+How rules combine: a step has the lowest score that a rule gave it, 1.0 when none found anything. A rule gives the whole what it says of
+it, else the mean of its steps (those with a mark left out); the whole has the lowest of that. A rule that raises, or whose scores are
+not in [0, 1], counts for nothing and is on the record with the reason. The record's id depends on trajectory and rules only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from rewards.quality.rule import Rule, rules_of_run
+from rewards.quality.score import Score
+from schemas.ids import stable_id
+from schemas.records import Assessment, Finding, Trajectory
+from schemas.rule_spec import reason_text
+from schemas.user_function import Find
+
+DIGITS = 4
+"""More would be on every step, in the state of assemble too."""
+FINDINGS_MAX = 200
+
+
+def quality_rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
+    """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
+    return {run: rules_of_run(specs, f"jobs.quality_functions.{run}", find) for run, specs in configured.items()}
+
+
+def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int) -> Assessment:
+    """What the rules say of a whole trajectory. created_at: microseconds, for information."""
+    if trajectory.outcome == "lost":
+        return not_assessed(trajectory, rules, created_at, f"trajectory lost: {trajectory.reason or 'no payload'}")
+    counted = [s.index for s in trajectory.steps if not s.marks] or range(len(trajectory.steps))
+    whole, steps, findings = list[float](), [1.0] * len(trajectory.steps), list[Finding]()
+    for rule in rules:
+        try:
+            scores = _scores(rule, trajectory)
+            own = _by_step(scores, trajectory) if scores else {}
+            found = [_finding(rule, score) for score in scores if score.value < 1]
+        except MemoryError:
+            raise
+        except Exception as e:  # noqa: BLE001 - a user's rule: what it raises is the reason, on the record
+            findings.append(_finding(rule, Score(0.0, reason_text(e)), failed=True))
+            continue
+        findings += found
+        for index, value in own.items():
+            steps[index] = min(steps[index], value)
+        said = [s.value for s in scores if s.step is None]
+        if said:
+            whole.append(min(said))
+        elif steps:
+            whole.append(fmean(own.get(i, 1.0) for i in counted) if own else 1.0)
+    answered = bool(whole)
+    return _assessment(
+        trajectory, rules, created_at, min(whole) if answered else None, steps if answered else (), findings
+    )
+
+
+def not_assessed(trajectory: Trajectory, rules: Sequence[Rule], created_at: int, reason: str) -> Assessment:
+    """The answer where no rule could be asked. created_at: microseconds."""
+    findings = [_finding(rule, Score(0.0, reason), failed=True) for rule in rules]
+    return _assessment(trajectory, rules, created_at, None, (), findings)
+
+
+def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
+    """What the rule says, as scores in [0, 1]. Raises what the rule raises, TypeError or ValueError."""
+    said = rule.function(trajectory)
+    if said is None:
+        return []
+    if isinstance(said, Mapping):
+        scores = [Score(value, None, step) for step, value in said.items()]
+    elif isinstance(said, int | float):
+        scores = [Score(said)]
+    else:
+        # What comes from a child process is a plain list.
+        scores = [score if isinstance(score, Score) else Score(*score) for score in said]
+    for score in scores:
+        if not isinstance(score.value, int | float):
+            raise TypeError(f"a score is a number, not {type(score.value).__name__}")
+        if not 0 <= score.value <= 1:
+            raise ValueError(f"a score is in [0, 1], not {score.value}")
+        if not isinstance(score.evidence, str | None):
+            raise TypeError(f"evidence is text, not {type(score.evidence).__name__}")
+    return scores
+
+
+def _by_step(scores: Iterable[Score], trajectory: Trajectory) -> dict[int, float]:
+    """The lowest score of each step that is named, by index."""
+    named = [s for s in scores if s.step is not None]
+    if not named:
+        return {}
+    index, lowest = {s.step_id: s.index for s in trajectory.steps}, dict[int, float]()
+    for score in named:
+        if score.step not in index:
+            raise ValueError(f"no step {score.step!r} in the trajectory")
+        at = index[score.step]
+        lowest[at] = min(score.value, lowest.get(at, 1.0))
+    return lowest
+
+
+def _finding(rule: Rule, score: Score, failed: bool = False) -> Finding:
+    evidence = reason_text(score.evidence) if score.evidence else None
+    value = None if failed else round(float(score.value), DIGITS)
+    return Finding(rule=str(rule), step_id=score.step, score=value, evidence=evidence)
+
+
+def _assessment(
+    trajectory: Trajectory, rules: Sequence[Rule], created_at: int, quality: float | None, steps: Iterable[float],
+    findings: Sequence[Finding],
+) -> Assessment:  # fmt: skip
+    names = tuple(map(str, rules))
+    return Assessment(
+        event_id=stable_id(trajectory.run_id, trajectory.trajectory_id, "assessment", *names),
+        run_id=trajectory.run_id,
+        trajectory_key=trajectory.trajectory_key,
+        trajectory_id=trajectory.trajectory_id,
+        rules=names,
+        quality=None if quality is None else round(quality, DIGITS),
+        step_quality=tuple(round(value, DIGITS) for value in steps),
+        findings=tuple(findings[:FINDINGS_MAX]),
+        assessment_revision=sum(rule.revision for rule in rules),
+        by="clawstream.reward",
+        created_at=created_at,
+    )

@@ -1,0 +1,34 @@
+"""Fields of a trajectory that lie in the blob store, put back in their place for those who read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from runtime.blob_store import BlobMissing
+from schemas.blob_refs import referenced
+from schemas.records import Trajectory
+
+
+def resolved(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
+    """The trajectory with metadata and replies in full. get: sha256 to bytes. Raises BlobMissing or BlobStoreAway, from `get`."""
+
+    def whole(field: str, value: bytes) -> bytes:
+        blob = referenced(field, value)
+        if blob is None:
+            return value
+        data = get(blob.sha256)
+        if len(data) != blob.size_bytes:
+            raise BlobMissing(f"blob {blob.url} has {len(data)} bytes, not the {blob.size_bytes} of its reference")
+        return data
+
+    metadata = trajectory.metadata_json
+    fields = [("metadata_json", metadata), *(("response_json", s.response_json) for s in trajectory.steps)]
+    if not any(referenced(field, value) for field, value in fields):
+        return trajectory  # as a rule
+    steps = [replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps]
+    return replace(
+        trajectory,
+        metadata_json=None if metadata is None else whole("metadata_json", metadata),
+        steps=tuple(steps),
+    )

@@ -1,0 +1,64 @@
+"""What the reward functions and quality rules of a run answer to a closed trajectory."""
+
+from __future__ import annotations
+
+from runtime.blob_store import BlobMissing, BlobStore
+from runtime.functions.pool import FunctionPool
+from schemas.records import Assessment, Reward, Trajectory
+from schemas.rule_spec import is_own, of_run
+from schemas.settings import Settings
+from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
+from stream_jobs.reward.blob_fields import resolved
+from stream_jobs.reward.rewards import no_reward, rewards_of, rules_of
+
+
+class Answers:
+    """The functions of all runs, and the blobs that they may need.
+
+    Built-in functions run here: they are pure, and linear in what they read. Users' functions run in child processes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the functions. Raises SettingsError for a wrong name."""
+        self.pool = FunctionPool(settings.functions)
+        try:
+            self._rewards = rules_of(settings.jobs.reward_functions, self.pool.find)
+            self._quality = quality_rules_of(settings.jobs.quality_functions, self.pool.find)
+        except BaseException:
+            self.pool.stop()
+            raise
+        self._named = (settings.jobs.reward_functions, settings.jobs.quality_functions)
+        self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
+
+    def close(self) -> None:
+        """End the child processes at once; who waits for one gets PoolStopped."""
+        self.pool.stop()
+
+    def asks_children(self, run_id: str) -> bool:
+        """Whether a function of the run is a user's: then its answer may take long."""
+        return any(is_own(spec) for configured in self._named for spec in of_run(configured, run_id))
+
+    def rewards(self, run_id: str) -> bool:
+        """Whether a run has reward functions."""
+        return bool(of_run(self._rewards, run_id))
+
+    def assesses(self, run_id: str) -> bool:
+        """Whether a run has quality rules."""
+        return bool(of_run(self._quality, run_id))
+
+    def of(self, trajectory: Trajectory, created_at: int, as_of: str | None = None) -> list[Reward | Assessment]:
+        """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
+
+        Raises BlobStoreAway.
+        """
+        run = as_of or trajectory.run_id
+        rules, quality = of_run(self._rewards, run), of_run(self._quality, run)
+        if not rules and not quality:
+            return []
+        try:
+            whole = resolved(trajectory, self._blobs.get)
+        except BlobMissing as e:
+            missing = [no_reward(trajectory, rule, created_at, str(e)) for rule in rules]
+            return [*([not_assessed(trajectory, quality, created_at, str(e))] if quality else []), *missing]
+        assessed = [assessment_of(whole, quality, created_at)] if quality else []
+        return [*assessed, *(r for rule in rules for r in rewards_of(whole, rule, created_at))]

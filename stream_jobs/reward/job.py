@@ -1,0 +1,240 @@
+"""The reward job: reads closed trajectories, writes what the configured rules say of them: their quality, then their rewards.
+
+Its only state is its group's position.
+
+A trajectory in several parts is rewarded when its last part is there. Nothing from its first part on is done before: a restart begins
+there again. A writer that was killed between two parts begins anew with part 0. What never becomes whole (a part can't be decoded) is
+given up after a while: its first part becomes a dead letter, and its answer is `no_reward`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from runtime.functions.pool import PoolStopped
+from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
+from runtime.logs import logger
+from runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
+from schemas.settings import Settings
+from schemas.trajectory_parts import joined
+from stream_jobs.assemble.payload.input_log import refuse_truncated
+from stream_jobs.reward.evaluate import Answers
+
+PROCESS = "reward"
+GROUP = "reward"
+INCOMPLETE = "a part of it never came"
+
+
+GIVE_UP_RECORDS = 20_000
+GIVE_UP_MS = 6 * 3_600_000
+"""A trajectory whose next part has not come so many records of its partition, or so much time of its log, behind the last one is given up.
+
+Its parts are written one behind the other. A writer that died between two of them writes them all again before anything new; only
+what it had decided together with them may lie before.
+"""
+
+
+CONTROL_MAX = 8
+"""Offsets behind the last record that are looked at: more are records that come."""
+
+
+@dataclass(slots=True)
+class Begun:
+    """A trajectory of which some parts have come: the record of the first one, then the place and time of the last one."""
+
+    first: Record
+    last: int
+    at: int
+    parts: dict[int, Trajectory]
+
+
+class Gather:
+    """Puts the parts of trajectories together, one partition. Pure."""
+
+    def __init__(self, give_up_records: int = GIVE_UP_RECORDS, give_up_ms: int = GIVE_UP_MS) -> None:
+        self._begun: dict[tuple[str, str], Begun] = {}
+        self._give_up = (give_up_records, give_up_ms)
+
+    def take(self, record: Record, part: Trajectory) -> Trajectory | None:
+        """The whole trajectory when this was its last part. A part without the first one is dropped: its beginning is gone.
+
+        The parts of two writers of which one was fenced may be mixed; they are the same, byte for byte.
+        """
+        key = (part.run_id, part.trajectory_id)
+        if part.part == 0:
+            self._begun[key] = Begun(record, record.offset, record.timestamp_ms, {0: part})
+        begun = self._begun.get(key)
+        if begun is None or part.parts != begun.parts[0].parts or not 0 <= part.part < max(1, part.parts):
+            return None
+        begun.parts[part.part] = part
+        begun.last, begun.at = record.offset, record.timestamp_ms
+        if len(begun.parts) < part.parts:
+            return None
+        del self._begun[key]
+        return joined([begun.parts[i] for i in sorted(begun.parts)])
+
+    def given_up(self, now: Record) -> list[tuple[Record, Trajectory]]:
+        """Forget what will never be whole, seen from the record `now`: the first part of each, and its record."""
+        records, ms = self._give_up
+        late = [k for k, b in self._begun.items() if now.offset - b.last > records or now.timestamp_ms - b.at > ms]
+        return [(begun.first, begun.parts[0]) for begun in map(self._begun.pop, late)]
+
+    def done(self, last: int) -> int:
+        """Up to which offset nothing is needed any more, after records up to `last`."""
+        return min((b.first.offset - 1 for b in self._begun.values()), default=last)
+
+
+class Rewarder:
+    """A job of `stream_jobs.worker.faust_app`. Every exception out of it must end the process."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, answers: Answers) -> None:
+        """answers: are closed with the job."""
+        self.answers = answers
+        self._threads = ThreadPoolExecutor(settings.functions.processes, "answers")
+        self._topics = settings.kafka.topics
+        self.inputs: tuple[str, ...] = (self._topics.trajectories,)
+        self.tick_interval_s = 60.0
+        self._group = f"{settings.kafka.topic_prefix}-{GROUP}"
+        self._cluster = cluster
+        self._producer = cluster.producer()
+        self.decoder = Decoder(cluster, self._topics.schemas)
+        self._gathers: dict[int, Gather] = {}
+        self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
+        self._topic_id = ""
+
+    async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
+        """Read on where the group is. Raises SourceTruncated when the topic has not got that any more."""
+        self._gathers = {p: Gather() for p in partitions}
+        await asyncio.to_thread(self._check_positions, partitions)
+        logger().info("partitions_taken_over", partitions=list(partitions))
+        return {}
+
+    def _check_positions(self, partitions: Sequence[int]) -> None:
+        topic, self._due = self._topics.trajectories, {}
+        self._topic_id = self._cluster.topic_id(topic)
+        ends, committed = self._cluster.watermarks(topic, partitions), self._cluster.committed(self._group)
+        for p, (low, high) in ends.items():
+            position = committed.get((topic, p))
+            if position is not None and low == high == position + 1 and self._was_control(p, position):
+                position = high
+            if position is not None and not low <= position <= high:
+                raise SourceTruncated(
+                    f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position {position}; run clawstream doctor"
+                )
+            if position is not None:
+                self._due[p] = position
+
+    def _was_control(self, partition: int, offset: int) -> bool:
+        """Whether the last offset of a log that is empty now can only have been the control record of a transaction (blocking).
+
+        It was when a replay of dead letters has sent the record before it: its transaction has ended, for that record was read, so its
+        control record came behind, and there is no other place for it. Anything less sure is no proof: a record may have been lost.
+        """
+        for record in self._cluster.read_all(self._topics.dead_letters, await_open=True):
+            with suppress(Undecodable, UnknownSchema):
+                event = self.decoder.decode(record.value)
+                if isinstance(event, DeadLetterResolved) and (
+                    (event.sent_topic_id, event.sent_partition, event.sent_offset)
+                    == (self._topic_id, partition, offset - 1)
+                ):
+                    logger().info("control_record_removed", partition=partition, offset=offset)
+                    return True
+        return False
+
+    def _pass_control(self) -> None:
+        """Know what is only control records behind the last record while the log still has them (blocking): they are missed by nobody."""
+        topic = self._topics.trajectories
+        for p, due in list(self._due.items()):
+            end = self._cluster.end(topic, p)
+            if 0 < end - due <= CONTROL_MAX and not any(True for _ in self._cluster.read_range(topic, p, due, end - 1)):
+                self._due[p] = max(end, self._due.get(p, end))
+
+    async def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
+        """Never go on behind what retention has taken ahead of us. Raises SourceTruncated."""
+        due = self._due.get(partition)
+        for record in records:
+            if due is not None and record.offset > due:
+                await asyncio.to_thread(refuse_truncated, self._cluster, record.topic, partition, due, record.offset)
+            due = record.offset + 1
+        self._due[partition] = records[-1].offset + 1
+
+    async def revoked(self) -> None:
+        """Nothing is kept."""
+        self._gathers = {}
+
+    async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
+        """Reward what became whole; returns up to which offset that is done."""
+        gather = self._gathers.get(partition)
+        if gather is None:
+            return {}
+        await self._refuse_hole(partition, records)
+        buried: list[tuple[Record, str, str]] = []
+        decoded = decode_all(self.decoder.codec, records, lambda *letter: buried.append(letter))
+        for record, event in decoded:
+            if not isinstance(event, Trajectory | StepMark):
+                buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
+        whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r, e)) is not None]
+        for record, first in gather.given_up(records[-1]):
+            buried.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
+            whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
+        try:
+            acks = await self._answer(whole)
+        except PoolStopped:
+            return {}  # the job ends: whoever reads on begins here again
+        encode, send = self.decoder.codec.encode, self._producer.send_soon
+        for record, reason, detail in buried:
+            letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
+            acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
+            logger().warning(
+                "dead_letter", topic=record.topic, partition=partition, offset=record.offset, reason=reason
+            )
+        await asyncio.gather(*acks)
+        return {self._topics.trajectories: gather.done(records[-1].offset)}
+
+    async def _answer(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Ack]]:
+        """Send what the functions say of each; returns the acknowledgements. Raises PoolStopped.
+
+        Built-in functions answer on one thread. Of runs with functions of their users, as many trajectories are asked
+        about at once as there are child processes, and what is said of one is sent at once.
+        """
+        quick, slow = list[Trajectory](), list[Trajectory]()
+        for trajectory in trajectories:
+            (slow if self.answers.asks_children(trajectory.run_id) else quick).append(trajectory)
+        acks = self._send(await asyncio.to_thread(self._answers, quick)) if quick else []
+        loop = asyncio.get_running_loop()
+
+        async def ask(trajectory: Trajectory) -> None:
+            acks.extend(self._send(await loop.run_in_executor(self._threads, self._answers, [trajectory])))
+
+        await asyncio.gather(*map(ask, slow))
+        return acks
+
+    def _send(self, answers: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
+        encode, send = self.decoder.codec.encode, self._producer.send_soon
+        return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
+
+    def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
+        """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there; or PoolStopped."""
+        now = now_micros()
+        return [answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)]
+
+    def stop(self) -> None:
+        """End the functions that run; the batch in hand is given up where it waits for one."""
+        self.answers.close()
+
+    async def tick(self) -> None:
+        """Look at what lies behind the last record. It may stay the last one for longer than the log is kept."""
+        with suppress(KafkaError):  # away for now: the next tick looks again
+            await asyncio.to_thread(self._pass_control)
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        self.answers.close()
+        self._threads.shutdown()
+        self._producer.close()

@@ -1,0 +1,1 @@
+"""The worker shell around the jobs: Faust, fetch buffers, waiting for schemas."""

@@ -1,0 +1,1 @@
+"""Advantages and losses: one small pure file each."""

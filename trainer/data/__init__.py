@@ -1,0 +1,1 @@
+"""Ready batches and their trajectories as training sequences."""

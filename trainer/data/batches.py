@@ -1,0 +1,157 @@
+"""Ready batches, in sequence, from a position that the checkpoint holds. Never skips one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
+from runtime.topics.records import Decoder, decode_all
+from schemas.errors import SettingsError
+from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
+from schemas.settings import Settings
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.losses import LOSSES
+from trainer.data.trajectories import read_payload
+from trainer.errors import BatchesReplaced, BatchGap, TopicReplaced
+from trainer.versions.checkpoint import Position
+
+COMMIT_INTERVAL_S = 5.0
+CHECK_INTERVAL_S = 5.0
+
+Bury = Callable[[Record, str, str, str], None]
+"""(record, topic id, reason, detail)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """A batch with its payload, and the position that a checkpoint has to hold once it is trained."""
+
+    batch: ReadyBatch
+    trajectories: dict[str, Trajectory]
+    position: Position
+    read_seconds: float
+
+
+def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> Position:
+    """Where to read on: the stored position, or the start of today's topic when nothing was trained yet.
+
+    Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is another one.
+    """
+    if stored is not None and cluster.check_position(topic, stored.topic_id, stored.partition, stored.next_offset):
+        return stored
+    return start_of(topic, cluster.topic_id(topic), stored)
+
+
+def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
+    """The start of a topic for a trainer whose checkpoint names no position, or one in another topic of that name.
+
+    The batches of a new topic count from 0 again. Staleness is the number of the batch minus the index of the version that
+    sampled its tokens, so for weights that were trained further every batch would pass admission's gate, however stale.
+    And what the lost topic had decided would be decided, and trained, again.
+
+    Raises:
+        BatchesReplaced: something was trained from the other topic.
+    """
+    if stored is not None and stored.next_batch_seq > 0:
+        raise BatchesReplaced(
+            f"source truncated: {topic} was made anew. Weights were trained from batches 0 to {stored.next_batch_seq - 1} "
+            f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from 0 again, so their staleness "
+            "can't be judged for these weights. Restore the topic, or train on under another run_id with trainer.model_path "
+            "set to the published weights; run clawstream doctor"
+        )
+    return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
+
+
+def check(batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings) -> None:
+    """Refuse a batch that this trainer must not train: BatchGap, or SettingsError when its run is set otherwise."""
+    if batch.batch_seq != expected_seq:
+        raise BatchGap(topic, offset, batch.batch_seq, expected_seq)
+    if batch.sync_every != settings.trainer.sync_every:
+        raise SettingsError(
+            f"setting trainer.sync_every={settings.trainer.sync_every}, but batch {batch.batch_seq} of {topic} was admitted "
+            f"with sync_every={batch.sync_every}: its staleness was judged by that; set trainer.sync_every={batch.sync_every}"
+        )
+    if batch.algorithm not in ADVANTAGES or batch.algorithm not in LOSSES:
+        raise SettingsError(
+            f"setting admit.policy.algorithm={batch.algorithm!r} of batch {batch.batch_seq}: this trainer has {sorted(ADVANTAGES)}"
+        )
+
+
+class Source:
+    """The ready-batches topic of one run and channel, read one record at a time.
+
+    What the group commits is advice for lag displays: everything handled so far, control records at the end included.
+    """
+
+    def __init__(self, cluster: Cluster, settings: Settings, decoder: Decoder, position: Position, bury: Bury) -> None:
+        self._cluster, self._settings, self._decoder, self._bury = cluster, settings, decoder, bury
+        topics = settings.kafka.topics
+        self.topic = topics.ready_batches(settings.run_id, "train")
+        self._trajectories = topics.trajectories
+        self._group = f"{topics.prefix}-trainer.{settings.run_id}.train"
+        self.position = position
+        self._reader = cluster.reader(self._group, {(self.topic, position.partition): position.next_offset})
+        self._committed: int | None = None
+        self._committed_at = self._checked_at = time.monotonic()
+
+    def next(self, timeout_s: float) -> Incoming | None:
+        """The next batch with its payload; None when there is none yet. Moves `position` behind it."""
+        try:
+            records = self._reader.poll(1, timeout_s)
+        except SourceTruncated:
+            self._check_topic()
+            raise
+        if not records:
+            self._check_topic_sometimes()
+        for record, event in decode_all(self._decoder, records, self._bury_here):
+            match event:
+                case ReadyBatch(run_id=self._settings.run_id, channel="train"):
+                    return self._take(record, event)
+                case Refused() | Late() | PolicyApplied():
+                    pass
+                case _:
+                    self._bury_here(record, "invalid", f"a {type(event).__name__} that does not belong on {self.topic}")
+        return None
+
+    def _take(self, record: Record, batch: ReadyBatch) -> Incoming:
+        check(batch, self.topic, record.offset, self.position.next_batch_seq, self._settings)
+        began = time.perf_counter()
+        trajectories = read_payload(self._cluster, self._decoder, self._trajectories, self._group, batch)
+        self.position = replace(self.position, next_offset=record.offset + 1, next_batch_seq=batch.batch_seq + 1)
+        return Incoming(
+            batch=batch,
+            trajectories=trajectories,
+            position=self.position,
+            read_seconds=time.perf_counter() - began,
+        )
+
+    def commit(self) -> None:
+        """Tell Kafka how far training is: when that changed, and every 5 s in case the last word got lost."""
+        (position,) = self._reader.positions.values()
+        now = time.monotonic()
+        if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
+            self._reader.commit({(self.topic, self.position.partition): position})
+            self._committed, self._committed_at = position, now
+
+    def _bury_here(self, record: Record, reason: str, detail: str) -> None:
+        self._bury(record, self.position.topic_id, reason, detail)
+
+    def _check_topic_sometimes(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at > CHECK_INTERVAL_S:
+            self._checked_at = now
+            with suppress(Unavailable):  # the broker is away: there is nothing to read wrongly either
+                self._check_topic()
+
+    def _check_topic(self) -> None:
+        today = self._cluster.topic_ids([self.topic]).get(self.topic)
+        if today != self.position.topic_id:
+            raise TopicReplaced(
+                f"{self.topic} had id {self.position.topic_id} and now has {today}: it was deleted while it was read"
+            )
+
+    def close(self) -> None:
+        self._reader.close()

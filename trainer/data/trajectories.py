@@ -1,0 +1,106 @@
+"""The trajectories of a batch, read back from the log by place: one range scan a partition, all partitions at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from runtime.kafka import READ_TIMEOUT_S, Cluster, Record, SourceTruncated, Unavailable
+from runtime.topics.records import Decoder
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.records import BatchMember, ReadyBatch, Trajectory
+from schemas.trajectory_parts import joined
+from trainer.errors import PayloadUnreadable
+
+GAP_RECORDS = 500
+"""Records of other batches that a scan reads over rather than starting another one: about what a new scan costs."""
+
+Range = tuple[int, int]
+
+
+def read_payload(
+    cluster: Cluster, decoder: Decoder, topic: str, group: str, batch: ReadyBatch
+) -> dict[str, Trajectory]:
+    """Trajectory id to trajectory, of every member. Raises PayloadUnreadable when one is gone; never leaves one out."""
+    members = [member for g in batch.groups for member in g.members]
+    topic_id = cluster.topic_id(topic)
+    for member in members:
+        if member.place.topic_id != topic_id:
+            raise PayloadUnreadable(
+                f"{_where(topic, batch, member)} lies in topic id {member.place.topic_id}, but {topic} was made anew and "
+                f"has id {topic_id}: the payload is gone"
+            )
+    wanted = {member.trajectory_id for member in members}
+    parts: dict[str, dict[int, Trajectory]] = {}
+    for scan in scans(members):
+        try:
+            for record in _scan(cluster, topic, group, scan):
+                part = _trajectory(decoder, record)
+                if part is not None and part.trajectory_id in wanted and part.run_id == batch.run_id:
+                    parts.setdefault(part.trajectory_id, {}).setdefault(part.part, part)
+        except SourceTruncated as e:
+            raise PayloadUnreadable(
+                f"batch {batch.batch_seq}: a place in {topic} is outside of what the topic still has, by retention or a "
+                f"lost disk ({scan}): {e}"
+            ) from e
+    return {
+        member.trajectory_id: _whole(topic, batch, member, parts.get(member.trajectory_id, {})) for member in members
+    }
+
+
+def scans(members: Iterable[BatchMember]) -> list[dict[int, Range]]:
+    """Partition to (first, last offset) of each scan: as few scans as the gaps allow, each with one range a partition."""
+    by_partition: dict[int, list[Range]] = {}
+    for place in sorted((m.place for m in members), key=lambda p: (p.partition, p.first_offset)):
+        ranges = by_partition.setdefault(place.partition, [])
+        if ranges and place.first_offset - ranges[-1][1] <= GAP_RECORDS:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], place.last_offset))
+        else:
+            ranges.append((place.first_offset, place.last_offset))
+    rounds = max(map(len, by_partition.values()), default=0)
+    return [{p: ranges[i] for p, ranges in by_partition.items() if i < len(ranges)} for i in range(rounds)]
+
+
+def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -> list[Record]:
+    """Every committed record of the ranges. Waits for those not yet readable, 30 s at most."""
+    reader = cluster.reader(group, {(topic, p): first for p, (first, _) in scan.items()})
+    found: list[Record] = []
+    deadline = time.monotonic() + READ_TIMEOUT_S
+    try:
+        while any(reader.positions[topic, p] <= last for p, (_, last) in scan.items()):
+            batch = reader.poll(2000, 0.1)
+            found += (r for r in batch if r.offset <= scan[r.partition][1])
+            if batch:
+                deadline = time.monotonic() + READ_TIMEOUT_S
+            elif time.monotonic() > deadline:
+                raise Unavailable(f"{topic}: {dict(scan)} could not be read within {READ_TIMEOUT_S:g} s")
+    finally:
+        reader.close()
+    return found
+
+
+def _trajectory(decoder: Decoder, record: Record) -> Trajectory | None:
+    """The trajectory part in a record; None for anything else. What is unreadable is buried by the lake, which reads it all."""
+    try:
+        event = decoder.decode(record.value)
+    except (Undecodable, UnknownSchema):
+        return None
+    return event if isinstance(event, Trajectory) else None
+
+
+def _whole(topic: str, batch: ReadyBatch, member: BatchMember, parts: Mapping[int, Trajectory]) -> Trajectory:
+    expected = next(iter(parts.values())).parts if parts else 1
+    missing = [i for i in range(expected) if i not in parts]
+    if missing:
+        raise PayloadUnreadable(
+            f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is not there or can't be decoded"
+        )
+    return joined([parts[i] for i in range(expected)])
+
+
+def _where(topic: str, batch: ReadyBatch, member: BatchMember) -> str:
+    place = member.place
+    return (
+        f"batch {batch.batch_seq}: trajectory {member.trajectory_id} at {topic}-{place.partition} offsets "
+        f"{place.first_offset} to {place.last_offset}"
+    )

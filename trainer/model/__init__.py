@@ -1,0 +1,1 @@
+"""The model that learns, its optimiser and its files."""

@@ -1,0 +1,81 @@
+"""How often the training of a batch began and did not end, in a file that survives the process.
+
+A batch that needs too much memory ends the process, by an error or by the kernel's SIGKILL, and a
+restart begins it again. An error of any other kind is not counted: while Kafka is away, for
+example, a batch may begin as often as it likes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.atomic_file import write_durably
+from runtime.logs import logger
+from trainer.errors import BatchNeverEnds, OutOfMemory
+
+MOST = 5
+FILE = "begun.json"
+
+
+class Begun:
+    """The count of one run's batches that are under way."""
+
+    def __init__(self, directory: Path, topic_id: str) -> None:
+        """Read the counts. Those of another topic are forgotten.
+
+        Args:
+            directory: of the run's checkpoints.
+            topic_id: of the ready batches.
+        """
+        self._path, self._topic_id = directory / FILE, topic_id
+        self._counts: dict[str, int] = {}
+        try:
+            kept = json.loads(self._path.read_bytes())
+            if kept["topic_id"] == topic_id:
+                self._counts = {str(seq): int(count) for seq, count in kept["begun"].items()}
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            logger().warning("begun_batches_unreadable", path=str(self._path), error=repr(e))
+
+    @contextmanager
+    def training(self, batch_seq: int) -> Iterator[None]:
+        """Count the batch as begun until the block ends otherwise than by lack of memory.
+
+        Raises:
+            BatchNeverEnds: it was begun MOST times. The count is forgotten: the next start may try.
+        """
+        seq = str(batch_seq)
+        count = self._counts.get(seq, 0)
+        if count >= MOST:
+            self._forget(seq)
+            raise BatchNeverEnds(
+                f"setting trainer.micro_batch_tokens: the training of batch {batch_seq} was begun "
+                f"{count} times and the process was killed or out of memory each time; lower it, or "
+                "give the trainer more memory, and start again"
+            )
+        self._counts[seq] = count + 1
+        self._write()
+        try:
+            yield
+        except OutOfMemory:
+            raise
+        except BaseException:
+            self._forget(seq)
+            raise
+        self._forget(seq)
+
+    def _forget(self, seq: str) -> None:
+        del self._counts[seq]
+        self._write()
+
+    def _write(self) -> None:
+        if self._counts:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = {"topic_id": self._topic_id, "begun": self._counts}
+            write_durably(self._path, json.dumps(kept).encode())
+        else:
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Weight versions: the weights log, checkpoints, publishing."""

@@ -1,0 +1,53 @@
+"""What the weights log says about a run: which ids are taken, what came from what, what may be deleted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from schemas.ids import Version
+from schemas.records import WeightVersion
+
+ALWAYS_KEPT = 2
+"""A worker may still load the newest but one, and a resume needs it when the newest is damaged."""
+
+
+def next_attempt(taken: Iterable[Version]) -> int:
+    """One above the highest attempt among ids that exist anywhere; 0 for a run without any."""
+    return max((version.attempt for version in taken), default=-1) + 1
+
+
+def next_sync_index(sync_index: int, next_batch_seq: int, sync_every: int) -> int:
+    """Sync index of the version after one with `sync_index`, whose next batch is next_batch_seq.
+
+    It rises by one at each multiple of sync_every, so it is floor(batch_seq / sync_every) + 1 of its batches: what admission
+    judges staleness by. A version published in between (the trainer was stopped) is followed by one of the same sync index;
+    their attempts differ.
+    """
+    return sync_index + (1 if next_batch_seq % sync_every == 0 else 0)
+
+
+def chain(versions: Sequence[WeightVersion], head: str) -> list[WeightVersion]:
+    """`head` and its ancestors, newest first."""
+    by_id = {version.version_id: version for version in versions}
+    found: list[WeightVersion] = []
+    at: str | None = head
+    while at is not None and at in by_id:
+        found.append(by_id.pop(at))
+        at = found[-1].parent_version
+    return found
+
+
+def deletable(versions: Sequence[WeightVersion], head: str, keep: int) -> Collection[Version]:
+    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of the head's chain.
+
+    What a kept delta is based on stays too.
+    """
+    keep = max(keep, ALWAYS_KEPT)
+    kept = {v.version_id for v in (*versions[-keep:], *chain(versions, head)[:keep])}
+    by_id = {v.version_id: v for v in versions}
+    for version_id in tuple(kept):
+        base = by_id[version_id].base_version
+        while base is not None and base in by_id and base not in kept:
+            kept.add(base)
+            base = by_id[base].base_version
+    return frozenset(Version(v.run_id, v.sync_index, v.attempt) for v in versions if v.version_id not in kept)

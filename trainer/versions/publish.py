@@ -1,0 +1,65 @@
+"""Weight versions: files that anyone can load, their checksums, and the manifest that names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from runtime.topics.records import now_micros
+from schemas.records import WeightFile, WeightVersion
+from trainer.model.files import TensorDtypes
+from trainer.model.policy import Policy
+from trainer.versions.atomic_directory import directory_of, new_directory, read_info
+from trainer.versions.checkpoint import MODEL, State
+
+
+def export(root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: TensorDtypes) -> tuple[WeightFile, ...]:
+    """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
+
+    When these are float32, the files are the checkpoint's: hard links where the file system allows, else copies.
+    """
+    final = directory_of(root, state.version)
+    with new_directory(final, asdict(state)) as tmp:
+        if dtypes.are_those_of_masters:
+            for file in sorted((checkpoint / MODEL).iterdir()):
+                _link(file, tmp / file.name)
+        else:
+            policy.save(tmp, dtypes)
+    return tuple(
+        WeightFile(url=(final / name).as_uri(), sha256=digest, size_bytes=(final / name).stat().st_size)
+        for name, digest in sorted(read_info(final)["files"].items())
+    )
+
+
+def manifest(
+    state: State, first_batch_seq: int, files: tuple[WeightFile, ...], checkpoint: Path, metrics: Mapping[str, float]
+) -> WeightVersion:
+    """The record of a version. Its batches: from first_batch_seq to its own position; none when that is not beyond."""
+    last = state.position.next_batch_seq - 1
+    trained = first_batch_seq <= last
+    return WeightVersion(
+        version_id=state.version_id,
+        run_id=state.run_id,
+        sync_index=state.sync_index,
+        attempt=state.attempt,
+        parent_version=state.parent_version,
+        format="full",
+        files=files,
+        checkpoint_url=checkpoint.as_uri(),
+        channel="train",
+        batches_topic_id=state.position.topic_id,
+        first_batch_seq=first_batch_seq if trained else None,
+        last_batch_seq=last if trained else None,
+        metrics=metrics,
+        created_at=now_micros(),
+    )
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
