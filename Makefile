@@ -22,7 +22,7 @@ $(STAMP): requirements/all.lock requirements/uv.lock.txt pyproject.toml
 	@bash infra/install.sh
 
 demo: install ## the whole loop on this machine: a tiny model learns a tool task (SEED=0|1|2, DTYPE=float32|bfloat16)
-	.venv/bin/clawstream demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
+	$(PY) -m demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
 
 up: install ## all processes on this machine, until Ctrl-C
 	.venv/bin/clawstream up data_dir=$(DATA_DIR)
@@ -31,14 +31,14 @@ down: ## stop what `make up` started in another terminal
 	.venv/bin/clawstream down data_dir=$(DATA_DIR)
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
-	-@$(PY) -m clawstream.cli broker prepare
+	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile -q --durations=25
 
 test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
 
 test-long: install ## faults, soak, and a search for new counterexamples, many minutes
-	-@$(PY) -m clawstream.cli broker prepare
+	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 	$(PY) -m pytest tests/unit -n 2 -q --hypothesis-profile=searching
 

@@ -1,4 +1,4 @@
-"""`clawstream demo`: from nothing to a policy that has learned a tool task, on real parts, in one command.
+"""`python -m demo`: from nothing to a policy that has learned a tool task, on real parts, in one command.
 
 1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights of the right shape meanwhile.
 2. A tiny model is made and warm-started on the spot; the trainer publishes it as version 0 and vLLM loads it.
@@ -41,7 +41,7 @@ class DemoFailed(ForeseenError):
 
 
 def main(settings: Settings) -> None:
-    """Entry point of `clawstream demo`."""
+    """Entry point of `python -m demo`."""
     run_async("demo", demo_settings(settings), run)
 
 

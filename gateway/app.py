@@ -18,8 +18,9 @@ from gateway.api.openapi import with_model_calls
 from gateway.api.rollout_budget.budget import DemandSource, MemoryDemand
 from gateway.api.rollout_budget.routes import demand_routes
 from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import OPENAI, kind_of, reply_of
+from gateway.asgi.error_replies import OPENAI, Errors, kind_of, reply_of
 from gateway.asgi.in_flight_limits import Memory
+from gateway.asgi.messages import App, Scope, Send
 from gateway.asgi.unhandled_errors import Unforeseen
 from gateway.attribution.resolver import Door
 from gateway.attribution.sessions import secret_of
@@ -35,12 +36,12 @@ from gateway.engines.client import Upstream
 from gateway.engines.registry import WorkerTable
 from gateway.metrics import Metrics
 from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages
-from gateway.protocols.base import Dialect, Errors
+from gateway.protocols.base import Dialect
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.proxy.call import CallEndpoint, Parts, Scope, Send
-from gateway.proxy.call_router import App, ModelCalls
+from gateway.proxy.call import CallEndpoint, Parts
+from gateway.proxy.call_router import ModelCalls
 from gateway.proxy.failed_calls import FailedCalls
 from gateway.proxy.passthrough import PassEndpoint
 from gateway.proxy.paths import how_to_call

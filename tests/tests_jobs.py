@@ -22,7 +22,7 @@ from schemas.records import Assessment, Candidate, Curation, Reward, SessionEven
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
-RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_{}(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; main(load(words=sys.argv[1:]))"
 Eventually = Callable[..., Any]
 
 

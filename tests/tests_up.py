@@ -22,7 +22,7 @@ ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
 
 def command(*words: str) -> list[str]:
     """A command line of clawstream."""
-    return [sys.executable, "-m", "clawstream.cli", *words]
+    return [sys.executable, "-m", "clawstream", *words]
 
 
 def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from clawstream.ops.doctor import StoredPosition
 from runtime.kafka import Cluster
+from runtime.topics.positions import StoredPosition
 from schemas.settings import Settings
 from trainer.errors import InvalidCheckpoint
 from trainer.versions.atomic_directory import read_info, versions_in

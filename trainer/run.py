@@ -18,9 +18,10 @@ from trainer.data.sequences import Row, rows_of_batch, within_vocabulary
 from trainer.memory import naming_the_batch
 from trainer.metrics import BatchStats, version_metrics
 from trainer.model.policy import Policy, staleness
+from trainer.position import Position
 from trainer.unfinished_batches import Begun
 from trainer.versions.atomic_directory import prune, sweep
-from trainer.versions.checkpoint import Position, State, load, newest, save
+from trainer.versions.checkpoint import State, load, newest, save
 from trainer.versions.history import deletable, next_attempt, next_sync_index
 from trainer.versions.publish import export, manifest
 from trainer.versions.weight_log import Ledger

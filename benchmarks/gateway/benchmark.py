@@ -206,7 +206,7 @@ class Bench:
                 },
             })
         )  # fmt: skip
-        command = [sys.executable, "-m", "clawstream.cli", "gateway", "--config", str(settings), *words]
+        command = [sys.executable, "-m", "clawstream", "gateway", "--config", str(settings), *words]
         process = self.start(name, command, f"http://127.0.0.1:{port}/ready")
         # Trajectories of eight calls.
         return Side(

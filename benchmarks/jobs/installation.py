@@ -108,7 +108,7 @@ class Installation:
     def job(self, command: str, worker: str = "0") -> Process:
         """Start `clawstream <command>`, a worker of that name."""
         return self.start(
-            f"{command.split()[-1]}-{worker}", f"clawstream.cli {command}", f"jobs.worker_id={json.dumps(worker)}"
+            f"{command.split()[-1]}-{worker}", f"clawstream {command}", f"jobs.worker_id={json.dumps(worker)}"
         )
 
     def until(self, what: str, condition: Callable[[], bool], seconds: float = DONE_S, pause_s: float = 0.2) -> None:

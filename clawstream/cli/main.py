@@ -113,12 +113,6 @@ def down(
         )
 
 
-@app.command()
-def demo(words: Words = None, config: Config = None) -> None:
-    """Make a tiny model, let an agent use it, train it until it has learned the task, and report."""
-    run("demo.main:main", config, words, fresh=True)
-
-
 @app.command(context_settings={"ignore_unknown_options": True})
 def gateway(words: Words = None, config: Config = None) -> None:
     """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
@@ -128,13 +122,13 @@ def gateway(words: Words = None, config: Config = None) -> None:
 @jobs.command("assemble")
 def jobs_assemble(words: Words = None, config: Config = None) -> None:
     """Join steps with rewards into trajectories and candidates."""
-    run("stream_jobs.worker.faust_app:run_assemble", config, words)
+    run("stream_jobs.assemble.main:main", config, words)
 
 
 @jobs.command("reward")
 def jobs_reward(words: Words = None, config: Config = None) -> None:
     """Compute rule rewards of closed trajectories."""
-    run("stream_jobs.worker.faust_app:run_reward", config, words)
+    run("stream_jobs.reward.main:main", config, words)
 
 
 @app.command()

@@ -11,28 +11,11 @@ from itertools import groupby
 from typing import Literal
 
 from runtime.kafka import Cluster
+from runtime.topics.positions import StoredPosition
 
 Verdict = Literal["ok", "topic made anew", "topic is gone", "beyond the end", "before the start", "unreadable"]
 SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadable")
 """With these the process stops (exit code 79) until someone decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPosition:
-    """Where a process goes on reading.
-
-    process: who reads. place: where it keeps this, e.g. `table steps`. topic: its name; ends in `*` when only the id is known.
-    topic_id: the one stored; None: Kafka itself keeps this position and forgets it with the topic. offset: the next one to read.
-    flaw: why the position can't be read or gone on from; then the other values say where that was found.
-    """
-
-    process: str
-    place: str
-    topic: str
-    topic_id: str | None
-    partition: int
-    offset: int
-    flaw: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clawstream.ops.doctor import StoredPosition
 from runtime.kafka import Cluster
+from runtime.topics.positions import StoredPosition
 from runtime.topics.records import Decoder
 from schemas.records import Late, PolicyApplied
 from schemas.settings import Settings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -22,7 +23,7 @@ from runtime.logs import logger
 from runtime.process.lifecycle import run_async
 from runtime.process.readiness import ready
 from runtime.process.remembered_settings import FILE, changes, forget, remember, withheld_from
-from runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable, python
+from runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable
 from runtime.topics.records import cluster_of
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -277,3 +278,9 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
 def run(settings: Settings) -> None:
     """Entry point of `clawstream up`."""
     run_async("up", settings, main)
+
+
+def python(*words: str) -> list[str]:
+    """Command line of one of our own processes."""
+    # -P: a user's `rewards.py` in the working directory must not hide our package of that name.
+    return [sys.executable, "-P", "-m", "clawstream", *words]

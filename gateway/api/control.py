@@ -17,13 +17,14 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import TRAJECTORY_HEADER, Caller
 from gateway.attribution.sessions import Origin
 from gateway.auth.api_keys import Scope
 from gateway.durability.record_writer import Event
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import Parts, header_map
+from gateway.proxy.call import Parts
 from schemas.errors import InvalidId
 from schemas.ids import check_trajectory_key, is_unnamed, key_of_step, new_event_id, new_ulid, stable_id
 from schemas.records import Channel, Curation, Reward, RewardSource, SessionEvent

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import orjson
 
 from gateway import errors as e
-from gateway.protocols.base import Errors
 
 
 class ErrorKind(NamedTuple):
@@ -58,6 +57,18 @@ class Reply(NamedTuple):
 def kind_of(error: e.GatewayError) -> ErrorKind:
     """Status, type, code and Retry-After of an error."""
     return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
+
+
+class Errors(Protocol):
+    """How a protocol writes errors."""
+
+    def body(self, error: e.GatewayError) -> bytes:
+        """JSON body of an error reply."""
+        ...
+
+    def engine(self, status: int, body: bytes) -> bytes:
+        """An engine's own error as this protocol writes it."""
+        ...
 
 
 class OpenAIErrors:

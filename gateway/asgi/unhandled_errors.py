@@ -11,9 +11,8 @@ from typing import Any
 
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import reply_of
+from gateway.asgi.messages import App, Scope, Send, send_reply
 from gateway.errors import GatewayError
-from gateway.proxy.call import Scope, Send, send_reply
-from gateway.proxy.call_router import App
 from runtime.logs import logger
 
 PLACES = 8

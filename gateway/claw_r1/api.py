@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.api.control import Complete, GiveReward, Recorder, Register, public_url
 from gateway.asgi.client_disconnect import Client, Receive
+from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import Caller
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import Captured
@@ -34,7 +35,7 @@ from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, 
 from gateway.protocols.base import Tokens
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import NO_TOKENS, Parts, header_map, held_body
+from gateway.proxy.call import NO_TOKENS, Parts, held_body
 from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
 from gateway.proxy.forwarding import FORWARDED, returned
 from gateway.proxy.token_limits import refuse_longer

@@ -1,7 +1,6 @@
 """Claw-R1's command line for its gateway, as settings of ours.
 
     clawstream gateway --vllm-addresses a:8001,b:8001 --tokenizer-path P --prompt-length 4096 --response-length 1024
-    python -m gateway.claw_r1.flags ...        the same, in the place of `python -m claw_r1.gateway.gateway`
 
 Each flag means what it meant, or is taken with a line that says why it has no meaning any more. Words `a.b=c` go on as they are and
 win over flags.
@@ -85,14 +84,3 @@ def _word(setting: str, value: object) -> str:
 
 def _with_scheme(address: str) -> str:
     return address if address.startswith(("http://", "https://")) else f"http://{address}"
-
-
-def main() -> None:
-    """`clawstream gateway` with the arguments of this process."""
-    from clawstream.cli.main import app
-
-    app(["gateway", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    main()

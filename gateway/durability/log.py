@@ -14,6 +14,7 @@ import orjson
 from gateway.errors import BusUnavailable, RecordTooLarge
 from runtime import kafka
 from runtime.logs import logger
+from runtime.process.lifecycle import die
 
 PROBE_INTERVAL_S = 1.0
 SILENT_AFTER_S = 3.0
@@ -104,7 +105,7 @@ class KafkaBus:
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:
         self._cluster, self._topic = cluster, probe_topic
-        self._outbox = cluster.outbox(produce_timeout_s, queue_buffering_max_kbytes=QUEUE_KB)
+        self._outbox = cluster.outbox(produce_timeout_s, die, queue_buffering_max_kbytes=QUEUE_KB)
         self._topic_id: str | None = None
         self._ok_at = self._failed_at = float("-inf")
         self._uptime_s = 0.0

@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import kind_of
+from gateway.asgi.error_replies import Errors, kind_of
 from gateway.errors import GatewayError
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
 from gateway.protocols.reply_fields import array, dumps, error_of, loads, mapping, number, text, text_or_none
 from gateway.protocols.request_fields import check_messages, error_text, model_of, object_of, stream_of
 from gateway.protocols.usage import usage_of

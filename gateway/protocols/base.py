@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from gateway.asgi.error_replies import Errors
 from gateway.errors import GatewayError
 from schemas.records import Usage, VersionSpan
 
@@ -112,18 +113,6 @@ class Fold(Protocol):
 
     def unfinished(self) -> int:
         """How many choices have not ended yet."""
-        ...
-
-
-class Errors(Protocol):
-    """How a protocol writes errors."""
-
-    def body(self, error: GatewayError) -> bytes:
-        """JSON body of an error reply."""
-        ...
-
-    def engine(self, status: int, body: bytes) -> bytes:
-        """An engine's own error as this protocol writes it."""
         ...
 
 

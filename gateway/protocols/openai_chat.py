@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI
-from gateway.capture.engine_tokens import packed_tokens
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request
+from gateway.asgi.error_replies import OPENAI, Errors
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
 from gateway.protocols.message_deltas import begun, grow, grown
 from gateway.protocols.openai_stream import ChoicesFold
 from gateway.protocols.reply_fields import (
@@ -37,6 +36,7 @@ from gateway.protocols.request_fields import (
     stream_of,
     with_fields,
 )
+from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI
-from gateway.capture.engine_tokens import packed_tokens
+from gateway.asgi.error_replies import OPENAI, Errors
 from gateway.errors import BadRequest
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Errors, Kind, Part, Request, Tokens
+from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request, Tokens
 from gateway.protocols.openai_stream import ChoicesFold
 from gateway.protocols.reply_fields import array, array_or_none, dumps, error_of, loads, mapping, place_of, text_or_none
 from gateway.protocols.request_fields import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
 ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"

@@ -12,14 +12,15 @@ A client that leaves makes the engine stop; what it had got is recorded as `abor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.asgi.client_disconnect import Client, Receive
-from gateway.asgi.error_replies import Reply, ending_of, reply_of
+from gateway.asgi.error_replies import ending_of, reply_of
 from gateway.asgi.in_flight_limits import Held, Memory
+from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, send_reply
 from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.tags import tags_of
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
@@ -54,10 +55,6 @@ from schemas.ids import new_call_id
 from schemas.records import Step, StepStatus
 from schemas.settings import Settings
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-Headers = list[tuple[bytes, bytes]]
-
 IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
 MAX_NAMED = 32
 """Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
@@ -86,34 +83,6 @@ class Parts:
     limits: KeyLimits
 
 
-def header_map(scope: Scope) -> dict[str, str]:
-    """The request's headers, names in lower case; of several the last."""
-    return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-
-
-async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
-    """The request's body, taken from `memory`: give back its length.
-
-    Raises BodyTooLarge or Overloaded; ClientGone, TooSlow or BadRequest when it does not end.
-    """
-    parts, size, more = [], 0, True
-    try:
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client closed its connection within its request")
-            part, more = message.get("body", b""), message.get("more_body", False)
-            if size + len(part) > limit:
-                raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
-            memory.take(len(part))
-            size += len(part)
-            parts.append(part)
-    except BaseException:  # refused, cancelled, gone: what was read is memory no more
-        memory.give_back(size)
-        raise
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 @asynccontextmanager
 async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
     """The request's body, which counts as held within the block. Raises as `read_body` does."""
@@ -122,12 +91,6 @@ async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
         yield body
     finally:
         parts.memory.give_back(len(body))
-
-
-async def send_reply(send: Send, reply: Reply) -> None:
-    """A whole reply."""
-    await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
-    await send({"type": "http.response.body", "body": reply.body})
 
 
 def _number(text: str | None) -> int | None:

@@ -5,17 +5,16 @@ A call's path is a protocol's own, at the root or under /v1, alone or behind /<t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import Reply, reply_of
+from gateway.asgi.messages import App, Scope, Send, send_reply
 from gateway.asgi.request_encoding import decoded
 from gateway.errors import NotFound, NoWebSocket, WrongMethod
-from gateway.proxy.call import CallEndpoint, Scope, Send, send_reply
+from gateway.proxy.call import CallEndpoint
 from gateway.proxy.passthrough import PassEndpoint
 from gateway.proxy.paths import ITEMS, how_to_call, place_of, proxied, tidied
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ModelCalls:

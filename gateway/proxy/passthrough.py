@@ -5,14 +5,14 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from gateway.asgi.client_disconnect import Client, Receive
-from gateway.asgi.error_replies import Reply, reply_of
+from gateway.asgi.error_replies import Errors, Reply, reply_of
 from gateway.asgi.in_flight_limits import Held
+from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.attribution.resolver import Caller
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
-from gateway.protocols.base import Errors
 from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
-from gateway.proxy.call import Parts, Scope, Send, header_map, held_body, send_reply
+from gateway.proxy.call import Parts, held_body
 from gateway.proxy.forwarding import FORWARDED, credentials_of, returned, with_query
 from gateway.proxy.paths import Place
 

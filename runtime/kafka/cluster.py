@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import (
@@ -68,9 +68,9 @@ class Cluster:
         """A producer. With a transactional id it fences the older ones at once. overrides: librdkafka options, `_` for `.`"""
         return Producer(self._options, transactional_id, **{k.replace("_", "."): v for k, v in overrides.items()})
 
-    def outbox(self, timeout_s: float, **overrides: Any) -> Outbox:
+    def outbox(self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any) -> Outbox:
         """A producer for one event loop. timeout_s: how long an acknowledgement may take. overrides: as for `producer`"""
-        return Outbox(self._options, timeout_s, **{k.replace("_", "."): v for k, v in overrides.items()})
+        return Outbox(self._options, timeout_s, on_bug, **{k.replace("_", "."): v for k, v in overrides.items()})
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """A reader of given partitions. overrides: librdkafka options, `_` for `.`"""

@@ -59,9 +59,7 @@ class _Post:
             try:
                 done(error)
             except Exception as bug:  # noqa: BLE001 - the end of the process
-                from runtime.process.lifecycle import die  # here, for it knows the errors of this package
-
-                die(bug)
+                self.outbox.on_bug(bug)
 
 
 class Outbox:
@@ -72,7 +70,10 @@ class Outbox:
     ends this producer id: all that is awaited fails as Unavailable, and a client of a new id goes on. So does a fatal error.
     """
 
-    def __init__(self, options: Mapping[str, Any], timeout_s: float, **overrides: Any) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
+    ) -> None:
+        self.on_bug = on_bug
         self._options = producer_options(options, **{"message.timeout.ms": max(1, int(timeout_s * 1000)), **overrides})
         self._timeout_s = timeout_s
         self._client = _Producer(self._options)

@@ -15,7 +15,6 @@ import asyncio
 import fcntl
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -335,9 +334,3 @@ def ask_to_stop(directory: Path) -> int | None:
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
     return pid
-
-
-def python(*words: str) -> list[str]:
-    """Command line of one of our own processes."""
-    # -P: a user's `rewards.py` in the working directory must not hide our package of that name.
-    return [sys.executable, "-P", "-m", "clawstream.cli", *words]

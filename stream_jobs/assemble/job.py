@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Mapping, Sequence
 
 from runtime.kafka import Cluster, Record
 from runtime.logs import logger
 from runtime.topics.records import Decoder, now_micros
 from schemas.records import Tick
-from schemas.settings import JobsSettings, Settings
+from schemas.settings import Settings
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.partition import Owner, Shared, Situation
 from stream_jobs.errors import Overtaken
+from stream_jobs.worker.member_name import worker_name
 
 SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
 """A partition of which so many ticks are missing was silent: Kafka was away, or no worker was there."""
@@ -38,13 +37,8 @@ def limits_of(settings: Settings) -> Limits:
     )
 
 
-def worker_name(jobs: JobsSettings) -> str:
-    """Under what name a worker is a member of its group. Two that live at once must differ: else Kafka fences one after the other."""
-    return jobs.worker_id if jobs.worker_id is not None else f"{socket.gethostname()}-{os.getpid()}"
-
-
 class Assembler:
-    """A job of `stream_jobs.worker.faust_app`. Every exception out of it must end the process."""
+    """A job of `stream_jobs.worker.shell`. Every exception out of it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         jobs, topics = settings.jobs, settings.kafka.topics

@@ -1,4 +1,4 @@
-"""The owner of one partition of assemble: the processing protocol around the pure fold (`stream_jobs.worker.faust_app` has its numbered steps)."""
+"""The owner of one partition of assemble: the processing protocol around the pure fold (`stream_jobs.assemble.main` has its numbered steps)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from runtime.kafka import BEGINNING, Ack, Cluster, Producer, Record, SourceTruncated
+from runtime.kafka.truncation import refuse_truncated
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter, now_micros
 from schemas.ids import key_of_trajectory
@@ -22,7 +23,7 @@ from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS, Burial, Entry, Key, Open, Source
 from stream_jobs.assemble.output_records import assembled, candidate, payload_bytes, slices, starts_of, step_mark
 from stream_jobs.assemble.payload.cache import Kept, PayloadCache
-from stream_jobs.assemble.payload.input_log import InputLog, decoded, refuse_truncated
+from stream_jobs.assemble.payload.input_log import InputLog, decoded
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
 
 PROCESS = "assemble"

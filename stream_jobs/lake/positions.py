@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from clawstream.ops.doctor import StoredPosition
 from runtime.kafka import Cluster
+from runtime.topics.positions import StoredPosition
 from schemas.settings import Settings
 from schemas.topics import Topics
 from stream_jobs.errors import LakeDamaged

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 from runtime.functions.pool import PoolStopped
 from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
+from runtime.kafka.truncation import refuse_truncated
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.trajectory_parts import joined
-from stream_jobs.assemble.payload.input_log import refuse_truncated
 from stream_jobs.reward.evaluate import Answers
 
 PROCESS = "reward"
@@ -91,7 +91,7 @@ class Gather:
 
 
 class Rewarder:
-    """A job of `stream_jobs.worker.faust_app`. Every exception out of it must end the process."""
+    """A job of `stream_jobs.worker.shell`. Every exception out of it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster, answers: Answers) -> None:
         """answers: are closed with the job."""

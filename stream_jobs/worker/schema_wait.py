@@ -89,7 +89,7 @@ class SchemaWait:
                         await self._process(partition, waiting)
                         self._resume({partition} & self._paused)
                         return
-        except Exception as e:  # noqa: BLE001 - as in `stream_jobs.worker.faust_app`
+        except Exception as e:  # noqa: BLE001 - as in `stream_jobs.worker.shell`
             die(e)
 
     async def _look_up(self, partition: int) -> None:

@@ -41,7 +41,7 @@ class Loop:
         self.process = subprocess.Popen(
             bonded(
                 [
-                    *(sys.executable, "-m", "clawstream.cli", "demo", f"data_dir={home}"),
+                    *(sys.executable, "-m", "demo", f"data_dir={home}"),
                     *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
                     *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
                     *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),

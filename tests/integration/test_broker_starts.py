@@ -123,7 +123,7 @@ def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
 PARENT = """
 import signal, sys, time
 from pathlib import Path
-from runtime.broker_process import Jvm
+from runtime.broker.jvm import Jvm
 jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], Path(sys.argv[1]), at_parents_death=signal.SIGKILL)
 print(jvm.pid, flush=True)
 time.sleep(600)

@@ -30,8 +30,9 @@ from stream_jobs.assemble.changelog import delta
 from stream_jobs.assemble.state import Assembly
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import catalog
+from trainer.position import Position
 from trainer.versions.atomic_directory import new_directory
-from trainer.versions.checkpoint import Position, State
+from trainer.versions.checkpoint import State
 
 CODEC = Codec()
 TOPICS = ("assembly", "candidates", "dead-letters", "rewards", "schemas", "steps", "trajectories", "weights", "workers")

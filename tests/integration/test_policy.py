@@ -51,7 +51,7 @@ def admit(tmp_path: Path) -> Iterator[Admit]:
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / "admit.log").open("ab") as log:
-            command = [sys.executable, "-m", "clawstream.cli", "admit", *words_of(settings)]
+            command = [sys.executable, "-m", "clawstream", "admit", *words_of(settings)]
             started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log))
         return started[-1]
 

@@ -67,7 +67,7 @@ def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
         command = [
             sys.executable,
             "-m",
-            "clawstream.cli",
+            "clawstream",
             "lake",
             *words_of(jobs.settings),
             "lake.flush_interval_s=0.2",

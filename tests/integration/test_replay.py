@@ -242,7 +242,7 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     command = [
         sys.executable,
         "-m",
-        "clawstream.cli",
+        "clawstream",
         "replay",
         "run",
         "again",
@@ -321,7 +321,7 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     settings, cluster = recorded.settings, recorded.cluster
     prefix = f"replay-k{uuid4().hex[:6]}"
     name = prefix.removeprefix("replay-")
-    command = [sys.executable, "-m", "clawstream.cli", "replay", "run", name, *words_of(settings)]
+    command = [sys.executable, "-m", "clawstream", "replay", "run", name, *words_of(settings)]
     for topic in ("candidates", "ready-batches.run.train"):  # while it assembles, and while it admits
         process = subprocess.Popen(bonded(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)

@@ -30,7 +30,7 @@ from stream_jobs.reward.evaluate import Answers
 from stream_jobs.reward.job import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_reward(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.reward.main import main; main(load(words=sys.argv[1:]))"
 CODEC = Codec()
 Eventually = Callable[..., Any]
 

@@ -19,8 +19,8 @@ from runtime.process.child import bonded
 PROGRAM = """
 import sys
 from pathlib import Path
-from runtime.broker_cache import make_start_cache, start_cache
-from runtime.jars import find_java
+from runtime.broker.start_cache import make_start_cache, start_cache
+from runtime.broker.jars import find_java
 make_start_cache(start_cache(find_java(), Path(sys.argv[1])))
 """
 

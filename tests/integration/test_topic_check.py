@@ -22,7 +22,7 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs import app; app.run_assemble(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.assemble.main import main; main(load(words=sys.argv[1:]))"
 
 
 def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
@@ -56,7 +56,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
         f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760 or more",
     ], said
     assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
-    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "clawstream.cli", "topics", "create"]):
+    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "clawstream", "topics", "create"]):
         done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, done.stderr
 

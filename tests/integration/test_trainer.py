@@ -48,8 +48,8 @@ from trainer.versions.history import chain
 
 NURSERY = """
 import json, os, sys
-from runtime.config import load
-from trainer.loop import main
+from runtime.process.config import load
+from trainer.main import main
 for line in sys.stdin:
     order = json.loads(line)
     if "wait" in order:

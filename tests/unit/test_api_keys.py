@@ -140,7 +140,7 @@ def test_an_error_of_the_file_shows_nothing_that_is_in_it(tmp_path: Path) -> Non
 
 
 def clawstream(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clawstream.cli", *words, f"data_dir={directory}"]
+    command = [sys.executable, "-m", "clawstream", *words, f"data_dir={directory}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = """
 import sys, time
 from pathlib import Path
-from benchmarks.gateway import running
+from benchmarks.gateway.benchmark import running
 with running([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
     time.sleep(600)

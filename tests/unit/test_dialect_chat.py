@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tests_dialects import broken, takes_or_refuses
 
 from gateway.attribution.sessions import Origin
-from gateway.capture.engine_tokens import Captured, packed_tokens
+from gateway.capture.engine_tokens import Captured
 from gateway.capture.steps import Call, Engine, steps_of
 from gateway.capture.stream import EventStream
 from gateway.errors import BadRequest
 from gateway.protocols.base import Answer, Choice, Kind, Request
 from gateway.protocols.openai_chat import OpenAIChat
+from gateway.protocols.token_fields import packed_tokens
 from gateway.testing.chat import ChatVoice, plain
 from gateway.testing.engine import frames_of, whole_frames
 from gateway.testing.script import Say, Script

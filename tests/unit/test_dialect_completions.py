@@ -16,10 +16,11 @@ from openai import AsyncOpenAI, BadRequestError
 from tests_dialects import broken, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
-from gateway.capture.engine_tokens import NO_IDS, NO_LOGPROBS, Captured
+from gateway.capture.engine_tokens import Captured
 from gateway.capture.stream import EventStream
 from gateway.protocols.base import Answer, Choice, Kind
 from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
+from gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
 from gateway.testing.completions import CompletionsVoice
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DEAF = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-from runtime.die_with_parent import bonded
+from runtime.process.child import bonded
 subprocess.Popen(bonded([sys.executable, "-c", sys.argv[1]]))
 time.sleep(600)
 """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clawstream.ops.doctor import Diagnosis, StoredPosition, Verdict, format_diagnoses, judged
+from clawstream.ops.doctor import Diagnosis, Verdict, format_diagnoses, judged
+from runtime.topics.positions import StoredPosition
 from stream_jobs.lake.delta.log import marks_in
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.positions import made_anew

@@ -94,7 +94,7 @@ def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path)
     try:
         words = ["gateway", f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
         done = subprocess.run(
-            [sys.executable, "-m", "clawstream.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "clawstream", *words], cwd=ROOT, capture_output=True, text=True, check=False
         )
     finally:
         os.close(held)

@@ -13,9 +13,10 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from openai.types import CompletionUsage
 
-from gateway.capture.engine_tokens import NO_PROMPT, NOT_TOLD, Captured
+from gateway.capture.engine_tokens import NOT_TOLD, Captured
 from gateway.capture.stream import EventStream
 from gateway.protocols.openai_chat import OpenAIChat
+from gateway.protocols.token_fields import NO_PROMPT
 from gateway.testing.chat import chunks, plain
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in

@@ -133,12 +133,12 @@ def test_a_segment_that_the_disk_has_emptied_holds_nothing_up(tmp_path: Path) ->
 FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from gateway.bus import MemoryBus, Message
+from gateway.durability.log import MemoryBus, Message
 from gateway.errors import SpoolFailed
-from gateway.journal import Journal
+from gateway.durability.delivery import Journal
 from gateway.metrics import Metrics
-from gateway.spool import Spool
-from runtime.telemetry import configure
+from gateway.durability.spool import Spool
+from runtime.logs import configure
 
 async def main():
     bus, spool = MemoryBus(), Spool(Path(sys.argv[1]), 1 << 20)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from runtime.kafka import Cluster, SourceTruncated
-from stream_jobs.assemble.payload.input_log import refuse_truncated
+from runtime.kafka.truncation import refuse_truncated
 
 
 class Log:

@@ -20,8 +20,8 @@ from schemas.codec.single_object import MAGIC, Codec
 from schemas.records import Tick
 from schemas.settings import Settings
 from stream_jobs.errors import Overtaken
-from stream_jobs.worker import faust_app
-from stream_jobs.worker.faust_app import Shell
+from stream_jobs.worker import shell
+from stream_jobs.worker.shell import Shell
 
 
 class SchemasTopic:
@@ -104,7 +104,7 @@ class Group:
 def died(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """Errors that would have ended the process."""
     errors: list[BaseException] = []
-    monkeypatch.setattr(faust_app, "die", errors.append)
+    monkeypatch.setattr(shell, "die", errors.append)
     return errors
 
 
@@ -161,7 +161,7 @@ def test_who_is_overtaken_in_no_rebalance_dies(tmp_path: Path, died: list[BaseEx
 def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faust_app, "FETCH_PAUSE_S", 3600.0)
+    monkeypatch.setattr(shell, "FETCH_PAUSE_S", 3600.0)
 
     async def main() -> None:
         shell = shell_of(Job(), tmp_path)

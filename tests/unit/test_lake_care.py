@@ -356,12 +356,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_lake_care import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
-from stream_jobs.lake import _follow, _with_room
-from schemas.avro_types import expanded
-from stream_jobs.lake_care import Caretaker
-from schemas.codec import shipped
-from stream_jobs.lake_writer import Lake
-from stream_jobs.replay_lake import pinned
+from stream_jobs.lake.main import _follow, _with_room
+from schemas.codec.avro_schema import expanded
+from stream_jobs.lake.delta.maintenance import Caretaker
+from schemas.codec.single_object import shipped
+from stream_jobs.lake.writer import Lake
+from clawstream.ops.replay.lake_source import pinned
 
 
 class Poll:

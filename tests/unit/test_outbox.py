@@ -12,6 +12,7 @@ import pytest
 
 from gateway.durability.log import KafkaBus
 from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
+from runtime.process.lifecycle import die
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
 
@@ -24,7 +25,7 @@ def told(outbox: Outbox, *records: tuple[str, bytes, bytes]) -> asyncio.Future[K
 
 def test_no_records_are_acknowledged_at_once() -> None:
     async def run() -> None:
-        assert told(Outbox(NOWHERE, 60.0)).result() is None
+        assert told(Outbox(NOWHERE, 60.0, die)).result() is None
 
     asyncio.run(run())
 
@@ -40,7 +41,7 @@ def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) 
     async def run() -> None:
         said: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, what: said.append(what["exception"]))
-        outbox = Outbox(NOWHERE, 0.3)
+        outbox = Outbox(NOWHERE, 0.3, die)
         with monkeypatch.context() as patch:
 
             def no_thread(_: threading.Thread) -> None:
@@ -63,12 +64,13 @@ def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) 
 BUG = """
 import asyncio
 from runtime.kafka import Outbox
-from runtime.telemetry import configure
+from runtime.process.lifecycle import die
+from runtime.logs import configure
 
 async def main():
     def done(error):
         raise ValueError("a bug of the caller")
-    Outbox({"bootstrap.servers": "127.0.0.1:1"}, 0.2).post([("t", b"k", b"v")], done)
+    Outbox({"bootstrap.servers": "127.0.0.1:1"}, 0.2, die).post([("t", b"k", b"v")], done)
     await asyncio.sleep(60)
 
 configure("gateway")

@@ -117,7 +117,7 @@ def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Signals) -> None:
     query = "SELECT range AS a FROM range(1000000000000)"
-    command = [sys.executable, "-m", "clawstream.cli", "sql", query, f"data_dir={settings.data_dir}", "-f", "csv"]
+    command = [sys.executable, "-m", "clawstream", "sql", query, f"data_dir={settings.data_dir}", "-f", "csv"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
         assert asked.stdout is not None and asked.stderr is not None
         assert asked.stdout.readline() == b"a\n"
@@ -143,7 +143,7 @@ def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
 
 
 def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
-    command = [sys.executable, "-m", "clawstream.cli", "sql", "SELECT 1", "lake.sql_memory_mb=lots"]
+    command = [sys.executable, "-m", "clawstream", "sql", "SELECT 1", "lake.sql_memory_mb=lots"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

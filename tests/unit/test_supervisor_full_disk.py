@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 FULL = """
 import asyncio, json, os, signal, subprocess, sys
 from pathlib import Path
-from runtime.process_table import read_table
-from runtime.supervisor import ProcessSpec, Supervisor
-from runtime.telemetry import configure
+from runtime.process.table import read_table
+from runtime.process.supervisor import ProcessSpec, Supervisor
+from runtime.logs import configure
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 room = Path(sys.argv[1])

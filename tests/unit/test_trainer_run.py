@@ -38,10 +38,11 @@ from schemas.tokens import pack_ids, pack_logprobs
 from trainer.data.batches import Incoming, start_of
 from trainer.errors import BatchesReplaced, BatchNeverEnds, CheckpointLost, InvalidCheckpoint, OutOfMemory
 from trainer.main import check_settings
+from trainer.position import Position
 from trainer.run import Run, open_run
 from trainer.unfinished_batches import MOST, Begun
 from trainer.versions.atomic_directory import INFO, new_directory, sha256, verify
-from trainer.versions.checkpoint import Position, read
+from trainer.versions.checkpoint import read
 from trainer.versions.history import chain, deletable, next_sync_index
 from trainer.versions.weight_log import MemoryLedger
 

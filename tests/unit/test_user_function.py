@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import rewards
+from clawstream.ops.up import python
 from runtime.process.config import load
-from runtime.process.supervisor import python
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.user_function import FunctionNotFound, load_function
 

@@ -16,7 +16,7 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.losses import LOSSES
 from trainer.data.trajectories import read_payload
 from trainer.errors import BatchesReplaced, BatchGap, TopicReplaced
-from trainer.versions.checkpoint import Position
+from trainer.position import Position
 
 COMMIT_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 5.0

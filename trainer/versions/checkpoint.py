@@ -19,20 +19,11 @@ from schemas.records import WeightVersion
 from schemas.settings import TrainerSettings
 from trainer.errors import CheckpointLost, InvalidCheckpoint
 from trainer.model.policy import Policy
+from trainer.position import Position
 from trainer.versions.atomic_directory import directory_of, new_directory, verify
 
 MODEL = "model"
 TRAINING = "training.pt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where training goes on: the next offset of one ready-batches topic, and the batch_seq that must come next."""
-
-    topic_id: str
-    partition: int
-    next_offset: int
-    next_batch_seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

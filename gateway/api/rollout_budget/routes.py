@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
 from gateway.api.rollout_budget.budget import DemandSource, Refusal, Seen
+from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import Door
 from gateway.errors import Forbidden, NotFound, Unprocessable
-from gateway.proxy.call import header_map
 from schemas.ids import RUN_ID
 from schemas.records import Channel
 

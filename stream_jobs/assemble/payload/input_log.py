@@ -16,20 +16,6 @@ from stream_jobs.assemble.payload.cache import Kept, metadata_of, payload_of
 from stream_jobs.assemble.payload.trainability import provenance
 
 
-def refuse_truncated(cluster: Cluster, topic: str, partition: int, expected: int, came: int) -> None:
-    """Offset `came` was delivered where `expected` was due (blocking). Raises SourceTruncated when retention took what was due.
-
-    Control records of transactions leave holes, too: those lie where the log still has its place. The consumer says nothing: out of
-    the log's range it goes on at the log's start.
-    """
-    low = cluster.watermarks(topic, [partition])[partition][0]
-    if low > expected:
-        raise SourceTruncated(
-            f"source truncated: {topic}-{partition} begins at offset {low}; {expected} was due and {came} came: retention took records "
-            "that were not read; run clawstream doctor"
-        )
-
-
 def decoded(decoder: Decoder | Codec, record: Record) -> Any:
     """What a record says, or Bad. With a Codec no schema is looked up: it never blocks."""
     try:

@@ -426,7 +426,7 @@ class UpSettings(_Section):
 
 
 class DemoSettings(_Section):
-    """`clawstream demo`."""
+    """`python -m demo`."""
 
     seed: int = Field(0, description="another run")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the saved model and of the engine")

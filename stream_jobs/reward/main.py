@@ -1,0 +1,25 @@
+"""`clawstream jobs reward`: a worker of the reward job.
+
+It keeps no state: its position is what its group has committed, and rewards that are sent again have the same ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from runtime.process.lifecycle import run_async
+from schemas.settings import Settings
+from stream_jobs.reward.evaluate import Answers
+from stream_jobs.reward.job import Rewarder
+from stream_jobs.worker.shell import serve
+
+
+def main(settings: Settings) -> None:
+    """Run a worker of the reward job until SIGTERM. Never returns; wrong reward functions exit as wrong settings."""
+    run_async("reward", settings, _serve)
+
+
+async def _serve(settings: Settings, stop: asyncio.Event) -> None:
+    answers = Answers(settings)  # a wrong name ends the process before Kafka is asked for
+    await serve(settings, stop, group="reward", make=partial(Rewarder, answers=answers))
