@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster

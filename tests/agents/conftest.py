@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests_agents import install
-from tests_stage import Stage, stage_in
+from support.agents import install
+from support.stage import Stage, stage_in
 
 
 @pytest.fixture(scope="session")

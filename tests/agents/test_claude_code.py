@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 import pytest
-from tests_agents import Ear, environment, run
-from tests_stage import Stage, drifts, record, roots, tags
-from tests_toy_model import Call, Heard, Reply, ToyModel
+from support.agents import Ear, environment, run
+from support.stage import Stage, drifts, record, roots, tags
+from support.toy_model import Call, Heard, Reply, ToyModel
 
 pytestmark = pytest.mark.long
 SUMMARY = "<analysis>Short.</analysis>\n<summary>The note says heron; a helper said so too.</summary>"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests_agents import Ear, environment, run
-from tests_stage import Stage, drifts, record, roots, tags
-from tests_toy_model import Call, Heard, Reply, ToyModel
+from support.agents import Ear, environment, run
+from support.stage import Stage, drifts, record, roots, tags
+from support.toy_model import Call, Heard, Reply, ToyModel
 
 pytestmark = pytest.mark.long
 EXEC = ["codex", "exec"]

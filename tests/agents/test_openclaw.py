@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from tests_agents import Ear, environment, run
-from tests_ports import free_port
-from tests_stage import Stage, drifts, record, roots, tags
-from tests_toy_model import Call, Heard, Reply, ToyModel
+from support.agents import Ear, environment, run
+from support.ports import free_port
+from support.stage import Stage, drifts, record, roots, tags
+from support.toy_model import Call, Heard, Reply, ToyModel
 
 pytestmark = pytest.mark.long
 CONTEXT = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"

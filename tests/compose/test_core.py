@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from tests_ports import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.compose
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from tests_feed import POLICY, Feed
-from tests_up import up
+from support.feed import POLICY, Feed
+from support.up import up
 
 from runtime.exit_codes import EXIT_FENCED
 from schemas.settings import Settings

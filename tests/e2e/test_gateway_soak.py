@@ -25,9 +25,9 @@ import orjson
 import psutil
 import pytest
 import uvloop
-from tests_ports import free_port
-from tests_soak_engine import SLOW
-from tests_up import ENVIRON, ROOT, command
+from support.ports import free_port
+from support.soak_engine import SLOW
+from support.up import ENVIRON, ROOT, command
 
 from benchmarks.gateway.http_load import load
 from gateway.attribution.sessions import Origin, SessionKeys
@@ -176,7 +176,7 @@ def test_memory_does_not_grow_with_the_calls_served(
     settings = Settings.model_validate(settings.model_dump(exclude_unset=True) | {"gateway": given})
     with ExitStack() as stack:
         stack.enter_context(
-            running("engine", [sys.executable, "-m", "tests_soak_engine", str(engine)], tmp_path / "engine.log")
+            running("engine", [sys.executable, "-m", "support.soak_engine", str(engine)], tmp_path / "engine.log")
         )
         ours = stack.enter_context(
             running("gateway", command("gateway", *words_of(settings)), tmp_path / "gateway.log")

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 import aiohttp
 import pytest
-from tests_feed import Feed
-from tests_ports import free_port
-from tests_up import ROOT, Up, command, up
+from support.feed import Feed
+from support.ports import free_port
+from support.up import ROOT, Up, command, up
 
 from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Say, Script

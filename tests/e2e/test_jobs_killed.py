@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests_chaos import VICTIMS, fed, installation, running
-from tests_chaos_feed import longest_pause
-from tests_chaos_logs import Logs
+from support.chaos import VICTIMS, fed, installation, running
+from support.chaos_feed import longest_pause
+from support.chaos_logs import Logs
 
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
 

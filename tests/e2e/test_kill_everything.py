@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.process.child import bonded
 

@@ -14,8 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from tests_feed import POLICY, Feed, reward, session, step
-from tests_up import Up, call, up
+from support.feed import POLICY, Feed, reward, session, step
+from support.up import Up, call, up
 
 from gateway.durability.log import Message
 from gateway.engines.discovery import WorkerFeed

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_chaos import Installation, fed, installation, running
-from tests_chaos_logs import Logs
+from support.chaos import Installation, fed, installation, running
+from support.chaos_logs import Logs
 
 from runtime.exit_codes import EXIT_FAILED
 from schemas.settings import Settings

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests_jobs import Jobs, running, session, step
+from support.jobs import Jobs, running, session, step
 
 from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster

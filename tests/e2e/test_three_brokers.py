@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from tests_chaos import Installation, fed, installation, running
-from tests_chaos_feed import longest_pause_s
-from tests_chaos_logs import Logs
-from tests_ports import free_port
-from tests_up import call
+from support.chaos import Installation, fed, installation, running
+from support.chaos_feed import longest_pause_s
+from support.chaos_logs import Logs
+from support.ports import free_port
+from support.up import call
 
 from runtime.broker.embedded import status
 from runtime.process.config import words_of

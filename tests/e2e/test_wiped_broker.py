@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests_feed import POLICY, Feed
-from tests_ports import free_port
-from tests_up import Up, call, up
+from support.feed import POLICY, Feed
+from support.ports import free_port
+from support.up import Up, call, up
 
 from runtime.exit_codes import EXIT_SOURCE
 from runtime.process.config import words_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests_admit import cand, policy
+from support.admit import cand, policy
 
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_jobs import Eventually, Jobs, reward, running, session, step
+from support.jobs import Eventually, Jobs, reward, running, session, step
 
 from runtime.exit_codes import EXIT_SOURCE
 from runtime.kafka import Cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_jobs import Eventually, Jobs, running
+from support.jobs import Eventually, Jobs, running
 
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder, create_topics

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.broker import embedded as broker_cli
 from runtime.broker.data_dir import one_starter

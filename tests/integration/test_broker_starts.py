@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.broker.data_dir import one_starter
 from runtime.broker.embedded import BrokerError, EmbeddedBroker

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import typer
 from deltalake import CommitProperties, Transaction, write_deltalake
-from tests_ports import free_port
-from tests_up import ENVIRON, ROOT, call, command
+from support.ports import free_port
+from support.up import ENVIRON, ROOT, call, command
 
 from clawstream.cli.main import app
 from runtime.exit_codes import EXIT_KAFKA
@@ -72,7 +72,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert not heavy & set(done.stderr.split())
     for name in (
         "up",
-        "demo",
         "broker",
         "topics",
         "gateway",

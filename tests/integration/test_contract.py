@@ -1,7 +1,7 @@
 """The contract: official clients, the gateway, a real vLLM. What is recorded is what the client saw and what the model computes.
 
 One engine serves the whole module; gateways before it differ in their settings. Its model is a short warm start of the demo's with
-some replies by heart (`tests_contract`), so tool calls, parallel ones too, and reasoning come when they are asked for.
+some replies by heart (`support.contract`), so tool calls, parallel ones too, and reasoning come when they are asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from tests_contract import (
+from support.contract import (
     CLOSE,
     LESSONS,
     VERSION,
@@ -33,7 +33,7 @@ from tests_contract import (
     teach,
     text_of,
 )
-from tests_speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
+from support.speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
 from gateway.proxy.call import NO_TOKENS

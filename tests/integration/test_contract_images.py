@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from tests_contract import VERSION, Contract, checked, ids_of, standing
-from tests_speakers import SPEAKERS
-from tests_vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
+from support.contract import VERSION, Contract, checked, ids_of, standing
+from support.speakers import SPEAKERS
+from support.vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
 
 from schemas.records import VersionSpan
 from schemas.tokens import unpack_ids

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_jobs import Eventually, Jobs, reward, running, session, step
-from tests_lake import column
-from tests_up import ENVIRON, ROOT, command
+from support.jobs import Eventually, Jobs, reward, running, session, step
+from support.lake import column
+from support.up import ENVIRON, ROOT, command
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests_admit import cand
-from tests_ports import free_port
+from support.admit import cand
+from support.ports import free_port
 
 from gateway.api.rollout_budget.budget import Seen
 from gateway.api.rollout_budget.feed import DemandFeed

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
-from tests_ports import free_port
+from support.ports import free_port
 
 from gateway.durability.log import Message
 from gateway.durability.spool import read_segment, sync_of

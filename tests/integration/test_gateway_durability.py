@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_lake import column, running
-from tests_ports import free_port
-from tests_up import call
+from support.lake import column, running
+from support.ports import free_port
+from support.up import call
 
 from gateway.durability.blobs import Blobs
 from gateway.durability.delivery import Journal

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable

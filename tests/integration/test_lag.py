@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests_positions import tell
+from support.positions import tell
 
 from clawstream.ops.lag import data_lag, format_lag, lag
 from runtime.kafka import Cluster

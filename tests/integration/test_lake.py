@@ -14,8 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, Transaction, write_deltalake
-from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
-from tests_positions import tell
+from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
+from support.positions import tell
 
 from runtime.exit_codes import EXIT_FENCED, EXIT_SOURCE
 from runtime.kafka import Cluster

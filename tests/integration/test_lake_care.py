@@ -16,7 +16,7 @@ import duckdb
 import fastavro
 import pytest
 from deltalake import DeltaTable
-from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
+from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from clawstream.query.connection import connect
 from runtime.exit_codes import EXIT_FENCED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests_lake import Eventually, a_reward, a_step, column, put_steps, running
+from support.lake import Eventually, a_reward, a_step, column, put_steps, running
 
 from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests_lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
+from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
 from clawstream.ops.doctor import examine
 from clawstream.ops.lag import data_lag

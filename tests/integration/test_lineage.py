@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import uuid4
 
-from tests_feed import POLICY, Feed, reward, step
-from tests_up import up
+from support.feed import POLICY, Feed, reward, step
+from support.up import up
 
 from clawstream.ops.lag import data_lag
 from clawstream.query.connection import connect

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests_jobs import Eventually, Jobs, reward, running, session, step
+from support.jobs import Eventually, Jobs, reward, running, session, step
 
 from runtime.kafka import Cluster
 from runtime.process.config import words_of

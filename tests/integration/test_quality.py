@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests_jobs import ROOT, Jobs, running, session, step
+from support.jobs import ROOT, Jobs, running, session, step
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app

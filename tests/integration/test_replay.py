@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from tests_jobs import ROOT, Eventually, Jobs, reward, running, step
+from support.jobs import ROOT, Eventually, Jobs, reward, running, step
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
@@ -234,7 +234,9 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     with pytest.raises(PrefixTaken, match="asked otherwise"):
         run_replay(with_policy(settings, batch_groups=5), Order("one"))
 
-    jobs = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/tests_rewards.py:contrary@2",)}})
+    jobs = settings.jobs.model_copy(
+        update={"reward_functions": {"*": (f"{ROOT}/tests/support/rewards.py:contrary@2",)}}
+    )
     other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
@@ -253,7 +255,9 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     assert told.returncode == 0, told.stderr
     again = json.loads(told.stdout)
     assert len(hashes(again)) >= 4 and again["answers"] == 0
-    bare = settings.jobs.model_copy(update={"reward_functions": {"*": (f"{ROOT}/tests/own_functions.py:fails@1",)}})
+    bare = settings.jobs.model_copy(
+        update={"reward_functions": {"*": (f"{ROOT}/tests/support/own_functions.py:fails@1",)}}
+    )
     failed = run_replay(with_policy(settings, required_rewards=None).model_copy(update={"jobs": bare}), Order("bare"))
     assert hashes(failed) == [] and failed["no_rewards"] == {"ValueError: no": 4 * GROUPS + 1}
     kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))

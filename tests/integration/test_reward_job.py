@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests_positions import tell
+from support.positions import tell
 
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
@@ -285,7 +285,7 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
     """The others are answered meanwhile; SIGTERM ends the worker although a function runs that nobody else would end."""
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
-    functions = settings.functions.model_copy(update={"dirs": (ROOT / "tests",), "timeout_s": 3.0, "processes": 2})
+    functions = settings.functions.model_copy(update={"dirs": (ROOT / "tests" / "support",), "timeout_s": 3.0, "processes": 2})
     limited = settings.model_copy(update={"functions": functions})
     patient = settings.model_copy(update={"functions": functions.model_copy(update={"timeout_s": 3600.0})})
     configured = {"run": ("own_functions.py:of_answers@1",), "*": ("exact_match@1",)}

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests_ports import free_port
-from tests_up import ENVIRON, ROOT, command
+from support.ports import free_port
+from support.up import ENVIRON, ROOT, command
 
 from demo import model
 from runtime.kafka import Cluster

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests_engine import (
+from support.engine import (
     DEFAULT_TOP_K,
     IM_END,
     WIRES,

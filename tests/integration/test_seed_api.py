@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from tests_engine import engine_settings
+from support.engine import engine_settings
 from transformers import AutoModelForCausalLM
 
 from demo import model

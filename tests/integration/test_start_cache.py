@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests_ports import free_port
+from support.ports import free_port
 
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.broker.jars import PinnedJar, ensure_jars, find_java

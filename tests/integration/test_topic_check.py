@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
-from tests_jobs import Eventually, running, step
+from support.jobs import Eventually, running, step
 
 from clawstream.ops.topics.copy import copy_topics
 from runtime.exit_codes import EXIT_SETTINGS

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests_admit import cand, policy
-from tests_feed import POLICY, Feed, reward
-from tests_jobs import Eventually, Jobs, running
-from tests_lake import running as lake_running
-from tests_up import call
+from support.admit import cand, policy
+from support.feed import POLICY, Feed, reward
+from support.jobs import Eventually, Jobs, running
+from support.lake import running as lake_running
+from support.up import call
 
 from clawstream.ops import job_positions
 from clawstream.ops.doctor import SERIOUS, Diagnosis, examine

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests_ports import free_port
-from tests_processes import Processes
-from tests_up import ENVIRON, call, command
+from support.ports import free_port
+from support.processes import Processes
+from support.up import ENVIRON, call, command
 
 from runtime.exit_codes import EXIT_IN_USE, EXIT_SETTINGS
 from runtime.process.supervisor import supervisor_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests_ports import free_port
+from support.ports import free_port
 
 from clawstream.ops.up import Installation, main
 from runtime.broker.embedded import BrokerError

@@ -1,0 +1,92 @@
+"""The lake writer and its caretaker as real processes on a real Kafka, for the integration tests: what they get, what the tables have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deltalake import DeltaTable
+from support.processes import Processes
+
+from runtime.kafka import Producer
+from runtime.process.config import words_of
+from schemas import records
+from schemas.codec.single_object import Codec
+from schemas.settings import Settings
+from schemas.tokens import pack_ids
+from stream_jobs.lake.main import dataset, open_table
+
+WRITER = "import sys; from runtime.process.config import load; from stream_jobs.lake.main import main; main(load(None, sys.argv[1:], {}))"
+Eventually = Callable[..., Any]
+
+
+class Writers(Processes):
+    """The writers and caretakers of one installation. All log as `lake`."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.data_dir)
+        self.settings = settings
+
+    def write(self, **lake: Any) -> subprocess.Popen[bytes]:
+        """Start a writer. lake: settings of the lake."""
+        words = [*words_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
+        return self.start("lake", [sys.executable, "-c", WRITER, *words], stdin=subprocess.DEVNULL)
+
+    def care(self) -> subprocess.Popen[bytes]:
+        """Start a caretaker as a writer does."""
+        command = [sys.executable, "-m", "stream_jobs.lake.delta.maintenance"]
+        process = self.start("lake", command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(self.settings.model_dump_json().encode())
+        return process
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[Writers]:
+    """Processes of the lake; what they have logged is printed at the end."""
+    writers = Writers(settings)
+    try:
+        with writers:
+            yield writers
+    finally:
+        print(writers.log("lake"))
+
+
+def column(settings: Settings, table: str, name: str) -> list[Any]:
+    """A column of the lake, as it is now; empty where there is no table yet."""
+    if not DeltaTable.is_deltatable(f"{settings.lake_uri}/{table}"):
+        return []
+    found = dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name])
+    return found.column(name).to_pylist()  # type: ignore[no-any-return]
+
+
+def a_step(number: int) -> records.Step:
+    """Step `number` of run r; its prompt has number % 50 tokens."""
+    key = f"k{number % 17}"
+    return records.Step(
+        step_id=f"{key}~{number:08d}.0", run_id="r", trajectory_key=key, call_id=f"{key}~{number:08d}", choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}", response_json=b"{}",
+        prompt_token_ids=pack_ids(range(number % 50)), gateway_id="g", received_at=number, finished_at=number,
+    )  # fmt: skip
+
+
+def a_reward(number: int, **changes: Any) -> records.Reward:
+    """Reward `w<number>` of run r, trajectory k."""
+    values: dict[str, Any] = {
+        "event_id": f"w{number}", "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f",
+        "function_version": "1", "value": float(number), "reward_revision": 0, "created_at": number,
+    }  # fmt: skip
+    return records.Reward(**values | changes)
+
+
+def put_steps(producer: Producer, settings: Settings, numbers: Iterable[int]) -> None:
+    """Steps with these numbers, on the log when this returns."""
+    codec = Codec()
+    for number in numbers:
+        step = a_step(number)
+        producer.put(settings.kafka.topics.steps, step.trajectory_key.encode(), codec.encode(step))
+    producer.flush()

@@ -1,0 +1,55 @@
+"""Processes that a test starts: each logs into a file, and none outlives the block that they were started in, nor the tests' process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from runtime.process.child import bonded
+
+ROOT = Path(__file__).parents[2]
+
+
+class Processes:
+    """What a test has started. logs: directory of `<name>.log`.
+
+    patience_s: at the end they are asked to end, for those that have children of their own, and killed after so long; 0: killed at once.
+    """
+
+    def __init__(self, logs: Path, patience_s: float = 0.0) -> None:
+        self.logs, self._patience_s = logs, patience_s
+        self.started: list[subprocess.Popen[bytes]] = []
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+        """Start one in the repository's root. how: as in Popen."""
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log, **how))
+        return self.started[-1]
+
+    def log(self, name: str) -> str:
+        """What the processes of this name have logged."""
+        path = self.logs / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def stop(self, process: subprocess.Popen[bytes], timeout_s: float = 180.0) -> int:
+        """SIGTERM, as Ctrl-C does it; the exit code."""
+        process.send_signal(signal.SIGTERM)
+        return process.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [p for p in self.started if p.poll() is None]
+        for process in left:
+            process.terminate() if self._patience_s else process.kill()
+        for process in left:
+            try:
+                process.wait(self._patience_s or None)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,210 @@
+"""A real installation on which real agents play: Kafka, gateway, assemble and lake as processes, a toy model as the engine.
+
+played = stage.play(ToyModel(decide), scenario)     # async def scenario(url, ear): runs the agent against the URL
+(trajectory,) = stage.kept(played)                  # all that was said is on the log, in the lake and in a trajectory
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import orjson
+from support.agents import Ear, Exchange
+from support.feed import Feed
+from support.ports import free_port
+from support.toy_model import LOGPROB, ToyModel
+from support.up import ROOT, Up, up
+
+from gateway.testing.engine import VOICES, ScriptedEngine
+from schemas.records import Step, Trajectory
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+
+Scenario = Callable[[str, Ear], Awaitable[None]]
+PATIENCE_S = 300.0
+SHOWN = 120
+"""Characters of a text that a recording keeps."""
+WHOLE = ("user_id", "arguments")
+OF_TOOLS = ("parameters", "input_schema", "description", "defer_loading")
+MACHINE = (
+    (r"host=\S+", "host=machine"), (r"os=[^|]*", "os=Linux "), (r"/tmp/[^\"\\ ]*", "/home/agent"),
+    (r"codex_exec/(\S+) \([^)]*\)", r"codex_exec/\1 (Linux)"),
+)  # fmt: skip
+"""What a recording says instead of this machine's names."""
+RECORDED_HEADERS = (
+    "user-agent", "traceparent", "session-id", "thread-id", "originator", "upgrade", "anthropic-version", "anthropic-beta",
+    "x-app", "x-claude-code", "x-codex", "x-openai", "x-session", "x-parent", "x-client-request-id", "x-stainless-retry-count",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of a scenario."""
+
+    exchanges: list[Exchange]
+    model: ToyModel
+
+    @property
+    def calls(self) -> list[Exchange]:
+        """The model calls."""
+        paths = {v.path for v in VOICES}
+        return [e for e in self.exchanges if e.method == "POST" and e.endpoint in paths]
+
+
+class Stage:
+    """One installation; scenarios follow each other on it."""
+
+    def __init__(self, running: Up, engine_port: int) -> None:
+        self.running, self.settings, self._engine_port = running, running.settings, engine_port
+        self.url = f"http://127.0.0.1:{running.settings.gateway.port}"
+
+    def play(self, model: ToyModel, scenario: Scenario) -> Played:
+        """Run a scenario with an ear between its agent and the gateway."""
+
+        async def body() -> Played:
+            ear = Ear()
+            async with ScriptedEngine(model).serve(self._engine_port), ear.listen(self.url) as url:
+                await self._ready()
+                await scenario(url, ear)
+            return Played(ear.exchanges, model)
+
+        return asyncio.run(body())
+
+    async def _ready(self) -> None:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
+            while True:
+                try:
+                    async with http.get(f"{self.url}/ready") as reply:
+                        if reply.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.1)
+
+    def kept(self, played: Played) -> list[Trajectory]:
+        """The trajectories of all calls, closed now. Checks that replies came through byte for byte and that nothing of them is lost."""
+        said = [self._passed(e, played.model) for e in played.calls]
+        feed = Feed(self.settings)
+        ids = {e.returned["x-clawstream-step"] for e in played.calls}
+
+        def on_log() -> dict[str, Step]:
+            return {s.step_id: s for s in feed.events(feed.topics.steps, Step) if s.step_id in ids}
+
+        self.running.until(lambda: ids == on_log().keys(), "every step is on the log", PATIENCE_S)
+        steps = on_log()
+        for exchange, script in zip(played.calls, said, strict=True):
+            step, (say,) = steps[exchange.returned["x-clawstream-step"]], script.says
+            assert step.status == "ok" and step.tokens_absent_reason is None
+            assert step.request_json == exchange.body
+            assert step.prompt_token_ids == pack_ids(script.prompt_ids)
+            assert step.response_token_ids == pack_ids(say.ids)
+            assert step.response_logprobs == pack_logprobs([LOGPROB] * len(say.ids))
+        keys = {s.trajectory_key: s.step_id for s in steps.values()}
+        asyncio.run(self._complete(keys))
+
+        def closed() -> list[Trajectory]:
+            return [t for t in feed.events(feed.topics.trajectories, Trajectory) if t.trajectory_key in keys]
+
+        self.running.until(lambda: len(closed()) >= len(keys), "every trajectory has closed", PATIENCE_S)
+        found = closed()
+        assert Counter(s.step_id for t in found for s in t.steps) == Counter(dict.fromkeys(ids, 1))
+        assert all(s.trainable for t in found for s in t.steps)
+        self.running.until(lambda: ids <= set(feed.column("steps", "step_id")), "every step is in the lake", PATIENCE_S)
+        assert all(n == 1 for s, n in Counter(feed.column("steps", "step_id")).items() if s in ids)
+        feed.close()
+        return found
+
+    def _passed(self, exchange: Exchange, model: ToyModel) -> Any:
+        """The script of a reply that came through byte for byte."""
+        assert exchange.status == 200, exchange.reply
+        voice = next(v for v in VOICES if v.path == exchange.endpoint)
+        asked = exchange.said
+        for heard, script in zip(model.heard, model.said, strict=True):
+            if heard.said == asked:
+                streamed = b"".join(e.data for e in voice.events(asked, script))
+                if exchange.reply == (streamed if asked.get("stream") else orjson.dumps(voice.plain(asked, script))):
+                    return script
+        raise AssertionError(f"not what the engine said: {exchange.reply[:2000]!r}")
+
+    async def _complete(self, keys: Mapping[str, str]) -> None:
+        """keys: each with a step of it, for a key that the gateway made does not say which trajectory is meant."""
+        async with aiohttp.ClientSession() as http:
+            for key, step in keys.items():
+                async with http.post(f"{self.url}/complete_trajectory/{key}", json={"step_id": step}) as reply:
+                    assert reply.status == 200, await reply.text()
+
+
+@contextmanager
+def stage_in(home: Path) -> Iterator[Stage]:
+    """An installation in a folder, until the block ends."""
+    engine_port = free_port()
+    settings = Settings.model_validate({
+        "data_dir": home / "run",
+        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
+        "broker": {"port": free_port()},
+        "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
+        "jobs": {"bucket_inactivity_s": 3000},  # a busy machine pauses longer than an agent
+        "lake": {"flush_interval_s": 1},
+        "up": {"processes": ["broker", "gateway", "assemble", "lake"]},
+    })  # fmt: skip
+    with up(settings) as running:
+        yield Stage(running, engine_port)
+        running.stop()
+
+
+def roots(trajectory: Trajectory) -> int:
+    """How many trees it has."""
+    return sum(s.parent is None for s in trajectory.segments)
+
+
+def tags(trajectory: Trajectory) -> list[tuple[str, ...]]:
+    """The tags of its steps, in their order."""
+    return [tuple(t.name for t in s.tags) for s in trajectory.steps]
+
+
+def drifts(trajectory: Trajectory) -> list[str]:
+    """How each step's prompt came about."""
+    return [s.drift for s in trajectory.steps]
+
+
+def record(name: str, played: Played, home: Path, *signs: str) -> None:
+    """Write what an agent sent to runs/agents, its texts cut short but for lines with a sign, without this machine's names.
+
+    tests/agents/recorded has copies. home: the folder that the agent lived in.
+    """
+    folder = ROOT / "runs" / "agents"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [
+        {
+            "method": e.method,
+            "path": e.path,
+            "headers": {k: v for k, v in e.headers.items() if k.startswith(RECORDED_HEADERS)},
+            **({"body": shortened(e.said, signs)} if e.body else {}),
+        }
+        for e in played.exchanges
+    ]
+    text = orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n"
+    for pattern, instead in ((re.escape(str(home)), "/home/agent"), (re.escape(str(ROOT)), "/project"), *MACHINE):
+        text = re.sub(pattern, instead, text)
+    (folder / f"{name}.json").write_text(text)
+
+
+def shortened(said: Any, signs: tuple[str, ...]) -> Any:
+    """A body without its long texts, and of tools no more than their names."""
+    if isinstance(said, dict):
+        return {k: v if k in WHOLE else shortened(v, signs) for k, v in said.items() if k not in OF_TOOLS}
+    if isinstance(said, list):
+        return [shortened(v, signs) for v in said]
+    if isinstance(said, str) and len(said) > SHOWN:
+        kept = [line for line in said[SHOWN:].splitlines() if any(s in line for s in signs)]
+        return "\n".join([said[:SHOWN] + " ...", *kept])
+    return said

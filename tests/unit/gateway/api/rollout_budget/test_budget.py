@@ -1,0 +1,266 @@
+"""What a run asks of its rollouts: the fold over its journal, and the route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.admit import SOURCE, cand, entries, policy
+
+from gateway.api.rollout_budget.budget import KEPT, Demand, Journaled, Standing
+from gateway.auth.api_keys import Scope, create_key
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
+from stream_jobs.admit.decisions.journal import Invalid
+from stream_jobs.admit.fold import Admission
+
+CODEC = Codec()
+SCRIPT = Script([Say([7], ["x"], [-0.5])])
+Play = Callable[..., None]
+
+
+def refused(group: str, n: int = 2, reason: str = "zero_variance", **changes: Any) -> Refused:
+    plain: dict[str, Any] = {
+        "run_id": "r", "channel": "train", "group_id": group, "round": 0, "trajectory_ids": (), "revisions": (),
+        "whole_group": n > 0, "reason": reason, "n": n, "input_topic_id": "topic-1", "input_from": 0, "input_to": 0,
+    }  # fmt: skip
+    return Refused(**{**plain, **changes})
+
+
+def version(sync_index: int, run: str = "r", attempt: int = 0) -> WeightVersion:
+    return WeightVersion(
+        version_id=f"{run}/{sync_index}.{attempt}", run_id=run, sync_index=sync_index, attempt=attempt, format="full",
+        files=(), channel="train", metrics={}, created_at=0,
+    )  # fmt: skip
+
+
+def applied(**changes: Any) -> PolicyApplied:
+    return PolicyApplied(run_id="r", channel="train", policy=policy(**changes), input_topic_id="topic-1", from_offset=0)
+
+
+def journal_of(*events: Any) -> list[Journaled]:
+    """What the real admission writes of a log of candidates."""
+    state = Admission("r", "train", SOURCE)
+    return [d for e in entries(*events) for d in state.fold(e) if not isinstance(d, Invalid)]
+
+
+def standing(*records: Journaled | WeightVersion) -> Standing:
+    demand, offset = Demand("r"), 0
+    for record in records:
+        if isinstance(record, WeightVersion):
+            demand.take_version(record)
+        else:
+            demand.take(offset, record)
+            offset += 1
+    return demand.standing()
+
+
+# ---------------------------------------------------------------- the fold
+
+
+def test_what_the_real_admission_writes_is_counted() -> None:
+    now = standing(
+        *journal_of(
+            policy(batch_groups=1),
+            cand("a", "g1", 1.0), cand("b", "g1", 0.0),
+            cand("c", "g2", 1.0), cand("d", "g2", 1.0),
+            cand("e", "g3", 1.0), cand("f", "g3", 0.0), cand("late", "g3"),
+        )
+    )  # fmt: skip
+    assert (now.next_batch_seq, now.groups_admitted, now.groups_refused) == (2, 2, 1)
+    assert (now.replacements_total, now.replacements) == (2, {"zero_variance": 2})
+    (only,) = now.refusals
+    assert (only.group_id, only.round, only.n, only.reason, only.total) == ("g2", 0, 2, "zero_variance", 2)
+    assert now.policy == policy(batch_groups=1) and not now.ended
+
+
+def test_members_refused_one_by_one_and_the_end_of_a_run_ask_for_nothing() -> None:
+    now = standing(applied(), version(0), refused("g", 0, "outcome"), refused("h", 2, "run_ended"))
+    assert (now.replacements_total, now.refusals, now.groups_refused, now.ended) == (0, (), 1, True)
+    assert now.free_capacity("train") == 0
+
+
+def test_memory_is_bounded_and_what_is_no_longer_listed_is_still_counted() -> None:
+    now = standing(*(refused(f"g{i}", 1, detail="x" * 9000) for i in range(KEPT + 10)))
+    assert (now.replacements_total, len(now.refusals), now.dropped) == (KEPT + 10, KEPT, 9)
+    assert now.refusals[0].total == 11 and len(now.refusals[0].detail or "") < 1000
+    assert [gap for _, gap in map(now.after, (None, 8, 9, KEPT))] == [True, True, False, False]
+    assert [r.offset for r in now.after(KEPT + 7)[0]] == [KEPT + 8, KEPT + 9]
+
+
+@given(st.lists(st.one_of(st.integers(0, 3), st.none()), max_size=40))
+def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(said: list[int | None]) -> None:
+    """None: a poll between records; a number: a refusal that asks for so many."""
+    demand, offset, after, seen, owed = Demand("r"), 0, None, list[str](), 0
+    for n in (*said, None):
+        if n is not None:
+            demand.take(offset, refused(f"g{offset}", n))
+            offset += 1
+            continue
+        now = demand.standing()
+        new, gap = now.after(after)
+        assert not gap
+        seen += [r.group_id for r in new]
+        owed += sum(r.n for r in new)
+        after = new[-1].offset if new else after
+        assert owed == now.replacements_total
+    numbers = [n for n in said if n is not None]
+    assert seen == [f"g{i}" for i, n in enumerate(numbers) if n] and owed == sum(numbers)
+
+
+# ---------------------------------------------------------------- staleness capacity
+
+
+@given(
+    sync_every=st.integers(1, 3), batch_groups=st.integers(1, 3), limit=st.integers(0, 2), at=st.integers(0, 3),
+    batches=st.integers(0, 6), behind=st.integers(0, 2),
+)  # fmt: skip
+def test_so_many_groups_and_not_one_more_pass_the_real_gate(
+    sync_every: int, batch_groups: int, limit: int, at: int, batches: int, behind: int
+) -> None:
+    """Groups of one: as many as are free, all of the version that the slowest engine has, are admitted; those of the batch after are not."""
+    rules = policy(
+        group_size=1, min_members=1, algorithm="reinforce", sync_every=sync_every, batch_groups=batch_groups,
+        max_staleness=limit,
+    )  # fmt: skip
+    loaded = max(0, at - behind)
+    before = [cand(f"b{i}", f"b{i}", oldest_sync_index=99) for i in range(batches * batch_groups)]
+    journal = journal_of(rules, *before)
+    now = standing(*journal, version(at))
+    free = now.free_capacity("train", loaded)
+    assert now.next_batch_seq == batches and free is not None
+    more = [cand(f"n{i}", f"n{i}", oldest_sync_index=loaded) for i in range(free + batch_groups)]
+    told = journal_of(rules, *before, *more)[len(journal) :]
+    assert sum(len(d.groups) for d in told if isinstance(d, ReadyBatch)) == free
+    assert [d.reason for d in told if isinstance(d, Refused)] == ["stale"] * batch_groups
+
+
+def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
+    bound, first = applied(max_staleness=1, batch_groups=4), version(0)
+    assert standing(bound, first).free_capacity("train") == 8
+    assert standing(bound, first).free_capacity("val") is None
+    assert standing(applied(), first).free_capacity("train") is None
+    assert standing(bound).free_capacity("train") == 0, "nothing that is begun now is of a version of this run"
+    assert standing(bound, version(3, "other")).free_capacity("train") == 0
+    assert standing(first).free_capacity("train") == 0
+    went_back = standing(bound, first, version(1), version(2), version(1, attempt=1))
+    assert went_back.newest_sync_index == 1, "the surviving chain's, not the highest there was"
+    assert went_back.free_capacity("train", loaded=2) == 12, (
+        "an engine that is ahead of the chain does not lift the bound"
+    )
+
+
+def test_lowest_version_that_a_ready_engine_samples_with() -> None:
+    def says(name: str, label: str | None, state: Any = "ready") -> tuple[str, WorkerStatus]:
+        return name, WorkerStatus(
+            worker_id=name, base_url="http://x:1", models=(), state=state, weight_version=label, heartbeat_at=0,
+            heartbeat_interval_ms=1000, started_at=0, loads=0,
+        )  # fmt: skip
+
+    table = WorkerTable()
+    assert table.oldest_loaded("r", 0.0) is None
+    for status in (says("a", "r/5.0"), says("b", "r/4.1"), says("c", "r/1.0", "loading"), says("d", "other/0.0")):
+        table.hear(*status, 0.0)
+    table.hear(*says("e", "default"), 0.0)
+    table.hear(*says("f", None), 0.0)
+    assert table.oldest_loaded("r", 0.0) == 4
+    table.hear(*says("b", "r/5.0"), 2.0)
+    assert table.oldest_loaded("r", 2.0) == 5
+    assert table.oldest_loaded("r", 9.0) is None, "all have missed three heartbeats"
+
+
+# ---------------------------------------------------------------- the route
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
+    return partial(play_in, tmp_path, CODEC)
+
+
+async def ask(w: Trial, path: str, key: str | None = None) -> tuple[int, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with w.http.get(w.url + path, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+def test_demand_over_http(play: Play) -> None:
+    async def body(w: Trial) -> None:
+        w.demand.put("r", "train", applied(max_staleness=2, batch_groups=3, sync_every=2), version(1), refused("g1", 8))
+        w.demand.put("r", "train", refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old"))
+        status, told = await ask(w, "/runs/r/demand")
+        assert status == 200
+        listed = [
+            {"offset": 1, "group_id": "g1", "round": 0, "n": 8, "reason": "zero_variance", "detail": None, "total": 8},
+            {"offset": 3, "group_id": "g2", "round": 0, "n": 4, "reason": "stale", "detail": "too old", "total": 12},
+        ]
+        assert told == {
+            "run_id": "r", "channel": "train", "journal_id": "memory", "read_to": 4, "age_s": 0.0, "ended": False,
+            "replacements_total": 12, "replacements_by_reason": {"zero_variance": 8, "stale": 4}, "refusals": listed,
+            "refusals_missing": False, "groups_admitted": 0, "groups_refused": 2, "next_batch_seq": 0,
+            "newest_sync_index": 1, "loaded_sync_index": None, "admission_policy_version": 1, "max_staleness": 2, "sync_every": 2,
+            "batch_groups": 3, "free_staleness_capacity": 24,
+        }  # fmt: skip
+        assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]
+        assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []
+        w.demand.put("r", "val", applied())
+        told = (await ask(w, "/runs/r/demand?channel=val"))[1]
+        assert (told["channel"], told["batch_groups"], told["free_staleness_capacity"]) == ("val", 2, None)
+        page = (await ask(w, "/openapi.json"))[1]
+        assert "free_staleness_capacity" in page["components"]["schemas"]["DemandReply"]["properties"]
+        assert {p["name"] for p in page["paths"]["/runs/{run}/demand"]["get"]["parameters"]} == {
+            "run",
+            "channel",
+            "after",
+        }
+        assert w.records() == [], "nothing is recorded"
+
+    play(body, SCRIPT)
+
+
+def test_demand_that_cannot_be_told(play: Play) -> None:
+    async def body(w: Trial) -> None:
+        status, told = await ask(w, "/runs/nobody/demand")
+        assert (status, told["error"]["code"], told["error"]["param"]) == (404, "not_found", "run")
+        assert "'nobody'" in told["error"]["message"] and "clawstream admit" in told["error"]["message"]
+        for path, param in (("/runs/No%20Run/demand", "run"), ("/runs/r/demand?channel=x", "query.channel")):
+            status, told = await ask(w, path)
+            assert (status, told["error"]["param"]) == (422, param)
+        assert (await ask(w, "/runs/r/demand?after=-1"))[0] == 422
+        w.demand.reachable = False
+        async with w.http.get(w.url + "/runs/r/demand") as reply:
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert (await reply.json())["error"]["code"] == "demand_unknown"
+        async with w.http.post(w.url + "/runs/r/demand") as reply:
+            assert reply.status == 405
+
+    play(body, SCRIPT)
+
+
+def test_who_may_ask(play: Play, tmp_path: Path) -> None:
+    def key(name: str, *scopes: Scope, run: str | None = None) -> str:
+        return create_key(tmp_path / "api-keys.json", name, scopes, run)
+
+    anyone, pinned, rewarder = key("a", "agent"), key("b", "agent", run="r"), key("c", "reward")
+
+    async def body(w: Trial) -> None:
+        for run in ("r", "other"):
+            w.demand.put(run, "train")
+        assert (await ask(w, "/runs/r/demand"))[0] == 401
+        assert (await ask(w, "/runs/r/demand", rewarder))[0] == 403
+        assert [(await ask(w, f"/runs/{run}/demand", anyone))[0] for run in ("r", "other")] == [200, 200]
+        assert [(await ask(w, f"/runs/{run}/demand", pinned))[0] for run in ("r", "other", "none")] == [200, 403, 403]
+        async with w.http.post(w.url + "/sessions", headers={"authorization": f"Bearer {pinned}"}) as reply:
+            session = (await reply.json())["session_key"]
+        assert (await ask(w, "/runs/r/demand", session))[0] == 403, "it is for its one trajectory"
+
+    play(body, SCRIPT, auth="required")

@@ -1,0 +1,196 @@
+"""Bounds of replies: how long an engine may be silent, and how many bytes of replies are held at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from support.wire import ASK
+
+from gateway.asgi.in_flight_limits import Replies
+from gateway.engines.http1 import Connection, Pool
+from gateway.errors import Overloaded
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+
+CODEC = Codec()
+Play = Callable[..., None]
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNK = b"2\r\nhi\r\n"
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
+    return partial(play_in, tmp_path, CODEC)
+
+
+# ---------------------------------------------------------------- time
+
+
+class HandClock:
+    """The loop of a connection, whose time is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        self.timers.append((when, callback))
+        return self
+
+    def cancel(self) -> None:
+        self.timers.clear()
+
+    def create_future(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    def until(self, now: float) -> None:
+        """Let time go on."""
+        while due := sorted((t for t in self.timers if t[0] <= now), key=lambda t: t[0]):
+            self.timers.remove(due[0])
+            self.now = due[0][0]
+            due[0][1]()
+        self.now = now
+
+
+class Transport:
+    """Takes everything."""
+
+    def write(self, data: bytes) -> None:
+        return
+
+    def pause_reading(self) -> None:
+        return
+
+    def resume_reading(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+
+class Quiet:
+    """A pool of nothing."""
+
+    max_reply = 1 << 20
+
+    def opened(self, connection: Connection) -> None:
+        return
+
+
+def asked(clock: HandClock, silence_s: float, total_s: float | None = None) -> Connection:
+    connection = Connection(cast(asyncio.AbstractEventLoop, clock), cast(Pool, Quiet()))
+    connection.connection_made(cast(asyncio.BaseTransport, Transport()))
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", None, silence_s, total_s)
+    return connection
+
+
+def test_a_stream_lives_as_long_as_it_says_something() -> None:
+    async def body() -> None:
+        clock = HandClock()
+        connection = asked(clock, 600.0)
+        connection.data_received(HEAD)
+        for turn in range(1, 41):
+            clock.until(turn * 500.0)
+            connection.data_received(CHUNK)
+            assert await connection.piece() == b"hi"
+        clock.until(20_000.0 + 599.0)
+        connection.data_received(CHUNK)
+        assert await connection.piece() == b"hi"
+        clock.until(20_599.0 + 601.0)
+        with pytest.raises(TimeoutError, match="sent nothing for"):
+            await connection.piece()
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_waits_for_a_slow_reader_is_not_silent() -> None:
+    async def body() -> None:
+        clock = HandClock()
+        connection = asked(clock, 600.0)
+        connection.data_received(HEAD + b"%x\r\n" % (1 << 19) + b"x" * (1 << 19) + b"\r\n")
+        clock.until(5_000.0)
+        assert len(await connection.piece()) == 1 << 19
+        clock.until(5_599.0)
+        connection.data_received(CHUNK)
+        assert await connection.piece() == b"hi"
+
+    asyncio.run(body())
+
+
+def test_a_total_bound_holds_where_it_is_set() -> None:
+    async def body() -> None:
+        clock = HandClock()
+        connection = asked(clock, 600.0, 1000.0)
+        connection.data_received(HEAD + CHUNK)
+        assert await connection.piece() == b"hi"
+        clock.until(500.0)
+        connection.data_received(CHUNK)
+        assert await connection.piece() == b"hi"
+        clock.until(1000.0)
+        with pytest.raises(TimeoutError, match="upstream_total_timeout_s"):
+            await connection.piece()
+
+    asyncio.run(body())
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() -> None:
+    async def body() -> None:
+        replies = Replies(100)
+        first, second, third = replies.hold(), replies.hold(), replies.hold()
+        await first.take(60)
+        await second.take(60)  # the first that exceeds it
+        with pytest.raises(Overloaded, match="max_in_flight_reply_bytes=100"):
+            replies.check()
+        waiting = [asyncio.create_task(held.take(50)) for held in (first, third)]
+        await second.take(1000)
+        left = asyncio.create_task(replies.hold().take(10))
+        await asyncio.sleep(0)
+        left.cancel()  # its client leaves
+        assert not any(task.done() for task in waiting) and replies.held == 1120
+        second.release()
+        await waiting[0]
+        assert replies.held == 110
+        first.release()
+        await waiting[1]
+        third.release()
+        assert replies.held == 0
+        replies.check()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models"])
+def test_calls_are_refused_before_sampling_while_replies_fill_the_memory(play: Play, path: str) -> None:
+    gate = asyncio.Semaphore(0)
+
+    async def scenario(w: Trial) -> None:
+        async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as stream:
+            await stream.content.readany()
+            method = "GET" if path.endswith("models") else "POST"
+            async with w.http.request(method, w.url + path, json=ASK if method == "POST" else None) as refused:
+                assert refused.status == 503 and refused.headers["retry-after"]
+                assert (await refused.json())["error"]["code"] == "overloaded"
+            assert len(w.engine.requests) == 1
+            for _ in range(8):
+                gate.release()
+            assert b"[DONE]" in await stream.read()
+        async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as again:
+            assert again.status == 200
+        assert [step.status for step in w.steps()] == ["ok", "ok"]
+
+    says = Say([7, 8, 9], ["x" * 5000, "lo", ""], [-0.5, -0.25, -0.125])
+    play(scenario, Script([says], gate=gate), max_in_flight_reply_bytes=100)

@@ -1,0 +1,325 @@
+"""Anthropic messages: requests, plain and streamed replies, errors; read alone, and through a whole gateway with the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
+from hypothesis import given
+from hypothesis import strategies as st
+from support.dialects import ADD, LOOK, broken, json_values, plain, says, streamed, takes_or_refuses, written
+
+from gateway import errors
+from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages, finish_of, type_of
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.messages import MessagesVoice
+from gateway.testing.script import Json, Say, Script
+from schemas.codec.single_object import Codec
+from schemas.tokens import unpack_ids, unpack_logprobs
+
+DIALECT, VOICE = AnthropicMessages(), MessagesVoice()
+ASK: Json = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+BODY = orjson.dumps(ASK)
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+THOUGHT = Say([1, 2, 3, 4], ["Let ", "me", "Yes", "."], [-1.0, -2.0, -3.0, -4.0], reasoning=2)
+CALLS = Say([4, 5, 6], ["Look: ", None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK, ADD], finish_reason="tool_calls")
+PICTURE: Json = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+TOOL: Any = {"name": "lookup", "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}}}
+CODEC = Codec()
+Play = Callable[..., None]
+
+
+@pytest.fixture(params=["captured", "vllm", "text"])
+def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
+    """`play(scenario, script)` runs an async scenario in a trial of its own, with each kind of engine."""
+    return partial(play_in, tmp_path, CODEC, kind=request.param)
+
+
+def sdk(w: Trial) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=w.url + "/t1/g1", api_key="none", max_retries=0, timeout=600)
+
+
+def sse(*said: Json) -> bytes:
+    return b"".join(f"event: {s['type']}\ndata: ".encode() + orjson.dumps(s) + b"\n\n" for s in said)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"model": 3}, "model"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
+    with pytest.raises(errors.BadRequest) as caught:
+        DIALECT.request(orjson.dumps(ASK | change))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("kind", ["captured", "vllm", "text"])
+def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
+    odd = ASK | {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see", "cache_control": {"type": "ephemeral"}}, PICTURE]},
+            {"role": "system", "content": "in mid-list"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [PICTURE]}]},
+        ],
+        "system": [{"type": "text", "text": "cc_is_subagent=true"}],
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL],
+        "unknown": {"of": "tomorrow"},
+    }  # fmt: skip
+    body = b" " + orjson.dumps(odd, option=orjson.OPT_INDENT_2) + b"\n"
+    request = DIALECT.request(body)
+    assert (request.model, request.stream, request.n) == ("policy", False, 1)
+    assert DIALECT.engine_body(request, kind) == body
+
+
+# ---------------------------------------------------------------- replies
+
+
+def test_plain_reply() -> None:
+    body = plain(VOICE, ASK, [CALLS])
+    answer = DIALECT.answer(DIALECT.request(BODY), "captured", body)
+    (choice,) = answer.choices
+    assert (answer.body, answer.model, choice.index, choice.finish_reason) == (body, "policy", 0, "tool_calls")
+    assert choice.tokens is None
+    assert json.loads(choice.message_json) == {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "Look: "},
+            {"type": "tool_use", "id": "call_1", "name": "lookup", "input": {"key": "k1"}},
+            {"type": "tool_use", "id": "call_2", "name": "add", "input": {"a": 1, "b": "ü\n"}},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        ("end_turn", "stop"), ("stop_sequence", "stop"), ("pause_turn", "stop"), ("of tomorrow", "stop"),
+        ("max_tokens", "length"), ("model_context_window_exceeded", "length"), ("tool_use", "tool_calls"),
+        ("refusal", "content_filter"), (None, "abort"),
+    ],
+)  # fmt: skip
+def test_stop_reasons(reason: str | None, finish: str) -> None:
+    assert finish_of(reason) == finish
+    body = orjson.dumps({"role": "assistant", "content": [], "stop_reason": reason})
+    assert DIALECT.answer(DIALECT.request(BODY), "text", body).choices[0].finish_reason == finish
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"content": "x"}', b'{"content": [], "stop_reason": 3}'])
+def test_what_is_no_message_passes_unread(body: bytes) -> None:
+    answer = DIALECT.answer(DIALECT.request(BODY), "text", body)
+    assert (answer.body, answer.choices) == (body, ())
+    assert (answer.unread or "").startswith("the reply is no message")
+
+
+@given(says(), st.lists(st.integers(0, 10_000), max_size=8))
+def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> None:
+    data = written(VOICE, ASK, [say])
+    got = streamed(DIALECT, BODY, "captured", data, cuts)
+    assert (got.client, got.failure) == (data, None)
+    (choice,) = DIALECT.answer(DIALECT.request(BODY), "captured", plain(VOICE, ASK, [say])).choices
+    (same,) = got.answer.choices
+    message = json.loads(choice.message_json)
+    if message["content"] == [{"type": "text", "text": ""}]:
+        message["content"] = []  # of an empty text vLLM streams no block
+    assert (json.loads(same.message_json), same.finish_reason) == (message, choice.finish_reason)
+
+
+def test_everything_before_the_end_goes_out_at_once() -> None:
+    data = written(VOICE, ASK, [THOUGHT])
+    got = streamed(DIALECT, BODY, "captured", data)
+    assert got.held.startswith(b"event: message_delta") and data.endswith(got.held)
+    (choice,) = got.answer.choices
+    assert json.loads(choice.message_json)["content"] == [
+        {"type": "thinking", "thinking": "Let me", "signature": "5c5c5c"},
+        {"type": "text", "text": "Yes."},
+    ]
+
+
+def test_events_of_other_providers_pass() -> None:
+    data = sse(
+        {"type": "message_start", "message": {"role": "assistant", "model": "m", "content": []}},
+        {"type": "ping"},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "", "citations": None}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "citations_delta", "citation": {"url": "u"}}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "of_tomorrow_delta", "what": 1}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "tomorrow", "x": 1},
+        {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {}},
+        {"type": "message_delta", "delta": {"stop_reason": "refusal"}, "usage": {}},
+        {"type": "message_stop"},
+    )
+    got = streamed(DIALECT, BODY, "text", b": keep-alive\n\n" + data)
+    assert (got.client, got.failure, got.answer.model) == (b": keep-alive\n\n" + data, None, "m")
+    (choice,) = got.answer.choices
+    assert choice.finish_reason == "content_filter"
+    assert json.loads(choice.message_json)["content"] == [{"type": "text", "text": "hi", "citations": [{"url": "u"}]}]
+
+
+def test_a_call_that_was_cut_off_keeps_what_came() -> None:
+    whole = written(VOICE, ASK, [Say([4], [None], [-0.1], [LOOK], "tool_calls")])
+    data = whole[: whole.index(b"event: content_block_stop")].replace(b'k1\\"}', b"k")
+    got = streamed(DIALECT, BODY, "captured", data)
+    assert got.failure is not None and "had not ended" in got.failure
+    (choice,) = got.answer.choices
+    assert choice.finish_reason is None
+    (block,) = json.loads(choice.message_json)["content"]
+    assert block == {"type": "tool_use", "id": "call_1", "name": "lookup", "input": {}, "partial_json": '{"key": "k'}
+
+
+def test_an_aborted_message_ends_as_one() -> None:
+    say = Say([7], ["Hel"], [-0.5], finish_reason="abort")
+    for choice in (
+        streamed(DIALECT, BODY, "captured", written(VOICE, ASK, [say])).answer.choices[0],
+        DIALECT.answer(DIALECT.request(BODY), "captured", plain(VOICE, ASK, [say])).choices[0],
+    ):
+        assert choice.finish_reason == "abort"
+
+
+def test_nothing_was_said_before_the_first_block() -> None:
+    first = written(VOICE, ASK, [HI]).partition(b"event: content_block_start")[0]
+    assert streamed(DIALECT, BODY, "captured", first).answer.choices == ()
+
+
+@given(broken(VOICE, ASK))
+def test_no_event_can_break_the_fold(said: list[Any]) -> None:
+    takes_or_refuses(DIALECT, BODY, "captured", said)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.BadRequest("m"), "invalid_request_error"), (errors.WrongKey("m"), "authentication_error"),
+        (errors.Forbidden("m"), "permission_error"), (errors.NotFound("m"), "not_found_error"),
+        (errors.BodyTooLarge("m"), "request_too_large"), (errors.Unprocessable("m"), "invalid_request_error"),
+        (errors.Overloaded("m"), "overloaded_error"), (errors.NotRecorded("m"), "overloaded_error"),
+        (errors.UpstreamFailed("m"), "api_error"), (errors.UpstreamTimeout("m"), "timeout_error"),
+    ],
+)  # fmt: skip
+def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> None:
+    body = {"type": "error", "error": {"type": kind, "message": "m"}}
+    assert json.loads(ANTHROPIC.body(error)) == body
+    event = DIALECT.fold(DIALECT.request(BODY), "text").error(error)
+    assert event.startswith(b"event: error\ndata: ") and json.loads(event.split(b"data: ")[1]) == body
+    assert event.endswith(b"\n\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "message"),
+    [
+        (400, b'{"error":{"message":"body.max_tokens","type":"Bad Request","code":400}}', "invalid_request_error", "body.max_tokens"),
+        (404, b'{"type":"error","error":{"type":"NotFoundError","message":"no model"}}', "not_found_error", "no model"),
+        (404, b'{"detail":"Not Found"}', "not_found_error", "Not Found"),
+        (429, b'"slow down"', "rate_limit_error", "slow down"),
+        (500, b"<html>oh</html>", "api_error", "<html>oh</html>"),
+        (529, b"[]", "overloaded_error", "[]"),
+    ],
+)  # fmt: skip
+def test_an_engines_errors_become_anthropics(status: int, body: bytes, kind: str, message: str) -> None:
+    said = json.loads(ANTHROPIC.engine(status, body))
+    assert said == {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def test_an_error_that_is_anthropics_stays_as_it_is() -> None:
+    body = b'{"type": "error", "error": {"type": "overloaded_error", "message": "m"}, "request_id": "r"}'
+    assert ANTHROPIC.engine(529, body) is body
+
+
+@given(json_values(), st.integers(400, 599))
+def test_any_engine_error_can_be_written(said: Any, status: int) -> None:
+    shown = json.loads(ANTHROPIC.engine(status, orjson.dumps(said)))
+    assert shown["type"] == "error" and isinstance(shown["error"]["message"], str)
+    assert (
+        type_of(status) in {"api_error", shown["error"]["type"]}
+        or status in (401, 403, 404, 408, 413, 429)
+        or status < 500
+    )
+
+
+# ---------------------------------------------------------------- through the gateway, with the official client
+
+
+@pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "thinking", "tools"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_one_step(play: Play, say: Say, stream: bool) -> None:
+    async def scenario(w: Trial) -> None:
+        async with sdk(w) as client:
+            if stream:
+                async with client.messages.stream(**ASK, tools=[TOOL]) as s:
+                    seen = [b.to_dict() for b in (await s.get_final_message()).content]
+            else:
+                seen = [b.to_dict() for b in (await client.messages.create(**ASK, tools=[TOOL])).content]
+        (step,) = w.steps()
+        said = json.loads(step.response_json)
+        assert said["content"] == [{k: v for k, v in b.items() if v is not None} for b in seen]
+        assert (step.protocol, step.status, step.streamed) == ("anthropic.messages", "ok", stream)
+        assert step.finish_reason == say.finish_reason
+        assert json.loads(step.request_json)["tools"] == [TOOL]
+        if w.engine.kind != "captured":
+            assert step.tokens_absent_reason is not None and step.response_token_ids is None
+            return
+        assert step.prompt_token_ids is not None and unpack_ids(step.prompt_token_ids) == [1, 2, 3]
+        assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(say.ids)
+        assert step.response_logprobs is not None
+        assert unpack_logprobs(step.response_logprobs) == pytest.approx(list(say.logprobs))
+        assert step.tokens_absent_reason is None
+
+    play(scenario, Script([say]))
+
+
+def test_errors_reach_the_client_as_anthropics(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with sdk(w) as client:
+            with pytest.raises(BadRequestError) as ours:
+                await client.messages.create(model="policy", max_tokens=3, messages="hi")  # type: ignore[arg-type]
+            with pytest.raises(BadRequestError) as engines:
+                await client.messages.create(**ASK)
+        assert isinstance(ours.value.body, dict) and ours.value.body["error"]["type"] == "invalid_request_error"
+        assert isinstance(engines.value.body, dict)
+        assert engines.value.body["error"] == {"type": "invalid_request_error", "message": "scripted"}
+        assert w.steps() == []
+
+    play(scenario, Script([HI], status=400))
+
+
+def test_an_error_in_mid_stream_reaches_the_client(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with sdk(w) as client:
+            with pytest.raises(APIStatusError, match="scripted"):
+                async for _ in await client.messages.create(**ASK, stream=True):
+                    pass
+
+    play(scenario, Script([HI], fail_after=3))
+
+
+def test_counting_tokens_passes_and_is_not_recorded(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with sdk(w) as client:
+            count = await client.messages.count_tokens(model="policy", messages=[{"role": "user", "content": "hi"}])
+            with pytest.raises(BadRequestError) as caught:
+                await client.messages.count_tokens(model="policy", messages=[])
+        assert count.input_tokens == 3
+        assert isinstance(caught.value.body, dict) and caught.value.body["type"] == "error"
+        assert w.steps() == []
+
+    play(scenario, Script([HI]))

@@ -1,0 +1,95 @@
+"""Each recorded reply of a provider, through its official client: the gateway changes nothing, and records what the client has.
+
+One gateway and one server that replays the files serve all cases. The server is a provider (`text`) to the gateway: no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+import pytest
+from support.corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying, reply
+
+from gateway.app import create_app
+from gateway.durability.log import MemoryBus
+from gateway.engines.registry import WorkerTable
+from gateway.testing.gateway import running
+from schemas.codec.single_object import Codec
+from schemas.records import Step
+from schemas.settings import Settings
+
+CASES = cases()
+ADDED = frozenset({"parsed", "parsed_arguments", "parsed_output"})
+
+
+class Outcome(NamedTuple):
+    """A case, straight and through the gateway."""
+
+    straight: Seen
+    through: Seen
+    raw: bytes
+    steps: list[Step]
+
+
+async def outcomes(directory: Path) -> dict[str, Outcome]:
+    """All cases, one after the other."""
+    made = {case.name: reply(case.data, "text/event-stream" if case.stream else "application/json") for case in CASES}
+    codec, bus, found = Codec(), MemoryBus(), {}
+    async with replaying(made) as engine:
+        said = {"upstreams": [{"url": engine, "kind": "text"}], "worker_wait_s": 60}
+        settings = Settings.model_validate({"data_dir": directory, "gateway": said})
+        app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+        async with running(app) as gateway, aiohttp.ClientSession() as http, Clients() as clients:
+            for case in CASES:
+                url = f"{gateway}/{case.trajectory}/g"
+                straight, through = await clients.seen(case, engine), await clients.seen(case, url)
+                body = case.request() | ({"stream": True} if case.stream else {})
+                async with http.post(f"{gateway}/raw/g{PATHS[case.protocol]}", json=body) as got:
+                    raw = await got.read()
+                records = [codec.decode(m.value) for m in bus.messages if m.key == case.trajectory.encode()]
+                found[case.name] = Outcome(straight, through, raw, [r for r in records if isinstance(r, Step)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
+    yield asyncio.run(outcomes(tmp_path_factory.mktemp("corpus")))
+
+
+def test_the_manifest_names_every_file() -> None:
+    files = {str(p.relative_to(CORPUS)) for p in CORPUS.glob("*/*")}
+    assert files == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_client_sees_the_same_through_the_gateway(case: Case, played: dict[str, Outcome]) -> None:
+    outcome = played[case.name]
+    assert outcome.raw == case.data
+    assert outcome.through == outcome.straight
+    assert outcome.straight.parts or outcome.straight.error
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome]) -> None:
+    outcome = played[case.name]
+    recorded: list[Any] = [orjson.loads(step.response_json) for step in outcome.steps]
+    if case.recorded is None:
+        assert outcome.straight.error is None
+        assert _told(recorded) == _told(outcome.straight.messages)
+    else:
+        assert outcome.straight.messages != case.recorded, "the client can say it: leave `recorded` out"
+        assert recorded == case.recorded
+    assert {step.finish_reason for step in outcome.steps} <= {case.finish}
+    assert {step.status for step in outcome.steps} <= {"ok" if case.finish else "error"}
+
+
+def _told(value: Any) -> Any:
+    """A message without its empty fields, which a client leaves out or fills in, and without what its helpers add."""
+    if isinstance(value, dict):
+        return {name: _told(inner) for name, inner in value.items() if inner is not None and name not in ADDED}
+    return [_told(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,239 @@
+"""Which paths a client may take, what is said of the others, and how much a key may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.raw_http import ASK, connected, request
+from support.wire import ASK as SAID
+
+from gateway.auth import key_commands
+from gateway.auth.api_keys import ApiKey, create_key, digest_of, read_keys
+from gateway.auth.key_limits import KeyLimits, tokens_of_reply
+from gateway.clock import Clock
+from gateway.errors import KeyLimited, Unprocessable
+from gateway.proxy.paths import Place, place_of, proxied, tidied
+from gateway.testing.gateway import Trial
+from gateway.testing.gateway import play as play_in
+from gateway.testing.script import Say, Script
+from schemas.codec.single_object import Codec
+from schemas.settings import Settings
+
+CODEC = Codec()
+Play = Callable[..., None]
+HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+TAILS = {"completions": ["/chat/completions", "/completions"], "models": ["/models"]}
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
+    return partial(play_in, tmp_path, CODEC)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/chat/completions", Place("/chat/completions")),
+        ("/t/g/chat/completions", Place("/chat/completions", "t", "g")),
+        ("/t/g/v1/completions", Place("/completions", "t", "g")),
+        ("/v1/models/a/b", Place("/models/", item="a/b")),
+        ("/t/g/v1/responses/r", Place("/responses/", "t", "g", "r")),
+        ("/t/v1/chat/completions", None),
+        ("/openai/deployments/d/chat/completions", None),
+        ("/v1/models/a/../b", None),
+    ],
+)
+def test_places(path: str, place: Place | None) -> None:
+    assert place_of(path, TAILS) == place
+
+
+@pytest.mark.parametrize(
+    ("path", "tidy"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/t/g/v1/v1/v1/chat//completions//", "/t/g/v1/chat/completions"),
+        ("/v1/v10", "/v1/v10"),
+        ("/", "/"),
+    ],
+)
+def test_paths_are_taken_as_they_were_meant(path: str, tidy: str) -> None:
+    assert tidied(path) == tidy
+
+
+def test_a_proxys_prefix_is_no_trajectory() -> None:
+    for path in ("/api/openai/v1/chat/completions", "/OpenAI/x/chat/completions", "/v1/x/models"):
+        assert proxied(path, place_of(path, TAILS)) is not None
+    for path in ("/api-7/openai/v1/chat/completions", "/api/hello", "/complete_trajectory/api"):
+        assert proxied(path, place_of(path, TAILS)) is None
+    assert proxied("/api/x/complete_trajectory", None) == "api"
+
+
+def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions", "/health/"):
+            async with connected(w.url) as client:
+                await client.send(request("GET" if "health" in path else "POST", path))
+                assert b" 200 " in (await client.reply())[0], path
+        for path in ("/api/openai/v1/chat/completions", "/openai/v1/chat/completions", "/foo/chat/completions", "/foo"):
+            async with w.http.post(w.url + path, json=SAID) as reply:
+                error = (await reply.json())["error"]
+                assert reply.status == 404 and "/TRAJECTORY/PROMPT/v1" in error["message"], path
+                assert "gateway.base_path" in error["message"]
+        assert len(w.steps()) == 3
+
+    play(scenario, Script([HI]))
+
+
+def test_a_base_path_stands_before_all_paths(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        for path in ("/api/openai/v1/chat/completions", "/api/openai/t/g/v1/chat/completions", "/v1/chat/completions"):
+            async with w.http.post(w.url + path, json=SAID) as reply:
+                assert reply.status == 200, path
+        async with w.http.post(w.url + "/api/openai/sessions", json={}) as reply:
+            session = await reply.json()
+        assert session["base_url"] == w.url + "/api/openai/v1"
+        async with w.http.post(session["path_base_url"] + "/chat/completions", json=SAID) as reply:
+            assert reply.status == 200
+        async with w.http.post(w.url + "/api/openai/init_trajectory") as reply:
+            begun = await reply.json()
+        assert begun["base_url"].startswith(f"{w.url}/api/openai/{begun['trajectory_uid']}/")
+        async with w.http.get(w.url + "/api/openai/docs") as reply:
+            assert reply.status == 200 and "/embeddings" in (await reply.json())["paths"]
+        async with w.http.get(w.url + "/api/openai/nowhere") as reply:
+            assert "HOST:PORT/api/openai/v1" in (await reply.json())["error"]["message"]
+        assert [step.trajectory_key for step in w.steps()][1::2] == ["t", session["trajectory_key"]]
+
+    play(scenario, Script([HI]), base_path="/api/openai")
+
+
+def test_docs_need_nothing_from_elsewhere(play: Play) -> None:
+    async def scenario(w: Trial) -> None:
+        async with w.http.get(w.url + "/docs") as reply:
+            page = await reply.text()
+        assert reply.status == 200 and orjson.loads(page)["info"]["title"] == "Clawstream gateway"
+        assert "/v1/models/{id}" in orjson.loads(page)["paths"]
+
+    play(scenario, Script([HI]))
+
+
+# ---------------------------------------------------------------- limits of keys
+
+
+def key(**limits: Any) -> ApiKey:
+    return ApiKey(name="k", sha256=digest_of("claw-x").hex(), scopes=("agent",), created_at=0, **limits)
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.s = 90_000.0
+        self.clock = Clock(micros=lambda: int(self.s * 1e6), monotonic=lambda: self.s)
+
+
+def refused(limits: KeyLimits, who: ApiKey) -> int:
+    with pytest.raises(KeyLimited, match="the key 'k' is at its limit") as error, limits.call(who):
+        pytest.fail("the call began")
+    return error.value.retry_after_s
+
+
+def test_calls_a_minute_come_back_with_time() -> None:
+    time = Time()
+    limits, who = KeyLimits(time.clock), key(calls_per_minute=6)
+    for _ in range(6):
+        with limits.call(who):
+            pass
+    assert refused(limits, who) == 10
+    time.s += 9
+    assert refused(limits, who) == 1
+    time.s += 1
+    with limits.call(who):
+        assert refused(limits, who) == 10
+
+
+def test_calls_at_once_and_tokens_a_day() -> None:
+    time = Time()
+    limits, who = KeyLimits(time.clock), key(calls_at_once=1, tokens_per_day=100)
+    with limits.call(who) as counted:
+        assert refused(limits, who) == 1
+        counted.tokens = 60
+    with pytest.raises(ZeroDivisionError), limits.call(who) as counted:
+        counted.tokens = 60
+        raise ZeroDivisionError
+    assert refused(limits, who) == 2 * 86400 - 90_000
+    time.s = 2 * 86400
+    with limits.call(who):
+        assert refused(limits, who) == 1
+
+
+def test_calls_without_a_limit_always_begin() -> None:
+    limits = KeyLimits(Time().clock)
+    with limits.call(None) as nobody, limits.call(key()) as unlimited:
+        assert not nobody.counts_tokens and not unlimited.counts_tokens
+
+
+@pytest.mark.parametrize(
+    ("reply", "tokens"),
+    [
+        (b'{"usage":{"prompt_tokens":8,"total_tokens":8}}', 8),
+        (b'{"usage":{"input_tokens":3,"output_tokens":4,"cache_read_input_tokens":2}}', 9),
+        (b'{"usage":{"total_tokens":5}}', 5),
+        (b'{"usage":{"completion_tokens":5}}', 5),
+        (b'{"usage":{"total_tokens":-5}}', 0),
+        (b'{"usage":null}', 0), (b'{"input_tokens":7}', 0), (b"[]", 0), (b"no JSON", 0),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_reply_that_is_not_recorded(reply: bytes, tokens: int) -> None:
+    assert tokens_of_reply(reply) == tokens
+
+
+def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"data_dir": tmp_path})
+    key_commands.create(settings, "k", ["agent"], None, None, calls_per_minute=600, tokens_per_day=5000)
+    (made,) = read_keys(settings.api_keys_file)
+    assert (made.calls_per_minute, made.calls_at_once, made.tokens_per_day) == (600, None, 5000) and made.limited
+    assert key_commands.listing(settings).splitlines()[1].split()[-3:] == ["600", "-", "5000"]
+    with pytest.raises(Unprocessable, match="calls_at_once"):
+        key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
+
+
+def test_generate_counts_for_the_limits_of_a_key(play: Play, tmp_path: Path) -> None:
+    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6, calls_at_once=1)
+    asked = {"prompt_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
+
+    async def scenario(w: Trial) -> None:
+        sent = {"authorization": f"Bearer {token}"}
+        async with w.http.post(w.url + "/generate", json=asked, headers=sent) as reply:
+            assert reply.status == 200 and len((await reply.json())["token_ids"]) == 3
+        for path in ("/generate", "/v1/chat/completions"):
+            async with w.http.post(w.url + path, json=asked | SAID, headers=sent) as reply:
+                assert reply.status == 429 and int(reply.headers["retry-after"]) > 0, path
+
+    play(scenario, Script([HI]))
+
+
+def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: Path) -> None:
+    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6)
+
+    async def scenario(w: Trial) -> None:
+        sent = {"authorization": f"Bearer {token}"}
+        async with w.http.post(w.url + "/v1/chat/completions", data=ASK, headers=sent) as reply:
+            assert reply.status == 200  # three tokens of the prompt, three of the reply
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/t/g/v1/responses"):
+            async with w.http.post(w.url + path, data=ASK, headers=sent) as reply:
+                error = (await reply.json())["error"]
+                assert reply.status == 429 and int(reply.headers["retry-after"]) > 0
+                assert error["type"] == ("rate_limit_error") and "tokens_per_day=6" in error["message"]
+        assert len(w.engine.requests) == 1
+        async with w.http.post(w.url + "/v1/chat/completions", data=ASK) as reply:
+            assert reply.status == 200
+
+    play(scenario, Script([HI]))

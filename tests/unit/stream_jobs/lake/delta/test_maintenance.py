@@ -1,0 +1,437 @@
+"""Care beside a writer, versions and pins, retention, a full disk: real Delta tables, no Kafka."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from clawstream.cli.tables import app
+from clawstream.ops.replay.lake_source import pinned
+from clawstream.query.connection import connect
+from clawstream.query.sandbox import run_sql
+from schemas import records
+from schemas.codec.avro_schema import expanded
+from schemas.codec.single_object import shipped
+from schemas.errors import SettingsError
+from schemas.settings import LakeSettings, Settings
+from stream_jobs.lake.delta.maintenance import Caretaker, care, vacuum
+from stream_jobs.lake.delta.snapshots import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
+from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
+from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.writer import Lake
+
+SOURCE = ("T", 0)
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) -> list[Row]:
+    """Rewards with these ids, from offset `first`, as the log took them at `at_ms`."""
+
+    def reward(event_id: str) -> records.Reward:
+        values: dict[str, Any] = {
+            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
+            "reward_revision": 0, "created_at": 1,
+        }  # fmt: skip
+        return records.Reward(**values | changes)
+
+    table = lake.tables["rewards"]
+    return [row for i, e in enumerate(ids) for row in table.rows_of(Placed(*SOURCE, first + i, at_ms, {}, reward(e)))]
+
+
+def never(row: Row, why: str) -> None:
+    raise AssertionError((row, why))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path)
+
+
+@pytest.fixture
+def lake(settings: Settings) -> Lake:
+    lake = Lake(settings.lake_uri, {}, 100)
+    lake.claim()
+    return lake
+
+
+def put(lake: Lake, first: int, *ids: str, **more: Any) -> int:
+    return lake.append("rewards", rows(lake, first, *ids, **more), {SOURCE: first + len(ids)}, never)
+
+
+def ids(settings: Settings, **versions: int) -> list[str]:
+    found = connect(settings, versions).execute("select event_id from rewards_raw order by 1").fetchall()
+    return [row[0] for row in found]
+
+
+def days(number: float) -> int:
+    """Milliseconds of so many days before NOW."""
+    return int((NOW - timedelta(days=number)).timestamp() * 1000)
+
+
+def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(settings: Settings, lake: Lake) -> None:
+    keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
+    put(lake, 0, "a", "b", at_ms=days(100))
+    put(lake, 2, "c", at_ms=days(91))
+    put(lake, 3, "d", at_ms=days(89))
+    held = rows(lake, 4, "e", at_ms=days(1))
+    done = {d.table: d.deleted_rows for d in care(keeping, now=NOW)}
+    assert done["rewards"] == 3
+    assert sum(done.values()) == 3
+    # the writer had the table open: its commit collides with the deletion, and is repeated on the newer version
+    assert lake.append("rewards", held, {SOURCE: 5}, never) == 1
+    assert ids(settings) == ["d", "e"]
+    assert put(lake, 3, "d", "e") == 0
+    again = Lake(settings.lake_uri, {}, 100)
+    again.claim()
+    assert again.marks("rewards", [SOURCE]) == {SOURCE: 5}
+    assert put(again, 5, "e", "d", "f", at_ms=days(1)) == 1
+    assert not any(d.deleted_rows for d in care(keeping, now=NOW))
+
+
+def test_a_commit_that_a_deletion_overtakes_is_repeated(
+    settings: Settings, lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the writer's look at the table and its commit."""
+    put(lake, 0, "a", at_ms=days(100))
+    put(lake, 1, "b", at_ms=days(1))
+    keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
+    opened = lake._held
+    seen: list[int] = []
+
+    def overtaken(name: str) -> Any:
+        table = opened(name)
+        if not seen:
+            seen.extend(d.deleted_rows for d in care(keeping, ["rewards"], NOW))
+        return table
+
+    monkeypatch.setattr(lake, "_held", overtaken)
+    assert put(lake, 2, "c") == 1
+    assert seen == [1]
+    assert ids(settings) == ["b", "c"]
+
+
+def test_a_new_column_reaches_the_table_while_its_writer_runs(settings: Settings, lake: Lake) -> None:
+    schema = expanded(shipped("Reward"))
+    schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+    put(lake, 0, "before")
+    waiting = rows(lake, 1, "waited")
+    former = lake.tables["rewards"]
+    assert lake.widen(former.widened(schema))
+    table = lake.tables["rewards"]
+    wide = [table.adopted(row, former) for row in waiting]
+    named = (*wide[0][: table.index["team"]], "red", *wide[0][table.index["team"] + 1 :])
+    named = (*named[: table.index["event_id"]], "after", *named[table.index["event_id"] + 1 : -2], 2, 5_000)
+    assert lake.append("rewards", [*wide, named], {SOURCE: 3}, never) == 2
+    query = "select event_id, team from rewards_raw order by kafka_offset"
+    assert connect(settings).execute(query).fetchall() == [("before", None), ("waited", None), ("after", "red")]
+    # an older release again, whose rows have fewer columns; views and its own appends still work
+    older = Lake(settings.lake_uri, {}, 100)
+    older.claim()
+    assert put(older, 3, "older") == 1
+    assert len(connect(settings).execute(query).fetchall()) == 4
+    assert connect(settings).execute("select count(*) from rewards_raw where team = 'red'").fetchall() == [(1,)]
+    comments = {f.name: f.metadata for f in DeltaTable(f"{settings.lake_uri}/rewards").schema().fields}
+    assert comments["team"] == {"comment": "Who."}
+    assert all(m.get("comment") for m in comments.values())
+    # the compacted file has it as well
+    assert any(d.merged_files for d in care(settings.model_copy(), ["rewards"])) is False
+    assert len(connect(settings).execute(query).fetchall()) == 4
+
+
+def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(settings: Settings, lake: Lake) -> None:
+    table = lake.tables["rewards"]
+    for kind, fits in (("string", True), ("double", False)):
+        schema = expanded(shipped("Reward"))
+        schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", kind], "default": None, "doc": "Who."}]
+        assert lake.widen(table.widened(schema)) is fits
+    schema["fields"] = [
+        *schema["fields"][:-1],
+        {"name": "Team", "type": ["null", "string"], "default": None, "doc": "Who."},
+    ]
+    assert not lake.widen(table.widened(schema))
+    assert put(lake, 0, "a") == 1
+    assert lake.tables["rewards"].schema.field("team").type == "string"
+
+
+def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake: Lake) -> None:
+    """The writer must end and be started again: rows without the new columns would be lost for them."""
+    schema = expanded(shipped("Reward"))
+    schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+    put(lake, 0, "a")
+    log = Path(settings.lake_uri) / "rewards" / "_delta_log"
+    log.rename(log.with_name("away"))
+    log.write_text("no directory")
+    with pytest.raises(Exception, match=r"(?i)not a directory|File exists|os error") as caught:
+        lake.widen(lake.tables["rewards"].widened(schema))
+    assert not isinstance(caught.value, SchemaRefused)
+    log.unlink()
+    log.with_name("away").rename(log)
+    assert lake.widen(lake.tables["rewards"].widened(schema))
+
+
+def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    put(lake, 0, "a")
+    pinned = pin(settings, keep="first")
+    then = datetime.fromisoformat(pinned["at"])
+    clock = tmp_path / "clock"
+    clock.touch()
+    while (
+        datetime.fromtimestamp(clock.stat().st_mtime, UTC) <= then
+    ):  # versions have the times of files, which tick slowly
+        clock.touch()
+    for i in range(1, 12):
+        put(lake, i, f"b{i}")
+    file = tmp_path / "pin.json"
+    file.write_text(json.dumps(pin(settings)))
+    now: dict[str, Any] = dict(versions_of(settings, str(file)))
+    count = "select count(*) as n from rewards_raw"
+
+    def counted(at: str) -> int:
+        (row,) = connect(settings, versions_of(settings, at)).execute(count).fetchall()
+        return int(row[0])
+
+    assert run_sql(settings, count, "csv", at="first") == "n\n1"
+    assert [counted(at) for at in (then.isoformat(), str(file), "1999-01-01")] == [1, 12, 0]
+    (shown,) = [t for t in tables(settings) if t["table"] == "rewards"]
+    assert (shown["rows"], shown["files"], shown["version"]) == (12, 12, now["rewards"])
+    assert shown["newest_row"] == "1970-01-01T00:00:05.000+00:00"
+    assert [h["version"] for h in history(settings, "rewards", 2)] == [now["rewards"], now["rewards"] - 1]
+
+    (done,) = care(settings, ["rewards"])
+    assert (done.merged_files, done.made_files, done.deleted_files) == (12, 1, 0)
+    gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
+    assert vacuum(gone, "rewards") == 11  # one file is kept by the pin
+    assert counted("first") == 1
+    with pytest.raises(
+        LakeMissing, match="version 13 of table rewards can't be read any more: 11 of its files are deleted"
+    ):
+        counted(str(file))
+    assert kept_versions(settings, "rewards") == [pinned["versions"]["rewards"]]
+    unpin(settings, "first")
+    assert pins(settings) == {}
+    assert vacuum(gone, "rewards") == 1
+    assert len(ids(settings)) == 12
+    assert put(lake, 12, "c") == 1
+
+
+def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"versions": [1]}')
+    with pytest.raises(PinError, match=r"x\.json is no pin"):
+        versions_of(settings, str(tmp_path / "x.json"))
+    for version in (-1, 1 << 70, 1.5, "1", True):
+        (tmp_path / "x.json").write_text(json.dumps({"versions": {"rewards": version}}))
+        with pytest.raises(PinError, match=r"x\.json is no pin.*is no version of a table"):
+            versions_of(settings, str(tmp_path / "x.json"))
+    for word in ("nope", "x" * 300, "9" * 30, str(tmp_path), "99999999999999d"):
+        with pytest.raises(PinError, match="is no kept pin and no file that can be read, and no moment"):
+            versions_of(settings, word)
+    with pytest.raises(PinError, match="no kept pin nope; there are none"):
+        unpin(settings, "nope")
+    with pytest.raises(PinError, match="is no name for a pin"):
+        pin(settings, keep="../x")
+    with pytest.raises(LakeMissing, match="no lake at"):
+        at(Settings(data_dir=tmp_path / "other"), NOW)
+
+
+def test_a_broken_pin_stops_only_what_deletes(settings: Settings, lake: Lake) -> None:
+    for i in range(9):
+        put(lake, i, f"e{i}")
+    good = pin(settings, keep="good")
+    kept = Path(settings.lake_uri) / "_pins"
+    assert [f.name for f in kept.iterdir()] == ["good.json"]
+    (kept / "half.json").write_text('{"lake":')
+    gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
+    (done,) = care(gone, ["rewards"])
+    assert (done.merged_files, done.deleted_files) == (9, 0)
+    assert done.put_off is not None
+    assert "nothing is deleted while kept pin half is no pin" in done.put_off
+    with pytest.raises(PinError, match="clawstream tables unpin half"):
+        vacuum(gone, "rewards")
+    assert versions_of(settings, "good") == good["versions"]
+    with pytest.raises(PinError, match="kept pin half is no pin"):
+        versions_of(settings, "half")
+    assert {name: isinstance(found, PinError) for name, found in pins(settings).items()} == {
+        "good": False,
+        "half": True,
+    }
+    unpin(settings, "good")
+    unpin(settings, "half")
+    assert pins(settings) == {}
+    assert vacuum(gone, "rewards") == 9
+
+
+def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
+    first = pin(settings, keep="paper")
+    put(lake, 0, "a")
+    with pytest.raises(
+        PinError, match="there is a kept pin paper: choose another name, or `clawstream tables unpin paper`"
+    ):
+        pin(settings, keep="paper")
+    assert versions_of(settings, "paper") == first["versions"]
+    unpin(settings, "paper")
+    assert pin(settings, keep="paper")["versions"] != first["versions"]
+
+
+def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake: Lake) -> None:
+    """All of them find the name free. What a killed one has left, a draft, is no pin."""
+    together = threading.Barrier(4)
+
+    def kept(_: int) -> dict[str, Any] | PinError:
+        together.wait()
+        try:
+            return pin(settings, keep="paper")
+        except PinError as e:
+            return e
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(kept, range(4)))
+    (winner,) = [f for f in found if isinstance(f, dict)]
+    assert all("there is a kept pin paper: choose another name" in str(f) for f in found if isinstance(f, PinError))
+    (Path(settings.lake_uri) / "_pins" / ".paper.json.1.ab").write_text('{"la')
+    assert pins(settings) == {"paper": winner}
+
+
+def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    """An older release made it, before the table came."""
+    put(lake, 0, "a")
+    old = pin(settings)
+    del old["versions"]["rewards"]
+    old["versions"]["of_a_newer_release"] = 3
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(old))
+    count = "select (select count(*) from rewards), (select count(*) from steps)"
+    assert connect(settings, versions_of(settings, str(file))).execute(count).fetchall() == [(0, 0)]
+    assert versions_of(settings, str(file)).keys() == catalog().keys()
+    assert "rewards" not in pinned(settings, versions_of(settings, str(file)))
+    assert "rewards" in pinned(settings, {})
+    with pytest.raises(LakeMissing, match="had no table steps then"):
+        pinned(settings, {"steps": None})
+
+
+def test_a_pin_of_another_lake_is_refused(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+    other = Settings(data_dir=tmp_path / "other")
+    Lake(other.lake_uri, {}, 100).claim()
+    file = tmp_path / "pin.json"
+    file.write_text(json.dumps(pin(other)))
+    assert versions_of(other, str(file))["steps"] is not None
+    with pytest.raises(PinError, match=r"pin\.json is a pin of the lake at .*/other/lake, this one is at "):
+        versions_of(settings, str(file))
+
+
+def test_retention_must_outlast_the_spool() -> None:
+    with pytest.raises(ValueError, match=r"lake.retention_days.steps=1 must exceed gateway.spool_max_age_s=86400"):
+        Settings.model_validate(
+            {"lake": {"retention_days": {"steps": 1}}, "gateway": {"spool_max_age_s": 86400}, "jobs": {"closed_horizon_s": 90000}}
+        )  # fmt: skip
+    assert issubclass(SettingsError, Exception)
+
+
+def test_the_process_cares_and_is_started_when_it_is_time(settings: Settings, lake: Lake) -> None:
+    for i in range(9):
+        put(lake, i, f"e{i}")
+    keeper = Caretaker(settings.model_copy(update={"lake": LakeSettings(care_interval_s=1e-6)}))
+    while keeper._process is None:  # a fast machine looks before even that interval is over
+        keeper.look()
+    assert keeper._process.wait(300) == 0
+    assert len(open_table(settings.lake_uri, "rewards", {}).file_uris()) == 1
+    assert len(ids(settings)) == 9
+    keeper.look()
+    keeper.stop()
+    assert put(lake, 9, "e9") == 1
+
+
+FULL = """
+import os, subprocess, sys, threading
+from pathlib import Path
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parents[3])]
+from test_maintenance import put, ids, rows, never, SOURCE
+from schemas.settings import Settings
+from stream_jobs.lake.main import _follow, _with_room
+from schemas.codec.avro_schema import expanded
+from stream_jobs.lake.delta.maintenance import Caretaker
+from schemas.codec.single_object import shipped
+from stream_jobs.lake.writer import Lake
+from clawstream.ops.replay.lake_source import pinned
+
+
+class Poll:
+    # Of a feed what following takes, with one thing to read.
+
+    full, rows, polls, looks = False, {}, 0, 0
+
+    def __init__(self, poll):
+        self._poll = poll
+
+    def look(self):
+        self.looks += 1
+        return True
+
+    def poll(self):
+        self.polls += 1
+        self._poll()
+
+    def taken(self):
+        pass
+
+
+room = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(room)], check=True)
+settings = Settings(data_dir=room)
+lake, stop = Lake(settings.lake_uri, {}, 100), threading.Event()
+filler = room / "filler"
+filler.write_bytes(os.urandom(4096 * 995))
+threading.Timer(1.5, filler.unlink).start()  # there is no room even for the tables at first
+assert _with_room(lake.claim, stop)
+filler.write_bytes(os.urandom(4096 * 600))
+threading.Timer(1.5, filler.unlink).start()
+for n in range(40):  # 40 KB each that can't be compressed
+    batch = [rows(lake, n * 4 + i, f"e{n}.{i}", reason=os.urandom(5_000).hex()) for i in range(4)]
+    flat = [row for one in batch for row in one]
+    assert _with_room(lambda: lake.append("rewards", flat, {SOURCE: n * 4 + 4}, never), stop)
+assert ids(settings) == sorted(f"e{n}.{i}" for n in range(40) for i in range(4))
+filler.write_bytes(os.urandom(4096 * 900)[: os.statvfs(room).f_bavail * 4096])
+stop.set()
+assert not _with_room(lambda: lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
+former, schema = lake.tables["rewards"], expanded(shipped("Reward"))
+schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+feed = Poll(lambda: lake.widen(former.widened(schema)))
+stop.clear()
+threading.Timer(1.5, stop.set).start()
+_follow(lake, feed, Caretaker(settings), 1e9, stop)  # waits, and returns without a flush of what was half read
+assert (feed.polls, feed.looks) == (1, 1)
+filler.unlink()
+assert lake.widen(former.widened(schema))
+lake.tables["rewards"] = former
+assert len(ids(settings)) == 160
+assert put(lake, 160, "z") == 1
+"""
+
+
+@pytest.mark.long
+def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path) -> None:
+    """On a file system of 4 MB in a mount namespace of its own: before there are tables, while rows are written, and at the end."""
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[5],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("make room: the lake goes on by itself") >= 3
+
+
+def test_every_tables_command_takes_set() -> None:
+    without = [
+        c.callback.__name__
+        for c in app.registered_commands
+        if c.callback and "sets" not in signature(c.callback).parameters
+    ]
+    assert len(app.registered_commands) >= 8 and without == []
