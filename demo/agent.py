@@ -23,7 +23,11 @@ TOOLS: list[dict[str, Any]] = [
         "function": {
             "name": "lookup",
             "description": "The price of a key.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string"}},
+                "required": ["key"],
+            },
         },
     }
 ]
@@ -77,7 +81,10 @@ class Agent:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         await self._client.close()
 
@@ -98,20 +105,33 @@ class Agent:
                 return Outcome(content, first_key, turn)
             if turn == 1:
                 first_key = _key(calls[0].arguments)
-            messages.append({"role": "assistant", "content": content, "tool_calls": [_as_message(c) for c in calls]})
-            messages += [{"role": "tool", "tool_call_id": c.id, "content": lookup(c.arguments)} for c in calls]
+            messages.append(
+                {
+                    "role": "assistant",
+                    "content": content,
+                    "tool_calls": [_as_message(c) for c in calls],
+                }
+            )
+            messages += [
+                {"role": "tool", "tool_call_id": c.id, "content": lookup(c.arguments)}
+                for c in calls
+            ]
         return Outcome(None, first_key, MAX_TURNS)
 
 
 async def _ask(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[str | None, list[_Call]]:
     message = (await client.chat.completions.create(**request)).choices[0].message
     calls = [
-        _Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or [] if c.type == "function"
+        _Call(c.id, c.function.name, c.function.arguments)
+        for c in message.tool_calls or []
+        if c.type == "function"
     ]
     return message.content, calls
 
 
-async def _ask_streamed(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[str | None, list[_Call]]:
+async def _ask_streamed(
+    client: AsyncOpenAI, request: dict[str, Any]
+) -> tuple[str | None, list[_Call]]:
     content: list[str] = []
     calls: dict[int, _Call] = {}
     async with await client.chat.completions.create(**request, stream=True) as chunks:
@@ -130,7 +150,11 @@ async def _ask_streamed(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[s
 
 
 def _as_message(call: _Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _key(arguments: str) -> str | None:
@@ -152,11 +176,19 @@ async def serve_lines(concurrency: int, model: str) -> None:
         result: dict[str, Any] = {"id": job["id"]}
         try:
             outcome = await agent.play(
-                job["question"], job["base_url"], temperature=job.get("temperature"), stream=job.get("stream", False)
+                job["question"],
+                job["base_url"],
+                temperature=job.get("temperature"),
+                stream=job.get("stream", False),
             )
             result |= asdict(outcome)
         except OpenAIError as error:
-            result |= {"answer": None, "first_call_key": None, "turns": 0, "error": f"{type(error).__name__}: {error}"}
+            result |= {
+                "answer": None,
+                "first_call_key": None,
+                "turns": 0,
+                "error": f"{type(error).__name__}: {error}",
+            }
         finally:
             free.release()
         print(json.dumps(result), flush=True)
@@ -169,7 +201,9 @@ async def serve_lines(concurrency: int, model: str) -> None:
 
 def main() -> None:
     """Command line of the agent process."""
-    parser = argparse.ArgumentParser(prog="python -m demo.agent", description="Many black-box agents in one process.")
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.agent", description="Many black-box agents in one process."
+    )
     parser.add_argument("--concurrency", type=int, default=128, help="episodes at once")
     parser.add_argument("--model", default="policy", help="model name to ask for")
     options = parser.parse_args()

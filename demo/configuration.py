@@ -13,7 +13,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 def demo_settings(given: Settings) -> Settings:
     """All settings of a demo run. Raises pydantic's ValidationError if the user's do not fit together with them."""
     demo = given.demo
-    home = (given.data_dir if "data_dir" in given.model_fields_set else Path("runs/demo")).absolute()
+    home = (
+        given.data_dir if "data_dir" in given.model_fields_set else Path("runs/demo")
+    ).absolute()
     defaults: dict[str, Any] = {
         "run_id": "demo",
         "data_dir": home,
@@ -64,5 +66,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for name, value in top.items():
         below = out.get(name)
-        out[name] = _merge(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+        out[name] = (
+            _merge(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+        )
     return out

@@ -65,11 +65,20 @@ class Player:
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         # A bundle of root certificates would be parsed for every plain-http client of the SDK.
-        environ = {k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
+        environ = {
+            k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")
+        }
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(
                 *bonded(
-                    [sys.executable, "-P", "-m", "demo.agent", "--concurrency", str(self._settings.demo.concurrency)]
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "demo.agent",
+                        "--concurrency",
+                        str(self._settings.demo.concurrency),
+                    ]
                 ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -80,7 +89,10 @@ class Player:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         assert self._agents.stdin is not None
         self._agents.stdin.close()
@@ -127,7 +139,12 @@ class Player:
         return sum(self.answered.values())
 
     async def _ask(self, episode: Episode, base: str) -> dict[str, Any]:
-        job = {"id": episode.key, "question": episode.task.question, "base_url": base, "stream": episode.stream}
+        job = {
+            "id": episode.key,
+            "question": episode.task.question,
+            "base_url": base,
+            "stream": episode.stream,
+        }
         if episode.temperature is not None:
             job["temperature"] = episode.temperature
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -185,7 +202,8 @@ def training_group(settings: Settings, number: int, rng: random.Random) -> list[
     task = make_task(rng, held_out=False)
     group = f"s{demo.seed}-g{number}"
     return [
-        Episode(f"{group}-{i}", group, size, "train", task, None, rng.random() < demo.stream_share) for i in range(size)
+        Episode(f"{group}-{i}", group, size, "train", task, None, rng.random() < demo.stream_share)
+        for i in range(size)
     ]
 
 
@@ -194,7 +212,9 @@ def evaluation(settings: Settings, name: str, temperature: float | None) -> list
     rng = random.Random(777)
     tasks = [make_task(rng, held_out=True) for _ in range(settings.demo.eval_tasks)]
     return [
-        Episode(f"s{settings.demo.seed}-{name}-{i}", f"{name}-{i}", 1, "val", task, temperature, False)
+        Episode(
+            f"s{settings.demo.seed}-{name}-{i}", f"{name}-{i}", 1, "val", task, temperature, False
+        )
         for i, task in enumerate(tasks)
     ]
 

@@ -32,7 +32,11 @@ class LoopState:
     @property
     def loaded(self) -> int | None:
         """Sync index that the engine serves."""
-        if self.worker is None or self.worker.state != "ready" or self.worker.weight_version is None:
+        if (
+            self.worker is None
+            or self.worker.state != "ready"
+            or self.worker.weight_version is None
+        ):
             return None
         version = parse_version(self.worker.weight_version)
         return version.sync_index if version else None
@@ -54,7 +58,9 @@ class LoopState:
                 self.refused_groups += 1
 
 
-async def follow(cluster: Cluster, settings: Settings, state: LoopState, stop: asyncio.Event) -> None:
+async def follow(
+    cluster: Cluster, settings: Settings, state: LoopState, stop: asyncio.Event
+) -> None:
     """Keep `state` up to date until `stop`."""
     topics = settings.kafka.topics
     decoder = Decoder(cluster, topics.schemas)

@@ -40,7 +40,12 @@ class Live:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self._end.set()
         self._thread.join(5.0)
 
@@ -106,4 +111,8 @@ class Live:
             return
         while not self._end.wait(LINE_EVERY_S):
             self._refresh_lag()
-            sys.stderr.write("  " + "  ".join(f"{k}={v}" for k, v in self._figures().items() if k != "now") + "\n")
+            sys.stderr.write(
+                "  "
+                + "  ".join(f"{k}={v}" for k, v in self._figures().items() if k != "now")
+                + "\n"
+            )

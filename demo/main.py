@@ -61,10 +61,14 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
     """Make a model in a process of its own, so that torch's memory goes away again."""
     steps = settings.demo.warm_start_steps
     where = f"Path({str(out)!r}), dtype={settings.demo.dtype!r}"
-    call = f"make_model({where}, steps={steps})" if kind == "warm" else f"make_random_model({where})"
+    call = (
+        f"make_model({where}, steps={steps})" if kind == "warm" else f"make_random_model({where})"
+    )
     code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
     with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*bonded([sys.executable, "-c", code]), stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(
+            *bonded([sys.executable, "-c", code]), stdout=log, stderr=log
+        )
         try:
             if await process.wait() != 0:
                 raise DemoFailed(f"making the {kind} model failed: see {log.name}")
@@ -108,7 +112,9 @@ async def _demo(settings: Settings, installation: Installation) -> None:
             await asyncio.to_thread(create_topics, installation.cluster, settings, ready)
             await boot
             installation.start("rollout", "gateway", "assemble", "reward", "admit", "lake")
-            live.say(f"warm start: {settings.demo.warm_start_steps} supervised steps, while vLLM boots")
+            live.say(
+                f"warm start: {settings.demo.warm_start_steps} supervised steps, while vLLM boots"
+            )
             await warm
         finally:
             boot.cancel()
@@ -134,7 +140,9 @@ async def _demo(settings: Settings, installation: Installation) -> None:
         report["stopped_clean"] = stopped_clean
         report["phases"] = live.phases
         report["seconds"] = round(time.monotonic() - started, 1)
-        report["restarts"] = {n: p["restarts"] for n, p in installation.supervisor.table.items() if p["restarts"]}
+        report["restarts"] = {
+            n: p["restarts"] for n, p in installation.supervisor.table.items() if p["restarts"]
+        }
         await installation.stop_broker()
     _finish(settings, report)
 
@@ -164,11 +172,17 @@ async def _learn(
     return result
 
 
-async def _evaluate(settings: Settings, player: Player, name: str, temperature: float | None) -> float:
-    return share_correct(await asyncio.gather(*(player.play(e) for e in evaluation(settings, name, temperature))))
+async def _evaluate(
+    settings: Settings, player: Player, name: str, temperature: float | None
+) -> float:
+    return share_correct(
+        await asyncio.gather(*(player.play(e) for e in evaluation(settings, name, temperature)))
+    )
 
 
-async def _train(settings: Settings, installation: Installation, player: Player, state: LoopState) -> list[Played]:
+async def _train(
+    settings: Settings, installation: Installation, player: Player, state: LoopState
+) -> list[Played]:
     """Keep groups going, as many as staleness allows, until the last version is published and loaded."""
     demo = settings.demo
     rng = random.Random(1000 + demo.seed)
@@ -177,10 +191,17 @@ async def _train(settings: Settings, installation: Installation, player: Player,
     launched, progress, seen = 0, time.monotonic(), (-1, -1)
     while (state.loaded or 0) < demo.versions:
         allowed = may_launch(
-            state.loaded or 0, launched, state.refused_groups, demo.groups_per_batch, demo.staleness, demo.versions
+            state.loaded or 0,
+            launched,
+            state.refused_groups,
+            demo.groups_per_batch,
+            demo.staleness,
+            demo.versions,
         )
         for _ in range(allowed):
-            groups.add(asyncio.create_task(_play_group(player, training_group(settings, launched, rng))))
+            groups.add(
+                asyncio.create_task(_play_group(player, training_group(settings, launched, rng)))
+            )
             launched += 1
         await _some(groups, 0.05)
         finished = {g for g in groups if g.done()}
@@ -198,7 +219,9 @@ async def _play_group(player: Player, episodes: list[Episode]) -> list[Played]:
 
 
 async def _some(tasks: set[asyncio.Task[list[Played]]], timeout_s: float) -> None:
-    wait: Awaitable[Any] = asyncio.wait(tasks, timeout=timeout_s) if tasks else asyncio.sleep(timeout_s)
+    wait: Awaitable[Any] = (
+        asyncio.wait(tasks, timeout=timeout_s) if tasks else asyncio.sleep(timeout_s)
+    )
     await wait
 
 
@@ -216,7 +239,9 @@ def _check_alive(installation: Installation, idle_s: float, seen: tuple[int, int
         )
 
 
-def _report(settings: Settings, installation: Installation, state: LoopState, result: dict[str, Any]) -> dict[str, Any]:
+def _report(
+    settings: Settings, installation: Installation, state: LoopState, result: dict[str, Any]
+) -> dict[str, Any]:
     cluster = installation.cluster
     lake, curve, answers = ask_lake(settings)
     lags = final_lag(cluster, settings)
@@ -238,7 +263,13 @@ def _report(settings: Settings, installation: Installation, state: LoopState, re
         "install_seconds": install_seconds(),
         "answers": answers,
     }
-    draw_curve(settings.data_dir / "reward.png", curve, result["eval_before"], result["eval_after"], state.loaded or 0)
+    draw_curve(
+        settings.data_dir / "reward.png",
+        curve,
+        result["eval_before"],
+        result["eval_after"],
+        state.loaded or 0,
+    )
     return report
 
 
@@ -246,7 +277,9 @@ def _finish(settings: Settings, report: dict[str, Any]) -> None:
     path = settings.data_dir / "report.json"
     path.write_text(json.dumps(report, indent=1))
     out = [f"\nheld-out tasks, T = 1: {report['eval_before']:.3f} -> {report['eval_after']:.3f}"]
-    out.append(f"held-out tasks, greedy: {report['eval_before_greedy']:.3f} -> {report['eval_after_greedy']:.3f}")
+    out.append(
+        f"held-out tasks, greedy: {report['eval_before_greedy']:.3f} -> {report['eval_after_greedy']:.3f}"
+    )
     out.append(
         f"{report['weight_versions']} weight versions in {report['seconds']:.0f} s, final lag {report['final_lag']}\n"
     )

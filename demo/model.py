@@ -53,7 +53,11 @@ TOOLS: list[dict[str, Any]] = [
         "function": {
             "name": "lookup",
             "description": "The price of a key.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string"}},
+                "required": ["key"],
+            },
         },
     }
 ]
@@ -71,9 +75,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Word-level over a prefix-free vocabulary, with the chat template inside."""
     vocabulary = SPECIAL + TAGS + PHRASES
     if any(a != b and b.startswith(a) for a in vocabulary for b in vocabulary):
-        raise AssertionError("the vocabulary is not prefix-free: decoding then encoding would not give the same ids")
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, PHRASES), r"[\s\S]"])), "isolated")
+        raise AssertionError(
+            "the vocabulary is not prefix-free: decoding then encoding would not give the same ids"
+        )
+    core = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join([*map(re.escape, PHRASES), r"[\s\S]"])), "isolated"
+    )
     core.decoder = decoders.Fuse()
     core.add_special_tokens(list(SPECIAL))
     core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
@@ -133,7 +143,9 @@ def _total(number: int) -> Message:
     return {"role": "assistant", "content": f"the total is {number}."}
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tuple[list[int], list[float]]:
+def tokenize(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message]
+) -> tuple[list[int], list[float]]:
     """Ids of the conversation and a weight for each: every assistant message weighs 1 in all, everything else 0."""
     ids: list[int] = []
     weights: list[float] = []
@@ -147,20 +159,30 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tup
     return ids, weights
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, messages: list[Message], *, generate: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=generate, tokenize=False)
+def _render(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], *, generate: bool
+) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=generate, tokenize=False
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def warm_start(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, progress: Progress | None
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    steps: int,
+    progress: Progress | None,
 ) -> None:
     """Supervised steps on one torch thread over the seeded demonstrations; `progress(done, steps, loss)` after each."""
     rng = random.Random(seed)
     conversations = [demonstration(rng) for _ in range(DEMONSTRATIONS)]
     row = cache(lambda i: tokenize(tokenizer, conversations[i]))
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, PEAK_LEARNING_RATE, total_steps=steps, pct_start=0.1
+    )
     model.train()
     for step in range(steps):
         batch = [row(i) for i in rng.sample(range(DEMONSTRATIONS), BATCH)]
@@ -168,7 +190,9 @@ def warm_start(
         tokens = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch])
         weights = torch.tensor([w + [0.0] * (length - len(w)) for _, w in batch])[:, 1:]
         logits = model(tokens[:, :-1]).logits
-        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        nll = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
         loss = (nll.view_as(weights) * weights).sum() / weights.sum()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -181,7 +205,11 @@ def warm_start(
 
 
 def make_model(
-    out_dir: Path, seed: int = 0, steps: int = 250, progress: Progress | None = None, dtype: str = "float32"
+    out_dir: Path,
+    seed: int = 0,
+    steps: int = 250,
+    progress: Progress | None = None,
+    dtype: str = "float32",
 ) -> Path:
     """Write a warm-started model as a Hugging Face directory; the same seed gives the same weights.
 
@@ -204,7 +232,9 @@ def make_random_model(out_dir: Path, seed: int = 0, dtype: str = "float32") -> P
     return _write(build_model(tokenizer, seed), tokenizer, out_dir, dtype)
 
 
-def _write(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: Path, dtype: str) -> Path:
+def _write(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: Path, dtype: str
+) -> Path:
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} is there already: remove it to make the model anew")
     part = out_dir.with_name(out_dir.name + ".part")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 def may_launch(
-    loaded_version: int, launched: int, refused: int, batch_groups: int, staleness: int, versions: int
+    loaded_version: int,
+    launched: int,
+    refused: int,
+    batch_groups: int,
+    staleness: int,
+    versions: int,
 ) -> int:
     """Groups that may be started now.
 

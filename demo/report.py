@@ -35,7 +35,9 @@ QUESTIONS = (
 )
 
 
-def count_topics(cluster: Cluster, settings: Settings, answered: Mapping[str, int]) -> dict[str, Any]:
+def count_topics(
+    cluster: Cluster, settings: Settings, answered: Mapping[str, int]
+) -> dict[str, Any]:
     """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions name.
 
     answered: trajectory key to the number of calls whose answer the agent has got.
@@ -57,7 +59,9 @@ def count_topics(cluster: Cluster, settings: Settings, answered: Mapping[str, in
         event = decoder.decode(record.value)
         if isinstance(event, ReadyBatch):
             emitted[event.batch_seq] = [(g.group_id, g.round) for g in event.groups]
-    versions: list[WeightVersion] = [decoder.decode(r.value) for r in cluster.read_all(topics.weights)]
+    versions: list[WeightVersion] = [
+        decoder.decode(r.value) for r in cluster.read_all(topics.weights)
+    ]
     trained = surviving_batches(versions)
     counts = Counter(status.values())
     groups = [g for seq in trained for g in emitted.get(seq, [])]
@@ -101,7 +105,9 @@ def final_lag(cluster: Cluster, settings: Settings) -> dict[str, int]:
     return dict(total)
 
 
-def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+def ask_lake(
+    settings: Settings,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     """(counts, curve, answers) from the Delta tables. Runs in a process that has DuckDB."""
     import importlib
 
@@ -112,7 +118,8 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
         return json.loads(run_sql(settings, query, "json"))  # type: ignore[no-any-return]
 
     counts: dict[str, Any] = {
-        f"steps_{r['status']}": r["n"] for r in rows("select status, count(*) as n from steps group by 1")
+        f"steps_{r['status']}": r["n"]
+        for r in rows("select status, count(*) as n from steps group by 1")
     }
     counts["duplicates"] = rows("select count(*) - count(distinct step_id) as n from steps")[0]["n"]
     drift = rows(
@@ -122,13 +129,17 @@ def ask_lake(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], 
         "group by all"
     )
     counts["second_turns"] = sum(r["n"] for r in drift)
-    counts["drift_after_stop"] = sum(r["n"] for r in drift if r["drift"] != "clean" and not r["cut"])
+    counts["drift_after_stop"] = sum(
+        r["n"] for r in drift if r["drift"] != "clean" and not r["cut"]
+    )
     counts["drift_after_length"] = sum(r["n"] for r in drift if r["drift"] != "clean" and r["cut"])
     asked = [(question, query, rows(query)) for question, query in QUESTIONS]
     return counts, asked[0][2], [{"question": q, "sql": s, "rows": r} for q, s, r in asked]
 
 
-def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int) -> None:
+def draw_curve(
+    path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int
+) -> None:
     """The reward curve as a PNG: mean reward of training trajectories by the version that sampled them."""
     import matplotlib
 
@@ -137,8 +148,16 @@ def draw_curve(path: Path, curve: Sequence[Mapping[str, Any]], before: float, af
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     x = [row["sync_index"] for row in curve]
-    axes.plot(x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward")
-    axes.plot((0, last_version), (before, after), "o", color="#d1495b", label="held-out tasks, share correct (T = 1)")
+    axes.plot(
+        x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward"
+    )
+    axes.plot(
+        (0, last_version),
+        (before, after),
+        "o",
+        color="#d1495b",
+        label="held-out tasks, share correct (T = 1)",
+    )
     axes.set(xlabel="weight version that sampled the trajectory", ylabel="reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

@@ -13,7 +13,9 @@ def price_answer(trajectory: Trajectory) -> float:
     if trajectory.metadata_json is None:
         raise ValueError("the trajectory was opened without metadata")
     task = json.loads(trajectory.metadata_json)
-    replies = [json.loads(step.response_json) for step in sorted(trajectory.steps, key=lambda s: s.index)]
+    replies = [
+        json.loads(step.response_json) for step in sorted(trajectory.steps, key=lambda s: s.index)
+    ]
     first_key = _first_key(replies[0]) if replies else None
     answer = replies[-1].get("content") if replies and not replies[-1].get("tool_calls") else None
     return score(task["gold"], task["key"], answer, first_key)

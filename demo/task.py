@@ -43,7 +43,9 @@ def make_task(rng: random.Random, held_out: bool) -> Task:
         if is_held_out(key) == held_out:
             break
     addend = rng.choice(ADDENDS)
-    return Task(key=key, addend=addend, question=f"price of {key} plus {addend}?", gold=price(key) + addend)
+    return Task(
+        key=key, addend=addend, question=f"price of {key} plus {addend}?", gold=price(key) + addend
+    )
 
 
 def score(gold: int, key: str, answer: str | None, first_call_key: str | None) -> float:

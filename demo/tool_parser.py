@@ -46,7 +46,9 @@ def strict_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
         if not isinstance(call.get("arguments"), dict):
             return text, []
         calls.append((call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-    again = content + "".join(f'{OPEN}{{"name": "{name}", "arguments": {args}}}{CLOSE}' for name, args in calls)
+    again = content + "".join(
+        f'{OPEN}{{"name": "{name}", "arguments": {args}}}{CLOSE}' for name, args in calls
+    )
     return (content, calls) if again == text else (text, [])
 
 
@@ -74,7 +76,10 @@ class StrictTags(ToolParser):  # type: ignore[misc]
         content, calls = strict_calls(model_output) if _may_call(request) else (model_output, [])
         return ExtractedToolCallInformation(
             tools_called=bool(calls),
-            tool_calls=[ToolCall(type="function", function=FunctionCall(name=n, arguments=a)) for n, a in calls],
+            tool_calls=[
+                ToolCall(type="function", function=FunctionCall(name=n, arguments=a))
+                for n, a in calls
+            ],
             content=content or None,
         )
 
@@ -124,4 +129,6 @@ def _may_call(request: Any) -> bool:
 
 def _opening(text: str) -> int:
     """Length of the longest end of `text` that is a beginning of the opening tag."""
-    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0)
+    return next(
+        (n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0
+    )

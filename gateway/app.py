@@ -53,7 +53,12 @@ from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20
 """Bytes of a request that is no model call: metadata and details of rewards."""
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages())
+DIALECTS: tuple[Dialect, ...] = (
+    OpenAIChat(),
+    OpenAICompletions(),
+    OpenAIResponses(),
+    AnthropicMessages(),
+)
 """Every protocol that samples; its path is that of the engine."""
 PASSED: tuple[tuple[str, str, Errors], ...] = (
     ("GET", "/v1/models", OPENAI),
@@ -88,7 +93,11 @@ def create_app(
         Spool(directory, settings.gateway.spool_max_bytes),
         metrics,
         settings.gateway.acks,
-        Blobs(BlobStore(settings.blob_uri, settings.gateway.blob_options), codec, settings.gateway.produce_timeout_s),
+        Blobs(
+            BlobStore(settings.blob_uri, settings.gateway.blob_options),
+            codec,
+            settings.gateway.produce_timeout_s,
+        ),
         max_behind=settings.lake.dedupe_window // 2,
         max_age_s=settings.spool_max_age_s,
     )
@@ -102,7 +111,14 @@ def create_app(
         settings.gateway.max_in_flight_reply_bytes,
     )
     failed = FailedCalls(
-        settings.kafka.topics.steps, settings.gateway.gateway_id, codec, bus, door, redaction, clock, metrics
+        settings.kafka.topics.steps,
+        settings.gateway.gateway_id,
+        codec,
+        bus,
+        door,
+        redaction,
+        clock,
+        metrics,
     )
     limits = KeyLimits(clock)
     parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, failed, limits)
@@ -127,14 +143,18 @@ def create_app(
     app.state.bury, app.state.client_timeout_s = bury, settings.gateway.client_timeout_s
     app.include_router(control_routes(parts))
     app.include_router(
-        demand_routes(door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s))
+        demand_routes(
+            door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s)
+        )
     )
     app.include_router(seed_routes(parts))
     _operations(app, parts, bus)
     _answer_errors(app, settings.gateway.base_path)
     app.add_middleware(ControlBodyLimit, memory=memory)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
-    passed = {(m, p.removeprefix("/v1")): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED}
+    passed = {
+        (m, p.removeprefix("/v1")): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED
+    }
     metrics.count_in_flight(lambda: parts.memory.calls)
     app.add_middleware(ModelCalls, calls=calls, passed=passed, base_path=settings.gateway.base_path)
     app.add_middleware(Unforeseen)

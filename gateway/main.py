@@ -45,7 +45,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes any. Raises PortTaken."""
     # The protocol is named and Nagle's algorithm switched off here, for asyncio does that only for sockets it makes itself: a
     # reply's head and body are two writes, and the second one would wait 40 ms for the client's delayed acknowledgement.
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -83,7 +85,11 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     feed.start()
     demand.start()
     began = asyncio.get_running_loop().time()
-    while not bus.reachable and not stop.is_set() and asyncio.get_running_loop().time() - began < FIRST_LOOK_S:  # noqa: ASYNC110 - the bus is a thread
+    while (  # noqa: ASYNC110 - the bus is a thread
+        not bus.reachable
+        and not stop.is_set()
+        and asyncio.get_running_loop().time() - began < FIRST_LOOK_S
+    ):
         await asyncio.sleep(0.01)
     logger().info("gateway_listens", host=settings.gateway.host, port=settings.gateway.port)
     serving = asyncio.create_task(server.serve([listening]))
@@ -98,7 +104,9 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     stopping.cancel()
     await asyncio.to_thread(bus.close)
     if not stop.is_set():
-        raise GatewayError("the web application did not start or ended by itself: the lines above say why")
+        raise GatewayError(
+            "the web application did not start or ended by itself: the lines above say why"
+        )
     logger().info("gateway_stopped")
 
 

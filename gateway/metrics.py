@@ -10,7 +10,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from schemas.records import StepStatus
 
 ENDINGS = ("answered", "refused", "upstream_error", "aborted", "error", "not_recorded")
-ACK_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0, 10.0)
+ACK_BUCKETS_S = (
+    0.001,
+    0.002,
+    0.004,
+    0.008,
+    0.016,
+    0.032,
+    0.064,
+    0.128,
+    0.256,
+    0.512,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)
 
 
 class Metrics:
@@ -33,27 +48,40 @@ class Metrics:
             registry=registry,
         )
         self.steps_recorded = Counter(
-            name + "steps_recorded", "Steps made durable, on Kafka or in the spool", ["status"], registry=registry
+            name + "steps_recorded",
+            "Steps made durable, on Kafka or in the spool",
+            ["status"],
+            registry=registry,
         )
         self.steps_answered = Counter(
             name + "steps_answered", "Steps whose call was answered in full", registry=registry
         )
         self.steps_spooled = Counter(
-            name + "steps_spooled", "Steps made durable in the spool, not on Kafka", registry=registry
+            name + "steps_spooled",
+            "Steps made durable in the spool, not on Kafka",
+            registry=registry,
         )
         self.not_recorded = Counter(
-            name + "not_recorded", "Attempts to record that neither Kafka nor the spool took", registry=registry
+            name + "not_recorded",
+            "Attempts to record that neither Kafka nor the spool took",
+            registry=registry,
         )
-        self.spool_full = Counter(name + "spool_full", "Refused because the spool is full", registry=registry)
+        self.spool_full = Counter(
+            name + "spool_full", "Refused because the spool is full", registry=registry
+        )
         self.keys_refused = Counter(
             name + "keys_refused",
             "Requests refused at the door: unknown (no key, or none of ours), scope (the key may not do this)",
             ["reason"],
             registry=registry,
         )
-        self.spool_bytes = Gauge(name + "spool_bytes", "Bytes waiting in the spool", registry=registry)
+        self.spool_bytes = Gauge(
+            name + "spool_bytes", "Bytes waiting in the spool", registry=registry
+        )
         self.spool_held_bytes = Gauge(
-            name + "spool_held_bytes", "Bytes too old to be sent: run `clawstream spool drain`", registry=registry
+            name + "spool_held_bytes",
+            "Bytes too old to be sent: run `clawstream spool drain`",
+            registry=registry,
         )
         self.spool_damaged_bytes = Gauge(
             name + "spool_damaged_bytes",
@@ -66,7 +94,9 @@ class Metrics:
             registry=registry,
         )
         self.redaction_failed = Counter(
-            name + "redaction_failed", "Records kept without their contents, for redaction failed", registry=registry
+            name + "redaction_failed",
+            "Records kept without their contents, for redaction failed",
+            registry=registry,
         )
         self._in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
         self.engines = Gauge(
@@ -86,7 +116,9 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self.waiting = Gauge(name + "waiting", "Model calls that wait for an engine", registry=registry)
+        self.waiting = Gauge(
+            name + "waiting", "Model calls that wait for an engine", registry=registry
+        )
         self.ack_wait = Histogram(
             name + "ack_wait_seconds",
             "From the last token to a durable record",
@@ -96,7 +128,9 @@ class Metrics:
 
         # Looked up once: a label costs as much as the count.
         self.ended = {ending: self.calls.labels(ending) for ending in ENDINGS}
-        self.recorded = {status: self.steps_recorded.labels(status) for status in get_args(StepStatus)}
+        self.recorded = {
+            status: self.steps_recorded.labels(status) for status in get_args(StepStatus)
+        }
 
     def count_in_flight(self, count: Callable[[], float]) -> None:
         """Where the number of calls that are being served comes from."""

@@ -65,10 +65,16 @@ def server_of(settings: Settings) -> VllmServer | AttachedServer:
         return AttachedServer(settings.rollout.attach_url)
     model = settings.rollout.model_path or settings.trainer.model_path
     if model is None:
-        raise SettingsError("rollout.model_path: set it, or trainer.model_path, or rollout.attach_url")
+        raise SettingsError(
+            "rollout.model_path: set it, or trainer.model_path, or rollout.attach_url"
+        )
     if not (model / "config.json").is_file():
         raise SettingsError(f"rollout.model_path: {model} is no Hugging Face model directory")
-    return VllmServer(settings.rollout, model, settings.data_dir / "logs" / f"vllm-{settings.rollout.worker_id}.log")
+    return VllmServer(
+        settings.rollout,
+        model,
+        settings.data_dir / "logs" / f"vllm-{settings.rollout.worker_id}.log",
+    )
 
 
 class EngineKeeper:
@@ -120,7 +126,9 @@ class EngineKeeper:
             await asyncio.gather(serving, ended, return_exceptions=True)
 
     async def _serve(self) -> None:
-        self._report.engine_serves(await self._answer(lambda: served_models(self._http, self._server.base_url)))
+        self._report.engine_serves(
+            await self._answer(lambda: served_models(self._http, self._server.base_url))
+        )
         label = await self._label()
         loaded: str | None = None
         while True:
@@ -157,7 +165,9 @@ class EngineKeeper:
         logger().warning("engine_label_changed", version=label, before=before)
         run_id, is_version, _ = label.rpartition("/")
         if not is_version:  # it was started again, with its boot weights
-            self._report.say("loading", None, f"{self._server.base_url} lost {before}: it was started again")
+            self._report.say(
+                "loading", None, f"{self._server.base_url} lost {before}: it was started again"
+            )
             return None
         if run_id != self._run_id:
             raise Fenced(
@@ -167,16 +177,25 @@ class EngineKeeper:
         self._report.say("ready", label)
         return label
 
-    async def _load(self, version: WeightVersion, loaded: str | None, label: str) -> tuple[str | None, str]:
+    async def _load(
+        self, version: WeightVersion, loaded: str | None, label: str
+    ) -> tuple[str | None, str]:
         """Load a version and say so; returns the loaded version and the engine's label. Raises EngineBroken, Fenced."""
         if self._report.status.state != "ready":
             self._report.say("loading", None, self._report.status.error)
         state = self._report.status.state
         try:
             if version.format != "full":
-                raise InvalidWeights(f"{version.version_id} is a {version.format}: only full versions can be loaded")
+                raise InvalidWeights(
+                    f"{version.version_id} is a {version.format}: only full versions can be loaded"
+                )
             result = await load_version(
-                self._http, self._server.base_url, version.version_id, version.files, self._files, label
+                self._http,
+                self._server.base_url,
+                version.version_id,
+                version.files,
+                self._files,
+                label,
             )
         except EngineChanged as error:
             return self._changed(error.label, label), error.label

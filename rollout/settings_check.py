@@ -15,7 +15,9 @@ def _engine(settings: Settings) -> None:
 
 def _installed(settings: Settings) -> None:
     if settings.rollout.attach_url is None and find_spec("vllm") is None:
-        raise SettingsError("rollout: vLLM is not installed, see docs/install.md; or set rollout.attach_url")
+        raise SettingsError(
+            "rollout: vLLM is not installed, see docs/install.md; or set rollout.attach_url"
+        )
 
 
 CHECKS = (_engine, _installed)

@@ -47,7 +47,9 @@ class Report:
 
     def loaded(self, version_id: str, milliseconds: float) -> None:
         """A version was loaded: weights and label."""
-        self.status = replace(self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3))
+        self.status = replace(
+            self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3)
+        )
         self.say("ready", version_id)
 
     def say(self, state: WorkerState, version_id: str | None, error: str | None = None) -> None:

@@ -71,7 +71,9 @@ class Versions:
     def due_in_s(self) -> float | None:
         """Seconds until a version that was put off is wanted again; None: there is none."""
         known = {v.version_id for v in self._newest}
-        self._later = {name: at for name, at in self._later.items() if name in known and at > self._now()}
+        self._later = {
+            name: at for name, at in self._later.items() if name in known and at > self._now()
+        }
         return min(self._later.values()) - self._now() if self._later else None
 
     def wanted(self, loaded: str | None) -> WeightVersion | None:
@@ -90,7 +92,9 @@ class WeightsFeed:
     trying then: the engine serves on.
     """
 
-    def __init__(self, cluster: Cluster, topics: Topics, versions: Versions, heard: asyncio.Event) -> None:
+    def __init__(
+        self, cluster: Cluster, topics: Topics, versions: Versions, heard: asyncio.Event
+    ) -> None:
         self._cluster, self._topics = cluster, topics
         self._versions, self._heard = versions, heard
         self._stop = threading.Event()
@@ -131,7 +135,9 @@ class WeightsFeed:
         """Read until the end of the process, or until an older version than the remembered ones is needed."""
         decoder = Decoder(self._cluster, self._topics.schemas)
         self._cluster.topic_id(self._topics.weights)  # raises while it does not exist
-        reader = self._cluster.reader(f"{self._topics.prefix}-rollout", {(self._topics.weights, 0): BEGINNING})
+        reader = self._cluster.reader(
+            f"{self._topics.prefix}-rollout", {(self._topics.weights, 0): BEGINNING}
+        )
         told = False
         try:
             while not self._stop.is_set() and not (told and self._versions.exhausted):
@@ -147,7 +153,9 @@ class WeightsFeed:
         try:
             version = decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as error:
-            logger().warning("weight_version_unreadable", offset=record.offset, error=str(error))  # the lake buries it
+            logger().warning(
+                "weight_version_unreadable", offset=record.offset, error=str(error)
+            )  # the lake buries it
             return
         if isinstance(version, WeightVersion):
             self._tell(lambda versions: versions.hear(version))

@@ -30,7 +30,9 @@ class BlobStore:
     def __init__(self, uri: str, options: Mapping[str, str] | None = None) -> None:
         scheme, sep, rest = uri.partition("://")
         self._uri, self._options = uri.rstrip("/"), dict(options or {})
-        self._directory = Path(rest if sep else uri).absolute() if not sep or scheme == "file" else None
+        self._directory = (
+            Path(rest if sep else uri).absolute() if not sep or scheme == "file" else None
+        )
         if self._directory is not None:
             self._uri = self._directory.as_uri()
 

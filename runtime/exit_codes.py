@@ -54,7 +54,13 @@ MEANINGS = (
         "start Kafka, or mend `kafka.bootstrap_servers`",
         True,
     ),
-    Meaning(EXIT_CRASH, "crashed", "anything unforeseen, with a traceback", "report it; nothing is lost by it", True),
+    Meaning(
+        EXIT_CRASH,
+        "crashed",
+        "anything unforeseen, with a traceback",
+        "report it; nothing is lost by it",
+        True,
+    ),
     Meaning(
         EXIT_IN_USE,
         "in use",

@@ -50,7 +50,9 @@ def configure(process: str, level: str = "info") -> None:
     """Set up structlog and the standard library's logging for this process. Call once, from its entry point."""
     number = logging.getLevelNamesMapping()[level.upper()]
     terminal = sys.stderr.isatty()
-    render: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    render: Any = (
+        structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    )
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime, timedelta
 
-HOW = "a time like 2026-11-22T08:00 (UTC), milliseconds since the epoch, or how long ago: 30m, 2h, 7d"
+HOW = (
+    "a time like 2026-11-22T08:00 (UTC), milliseconds since the epoch, or how long ago: 30m, 2h, 7d"
+)
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 

@@ -40,7 +40,9 @@ class Shrunk(NamedTuple):
 
 def reference(blob: Blob) -> bytes:
     """What stands in the field."""
-    return orjson.dumps({"$blob": {"sha256": blob.sha256, "size_bytes": blob.size_bytes, "url": blob.url}})
+    return orjson.dumps(
+        {"$blob": {"sha256": blob.sha256, "size_bytes": blob.size_bytes, "url": blob.url}}
+    )
 
 
 def referenced(field: str, value: bytes | None) -> Blob | None:
@@ -56,7 +58,9 @@ def referenced(field: str, value: bytes | None) -> Blob | None:
     return None
 
 
-def shrink(record: Movable, size: int, url_of: Callable[[str], str], limit: int = MAX_RECORD_BYTES) -> Shrunk:
+def shrink(
+    record: Movable, size: int, url_of: Callable[[str], str], limit: int = MAX_RECORD_BYTES
+) -> Shrunk:
     """The record of encoded length `size` with its largest movable fields outside, until it is at most `limit` long or none is left.
 
     url_of: sha256 in hex to where such bytes are kept.

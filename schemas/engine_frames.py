@@ -90,7 +90,9 @@ def encode(frame: Frame) -> bytes:
         arrays.append(ids)
         if logprobs is not None:
             if len(logprobs) != len(ids):
-                raise ValueError(f"choice {which}: {len(logprobs)} bytes of log-probabilities, {len(ids)} of ids")
+                raise ValueError(
+                    f"choice {which}: {len(logprobs)} bytes of log-probabilities, {len(ids)} of ids"
+                )
             choice["l"] = True
             arrays.append(logprobs)
         if finish is not None:
@@ -118,13 +120,23 @@ def decode(data: bytes) -> list[Frame]:
             for told in head["c"]:
                 which, size = told["i"], 4 * told["n"]
                 if type(which) is not int or type(size) is not int or which < 0 or size < 0:
-                    raise ValueError(f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids")
+                    raise ValueError(
+                        f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids"
+                    )
                 ids, at = data[at : at + size], at + size
                 logprobs = None
                 if "l" in told:
                     logprobs, at = data[at : at + size], at + size
                 spans = told.get("v")
-                choices.append(Choice(which, ids, logprobs, told.get("f"), spans if spans is None else _spans(spans)))
+                choices.append(
+                    Choice(
+                        which,
+                        ids,
+                        logprobs,
+                        told.get("f"),
+                        spans if spans is None else _spans(spans),
+                    )
+                )
             sampling, cached = head.get("s"), head.get("h")
             if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
                 raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
@@ -141,19 +153,34 @@ def _spans(told: Sequence[Any]) -> tuple[Span, ...]:
     return tuple((version, start, end) for version, start, end in told)
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 MAX_CONSTRAINTS, MAX_WORD = 32, 100
 
 
 def _plain_sampling(how: Sampling) -> dict[str, Any]:
-    plain = {name: value for name in (*_NUMBERS, "top_k", "logprobs_mode") if (value := getattr(how, name)) is not None}
+    plain = {
+        name: value
+        for name in (*_NUMBERS, "top_k", "logprobs_mode")
+        if (value := getattr(how, name)) is not None
+    }
     return {**plain, "constraints": how.constraints} if how.constraints else plain
 
 
 def _sampling(told: Mapping[str, Any]) -> Sampling:
     """Fields that are not known here are left out: a newer middleware may tell more. Raises ValueError for a value of a wrong type."""
     numbers = {name: told[name] for name in _NUMBERS if told.get(name) is not None}
-    top_k, mode, constraints = told.get("top_k"), told.get("logprobs_mode"), told.get("constraints", [])
+    top_k, mode, constraints = (
+        told.get("top_k"),
+        told.get("logprobs_mode"),
+        told.get("constraints", []),
+    )
     words = [w for w in (mode, *constraints) if w is not None]
     if (
         any(type(value) not in (int, float) for value in numbers.values())

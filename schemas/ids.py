@@ -61,7 +61,9 @@ def is_run(key: bytes) -> bool:
 def check_trajectory_key(key: str) -> str:
     """Return `key`, or raise InvalidId."""
     if not TRAJECTORY_KEY.fullmatch(key):
-        raise InvalidId(f"trajectory key {key[:80]!r}: must be 1 to 200 of A-Z a-z 0-9 . _ : @ = + -")
+        raise InvalidId(
+            f"trajectory key {key[:80]!r}: must be 1 to 200 of A-Z a-z 0-9 . _ : @ = + -"
+        )
     return key
 
 

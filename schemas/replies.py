@@ -80,7 +80,11 @@ def texts_of(item: Mapping[str, Any]) -> Iterator[str]:
         for block in content:
             said = block
             if isinstance(block, dict):
-                said = block.get("text", block.get("refusal")) if block.get("type") in TEXT_BLOCKS else None
+                said = (
+                    block.get("text", block.get("refusal"))
+                    if block.get("type") in TEXT_BLOCKS
+                    else None
+                )
             if isinstance(said, str) and said:
                 yield said
     refusal = item.get("refusal")
@@ -115,7 +119,12 @@ def calls_of(item: Mapping[str, Any]) -> Iterator[Call]:
 def _call(call_id: Any, made: Mapping[str, Any], is_json: bool) -> Call:
     given = next((made[name] for name in _ARGUMENTS if name in made), None)
     name = made.get("name")
-    return Call(call_id if isinstance(call_id, str) else None, name if isinstance(name, str) else None, given, is_json)
+    return Call(
+        call_id if isinstance(call_id, str) else None,
+        name if isinstance(name, str) else None,
+        given,
+        is_json,
+    )
 
 
 def texts_in(reply: Any) -> Iterator[str]:

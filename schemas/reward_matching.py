@@ -28,7 +28,8 @@ def valueless(required: Iterable[str], rewards: Iterable[RewardValue]) -> tuple[
     return tuple(
         r
         for r in required
-        if (hits := [v for v in rewards if matches(r, v.source, v.name)]) and all(v.value is None for v in hits)
+        if (hits := [v for v in rewards if matches(r, v.source, v.name)])
+        and all(v.value is None for v in hits)
     )
 
 
@@ -40,6 +41,8 @@ def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]
     terms = [
         v.value * (weights.get(f"{v.source}/{v.name}", 0.0) if weights else 1.0)
         for v in rewards
-        if v.step_id is None and v.value is not None and (not weights or f"{v.source}/{v.name}" in weights)
+        if v.step_id is None
+        and v.value is not None
+        and (not weights or f"{v.source}/{v.name}" in weights)
     ]
     return sum(terms) if terms else None

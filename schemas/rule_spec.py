@@ -55,7 +55,9 @@ class Named(Generic[F]):
         return f"{self.name}@{self.version}"
 
 
-def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str, find: Find) -> Named[F]:
+def function_of(
+    spec: str, setting: str, built_in: Mapping[str, F], kind: str, find: Find
+) -> Named[F]:
     """Resolve a function that a setting names.
 
     Args:
@@ -71,13 +73,19 @@ def function_of(spec: str, setting: str, built_in: Mapping[str, F], kind: str, f
     where = f"setting {setting}: {spec!r}"
     target, sep, version = spec.rpartition("@")
     if not sep or not target or not version:
-        raise SettingsError(f"{where}: write name@version, file.py:function@version or module:function@version")
-    if version.isdecimal() and (len(version) > len(str(REVISION_MAX)) or int(version) > REVISION_MAX):
+        raise SettingsError(
+            f"{where}: write name@version, file.py:function@version or module:function@version"
+        )
+    if version.isdecimal() and (
+        len(version) > len(str(REVISION_MAX)) or int(version) > REVISION_MAX
+    ):
         raise SettingsError(f"{where}: a version that is a number is at most {REVISION_MAX}")
     name = name_in(spec)
     if not is_own(target):
         if name not in built_in:
-            raise SettingsError(f"{where}: no built-in {kind} {name!r}; there are {', '.join(sorted(built_in))}")
+            raise SettingsError(
+                f"{where}: no built-in {kind} {name!r}; there are {', '.join(sorted(built_in))}"
+            )
         return Named(name, version, built_in[name])
     try:
         return Named(name, version, find(target))  # type: ignore[arg-type]

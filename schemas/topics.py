@@ -90,7 +90,11 @@ class Topics:
         """Every topic but ready-batches. partitions: P of the keyed topics; steps_retention_ms: -1 keeps for ever."""
         append_time = {"message.timestamp.type": "LogAppendTime"}
         keep = {"cleanup.policy": "delete", "retention.ms": _FOREVER, "retention.bytes": "-1"}
-        long = {"cleanup.policy": "delete", "retention.ms": str(steps_retention_ms), "retention.bytes": "-1"}
+        long = {
+            "cleanup.policy": "delete",
+            "retention.ms": str(steps_retention_ms),
+            "retention.bytes": "-1",
+        }
         compact = {"cleanup.policy": "compact", "segment.ms": "600000"}
         return (
             self._spec(
@@ -111,7 +115,12 @@ class Topics:
                 (events.AssemblyMarker, events.AssemblyDelta, events.AssemblySnapshot),
                 keep | append_time,
             ),
-            self._spec(self.trajectories, partitions, (events.Trajectory, events.StepMark), long | append_time),
+            self._spec(
+                self.trajectories,
+                partitions,
+                (events.Trajectory, events.StepMark),
+                long | append_time,
+            ),
             self._spec(
                 self.candidates,
                 CANDIDATE_PARTITIONS,
@@ -121,7 +130,12 @@ class Topics:
             self._spec(self.weights, 1, (events.WeightVersion,), keep | append_time),
             self._spec(self.workers, 1, (events.WorkerStatus,), compact | append_time),
             self._spec(self.schemas, 1, (events.SchemaPublished,), compact | append_time),
-            self._spec(self.dead_letters, 1, (events.DeadLetter, events.DeadLetterResolved), keep | append_time),
+            self._spec(
+                self.dead_letters,
+                1,
+                (events.DeadLetter, events.DeadLetterResolved),
+                keep | append_time,
+            ),
         )
 
     def ready_batches_spec(self, run_id: str, channel: str) -> TopicSpec:
@@ -139,8 +153,12 @@ class Topics:
         )
 
     @staticmethod
-    def _spec(name: str, partitions: int, records: tuple[type, ...], config: Mapping[str, str]) -> TopicSpec:
-        return TopicSpec(name, partitions, records, {"max.message.bytes": str(MAX_MESSAGE_BYTES), **config})
+    def _spec(
+        name: str, partitions: int, records: tuple[type, ...], config: Mapping[str, str]
+    ) -> TopicSpec:
+        return TopicSpec(
+            name, partitions, records, {"max.message.bytes": str(MAX_MESSAGE_BYTES), **config}
+        )
 
 
 def murmur2(data: bytes) -> int:

@@ -41,7 +41,11 @@ def load_function(target: str, folders: Sequence[Path]) -> Callable[..., Any]:
     for folder in folders:
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    module = _of_file(_path_of(source, folders)) if source.endswith(".py") else _of_module(source, folders)
+    module = (
+        _of_file(_path_of(source, folders))
+        if source.endswith(".py")
+        else _of_module(source, folders)
+    )
     if not hasattr(module, name):
         raise FunctionNotFound(f"{module.__file__ or source} has no {name}")
     function = getattr(module, name)
@@ -81,7 +85,9 @@ def _of_file(path: Path) -> ModuleType:
 def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
     parts = name.split(".")
     places = [folder.joinpath(*parts) for folder in folders]
-    files = [f for place in places for f in (place.with_name(f"{place.name}.py"), place / "__init__.py")]
+    files = [
+        f for place in places for f in (place.with_name(f"{place.name}.py"), place / "__init__.py")
+    ]
     meant = next((file for file in files if all(parts) and file.is_file()), None)
     try:
         module = importlib.import_module(name)
@@ -91,7 +97,9 @@ def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
         if meant is None or not _is_hidden(parts[0], meant):
             raise FunctionNotFound(_told(e)) from e
         module = sys.modules[parts[0]]
-    if meant is not None and (module.__file__ is None or Path(module.__file__).resolve() != meant.resolve()):
+    if meant is not None and (
+        module.__file__ is None or Path(module.__file__).resolve() != meant.resolve()
+    ):
         raise FunctionNotFound(
             f"{module.__name__} is {module.__file__ or 'built in'}, which hides {meant}: name the file, {meant.name}:..."
         )

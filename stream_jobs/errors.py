@@ -55,7 +55,9 @@ class LakeDamaged(LakeError):
     """
 
     def __init__(self, table: str, flaw: str) -> None:
-        super().__init__(f"table {table} of the lake is damaged: {flaw}; run `clawstream tables repair {table}`")
+        super().__init__(
+            f"table {table} of the lake is damaged: {flaw}; run `clawstream tables repair {table}`"
+        )
         self.table, self.flaw = table, flaw
 
 

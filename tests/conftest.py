@@ -22,12 +22,18 @@ from schemas.settings import Settings
 T = TypeVar("T")
 # A busy machine makes a test slow, not wrong. And each run tries the same examples: a change is judged by what it changes, not by luck. To
 # look for new ones: `pytest --hypothesis-profile=searching`.
-hypothesis_settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-hypothesis_settings.register_profile("unhurried", hypothesis_settings.get_profile("searching"), derandomize=True)
+hypothesis_settings.register_profile(
+    "searching", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.register_profile(
+    "unhurried", hypothesis_settings.get_profile("searching"), derandomize=True
+)
 hypothesis_settings.load_profile("unhurried")
 
 
-@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+@pytest.fixture(
+    params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"]
+)
 def each_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """The gateway serves on uvloop, tests and try-outs on asyncio's own loop: both write, pause and break in their own way."""
     asyncio.set_event_loop_policy(request.param())
@@ -48,7 +54,11 @@ def settings(kafka: str, tmp_path: Path) -> Settings:
     return Settings.model_validate(
         {
             "data_dir": tmp_path,
-            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4},
+            "kafka": {
+                "bootstrap_servers": kafka,
+                "topic_prefix": f"t{uuid4().hex[:10]}",
+                "partitions": 4,
+            },
         }
     )
 

@@ -78,4 +78,6 @@ def check_settings(settings: TrainerSettings) -> None:
     """Refuse what can't be trained with, before anything is fenced."""
     check_learning_rate(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("setting trainer.device=cuda: torch finds no CUDA device here; use auto or cpu")
+        raise SettingsError(
+            "setting trainer.device=cuda: torch finds no CUDA device here; use auto or cpu"
+        )

@@ -61,7 +61,9 @@ class BatchStats:
     read_seconds: float
 
 
-def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: float) -> dict[str, float]:
+def version_metrics(
+    batches: Sequence[BatchStats], lr: float, save_seconds: float
+) -> dict[str, float]:
     """The metrics of a version trained from these batches. What was not measured is absent, never 0."""
     steps = [step for batch in batches for step in batch.update.steps]
     rewards = [r for batch in batches for r in batch.rewards]
@@ -70,7 +72,9 @@ def version_metrics(batches: Sequence[BatchStats], lr: float, save_seconds: floa
     found: dict[str, float | None] = {
         "loss": _mean(step.loss for step in steps),
         "grad_norm": _mean(step.grad_norm for step in steps),
-        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / passed if passed else None,
+        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / passed
+        if passed
+        else None,
         "reward_mean": fmean(rewards) if rewards else None,
         "reward_std": pstdev(rewards) if rewards else None,
         "staleness_mean": sum(batch.staleness[0] for batch in batches) / known if known else None,

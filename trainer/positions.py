@@ -31,18 +31,36 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
             at = info["position"]
             flaw = _flaw(info, ids.get(batches), ids.get(topics.weights))
             found.append(
-                StoredPosition(PROCESS, place, batches, at["topic_id"], at["partition"], at["next_offset"], flaw)
+                StoredPosition(
+                    PROCESS,
+                    place,
+                    batches,
+                    at["topic_id"],
+                    at["partition"],
+                    at["next_offset"],
+                    flaw,
+                )
             )
-            found.append(StoredPosition(PROCESS, f"{place} is on", topics.weights, info["weights_topic_id"], 0, 0))
+            found.append(
+                StoredPosition(
+                    PROCESS, f"{place} is on", topics.weights, info["weights_topic_id"], 0, 0
+                )
+            )
         except (InvalidCheckpoint, KeyError, TypeError) as e:
-            found.append(StoredPosition(PROCESS, place, batches, None, 0, 0, f"{directories[newest]}: {e!r}"))
+            found.append(
+                StoredPosition(PROCESS, place, batches, None, 0, 0, f"{directories[newest]}: {e!r}")
+            )
     return found
 
 
 def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | None) -> str | None:
     """Why the trainer does not go on from a checkpoint whose batches were made anew (`trainer.data.batches.start_of`)."""
     at = info["position"]
-    if info["weights_topic_id"] != weights_id or batches_id in (None, at["topic_id"]) or not at["next_batch_seq"]:
+    if (
+        info["weights_topic_id"] != weights_id
+        or batches_id in (None, at["topic_id"])
+        or not at["next_batch_seq"]
+    ):
         return None
     return (
         f"weights were trained from {at['next_batch_seq']} batches of the topic that was there before (id {at['topic_id']}): "

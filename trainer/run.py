@@ -64,7 +64,10 @@ class Run:
 
     @property
     def window_full(self) -> bool:
-        return bool(self.window) and self.position.next_batch_seq % self._settings.trainer.sync_every == 0
+        return (
+            bool(self.window)
+            and self.position.next_batch_seq % self._settings.trainer.sync_every == 0
+        )
 
     @property
     def lr(self) -> float:
@@ -83,9 +86,13 @@ class Run:
     def _train(self, incoming: Incoming) -> None:
         batch, s = incoming.batch, self._settings.trainer
         estimate = ADVANTAGES[batch.algorithm]
-        data = rows_of_batch(batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset))
+        data = rows_of_batch(
+            batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset)
+        )
         if data.unrewarded:
-            logger().warning("members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20])
+            logger().warning(
+                "members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20]
+            )
         rows, foreign = within_vocabulary(data.rows, self._policy.vocabulary)
         if foreign:
             logger().error(
@@ -102,7 +109,9 @@ class Run:
             )  # fmt: skip
         updated = any(stats.update.changed_weights for stats in self.window)
         parent = self.head.version_id if self.head and not updated else None
-        update = self._policy.update(rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent)
+        update = self._policy.update(
+            rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent
+        )
         for number, step in enumerate(update.steps):
             if step.skipped is not None:
                 logger().error(
@@ -162,7 +171,11 @@ class Run:
         own = {version.version_id for version in self._versions}
         for name in {span.version for row in rows for span in row.versions} - own:
             version = parse_version(name)
-            if version is None or version.run_id != self._settings.run_id or version.attempt < self._attempt:
+            if (
+                version is None
+                or version.run_id != self._settings.run_id
+                or version.attempt < self._attempt
+            ):
                 continue
             self._ledger.raise_if_fenced()
             raise SettingsError(
@@ -202,7 +215,9 @@ def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
     """Of the version that is trained from the one with sync_index: linear from lr at 0 to lr_final at max_versions."""
     if settings.lr_final is None or not settings.max_versions:
         return settings.lr
-    return settings.lr + (settings.lr_final - settings.lr) * min(1.0, max(sync_index, 0) / settings.max_versions)
+    return settings.lr + (settings.lr_final - settings.lr) * min(
+        1.0, max(sync_index, 0) / settings.max_versions
+    )
 
 
 def open_run(
@@ -240,10 +255,25 @@ def open_run(
         head, directory = found
         position = locate(head.position)
         policy = load(directory, settings.trainer)
-        logger().info("resumed", version=head.version_id, attempt=attempt, next_batch_seq=position.next_batch_seq)
+        logger().info(
+            "resumed",
+            version=head.version_id,
+            attempt=attempt,
+            next_batch_seq=position.next_batch_seq,
+        )
         return Run(settings, ledger, policy, list(versions), attempt, head, position)
     if settings.trainer.model_path is None:
-        raise SettingsError("setting trainer.model_path: not set, and the run has no version to go on from")
-    run = Run(settings, ledger, Policy(settings.trainer.model_path, settings.trainer), [], attempt, None, locate(None))
+        raise SettingsError(
+            "setting trainer.model_path: not set, and the run has no version to go on from"
+        )
+    run = Run(
+        settings,
+        ledger,
+        Policy(settings.trainer.model_path, settings.trainer),
+        [],
+        attempt,
+        None,
+        locate(None),
+    )
     run.publish()
     return run

@@ -24,13 +24,17 @@ def check_model(settings: Settings) -> None:
     if path is None:
         raise SettingsError("setting trainer.model_path: not set; there is nothing to train")
     if not (path / "config.json").is_file():
-        raise SettingsError(f"setting trainer.model_path: {path} is no Hugging Face model directory")
+        raise SettingsError(
+            f"setting trainer.model_path: {path} is no Hugging Face model directory"
+        )
 
 
 def check_learning_rate(settings: TrainerSettings) -> None:
     """Raise SettingsError when the learning rate is to fall to a value that it never reaches."""
     if settings.lr_final is not None and settings.max_versions is None:
-        raise SettingsError("setting trainer.lr_final: it is reached at trainer.max_versions, which is not set")
+        raise SettingsError(
+            "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set"
+        )
 
 
 CHECKS: tuple[Callable[[Settings], None], ...] = (

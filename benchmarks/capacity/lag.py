@@ -74,7 +74,9 @@ class Scenario:
     @property
     def calm_from_s(self) -> float:
         """When the last burst or outage is over."""
-        ends = [begin + length for begin, length, _ in self.bursts] + [o.at_s + o.seconds for o in self.outages]
+        ends = [begin + length for begin, length, _ in self.bursts] + [
+            o.at_s + o.seconds for o in self.outages
+        ]
         return max(ends, default=0.0)
 
 
@@ -127,7 +129,11 @@ def simulate(fleet: Fleet, scenario: Scenario, seed: int, dt: float = 1.0) -> La
     arrivals: Floats = offered.sum(axis=1) / dt
 
     def drained(behind: Floats) -> float | None:
-        return None if scenario.kills_per_hour else _drained(behind, arrivals, scenario.calm_from_s, at)
+        return (
+            None
+            if scenario.kills_per_hour
+            else _drained(behind, arrivals, scenario.calm_from_s, at)
+        )
 
     return Lag(
         steps=int(offered.sum()),
@@ -206,7 +212,9 @@ def _passed(due: NDArray[np.int64], arrivals: Floats, departures: Floats) -> NDA
     for q in range(due.shape[1]):
         source = q if came.shape[1] > 1 else 0
         volume = came[np.minimum(due[:, q], ticks - 1), source]
-        out[:, q] = np.searchsorted(left[:, source], volume - 1e-6 * np.maximum(volume, 1.0), side="left")
+        out[:, q] = np.searchsorted(
+            left[:, source], volume - 1e-6 * np.maximum(volume, 1.0), side="left"
+        )
         out[:, q] = np.maximum(out[:, q], due[:, q])
     return out
 

@@ -121,12 +121,18 @@ def plan(a: Assumptions) -> dict[str, Any]:
     }  # fmt: skip
     # assemble and lake read steps; the lake, the reward job and a trainer read trajectories; the lake and two channels candidates.
     read = (
-        2 * a.steps_bytes + 3 * a.trajectories_bytes + 3 * a.candidates_bytes + 2 * a.rewards_bytes + 2 * a.ready_bytes
+        2 * a.steps_bytes
+        + 3 * a.trajectories_bytes
+        + 3 * a.candidates_bytes
+        + 2 * a.rewards_bytes
+        + 2 * a.ready_bytes
     )
     ingress = sum(written.values())
     long_kept = a.steps_bytes + a.trajectories_bytes
     while_it_runs = a.candidates_bytes + a.rewards_bytes + a.ready_bytes
-    stored = a.replicas * a.steps_per_day * (long_kept * a.retention_days + while_it_runs * a.run_days)
+    stored = (
+        a.replicas * a.steps_per_day * (long_kept * a.retention_days + while_it_runs * a.run_days)
+    )
     brokers = max(
         a.replicas,
         math.ceil(a.peak * ingress * a.replicas / (a.broker_mb_s * 1e6)),
@@ -165,9 +171,13 @@ def plan(a: Assumptions) -> dict[str, Any]:
 def _memory(a: Assumptions) -> dict[str, float]:
     trajectories = a.steps_per_day / a.steps_per_trajectory
     return {
-        "admit_gb_per_day_of_a_run": round(trajectories / a.runs * a.admit_memory_per_trajectory / GB, 2),
+        "admit_gb_per_day_of_a_run": round(
+            trajectories / a.runs * a.admit_memory_per_trajectory / GB, 2
+        ),
         "closed_per_partition_hour": round(trajectories / a.partitions / 24),
-        "closed_gb_per_partition_day": round(trajectories / a.partitions * a.closed_memory_per_trajectory / GB, 2),
+        "closed_gb_per_partition_day": round(
+            trajectories / a.partitions * a.closed_memory_per_trajectory / GB, 2
+        ),
         "closed_max_for_a_day": round(trajectories / a.partitions),
     }
 
@@ -184,15 +194,26 @@ def _limits(a: Assumptions) -> dict[str, float]:
     }
 
 
-def _costs(a: Assumptions, vcpus: int, stored: float, ingress: float, read: float, writers: int) -> dict[str, float]:
+def _costs(
+    a: Assumptions, vcpus: int, stored: float, ingress: float, read: float, writers: int
+) -> dict[str, float]:
     other_zones = (a.zones - 1) / a.zones
-    crossing = a.steps_per_day * MONTH_DAYS * (ingress * (a.replicas - 1 + other_zones) + read * other_zones) / GB
+    crossing = (
+        a.steps_per_day
+        * MONTH_DAYS
+        * (ingress * (a.replicas - 1 + other_zones) + read * other_zones)
+        / GB
+    )
     puts = 2 * a.lake_tables * writers * DAY_S * MONTH_DAYS / a.flush_s
     costs = {
         "cpu": vcpus * a.vcpu_hour * 24 * MONTH_DAYS,
         "kafka_disks": stored / a.disk_fill / GB * a.ssd_gb_month,
         "between_zones": crossing * a.cross_zone_gb,
-        "lake_at_retention": a.steps_per_day * a.lake_bytes * a.lake_retention_days / GB * a.object_gb_month,
+        "lake_at_retention": a.steps_per_day
+        * a.lake_bytes
+        * a.lake_retention_days
+        / GB
+        * a.object_gb_month,
         "lake_writes": puts / 1000 * a.object_put_1000,
     }
     rounded = {name: float(round(value)) for name, value in costs.items()}
@@ -251,7 +272,10 @@ def run(a: Assumptions, seed: int = 0) -> dict[str, Any]:
 
 
 def _rounded(lag: Lag) -> dict[str, Any]:
-    return {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(lag).items()}
+    return {
+        name: round(value, 1) if isinstance(value, float) else value
+        for name, value in asdict(lag).items()
+    }
 
 
 def parsed(words: Sequence[str]) -> Assumptions:

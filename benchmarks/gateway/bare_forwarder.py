@@ -29,7 +29,9 @@ class Forwarder:
         if scope["type"] == "lifespan":
             await receive()
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
             )
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -43,7 +45,9 @@ class Forwarder:
             more = message.get("more_body", False)
         assert self._session is not None
         headers = {"content-type": "application/json"}
-        async with self._session.post(self._upstream + scope["path"], data=body, headers=headers) as reply:
+        async with self._session.post(
+            self._upstream + scope["path"], data=body, headers=headers
+        ) as reply:
             content = await reply.read()
         told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": reply.status, "headers": told})
@@ -55,7 +59,9 @@ def fastapi_app(upstream: str) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(
+            timeout=60.0, limits=httpx.Limits(max_connections=None)
+        ) as client:
             app.state.client = client
             yield
 
@@ -82,7 +88,13 @@ def main() -> None:
     asked = parser.parse_args()
     app: Any = Forwarder(asked.upstream) if asked.stack == "asgi" else fastapi_app(asked.upstream)
     uvicorn.run(
-        app, host="127.0.0.1", port=asked.port, loop="uvloop", http="httptools", access_log=False, log_level="error"
+        app,
+        host="127.0.0.1",
+        port=asked.port,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_level="error",
     )
 
 

@@ -83,7 +83,10 @@ def body_of(stream: bool = False, chars: int = 4000) -> bytes:
         {"role": "system", "content": "You are a careful agent. " * (chars // 50)},
         {"role": "user", "content": "What is the price of k374 plus 2? " * (chars // 70)},
     ]
-    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}},
+    }
     said: dict[str, Any] = {
         "model": "policy",
         "messages": messages,
@@ -114,7 +117,9 @@ def drive(side: Side, body: bytes, calls: int, concurrency: int) -> Outcome:
 
     outcome = uvloop.run(load(side.port, requests_of(side, body), calls, concurrency))
     if outcome.failed:
-        raise SystemExit(f"{side.name}: {outcome.failed} of {calls} calls failed: {outcome.first_failure!r}")
+        raise SystemExit(
+            f"{side.name}: {outcome.failed} of {calls} calls failed: {outcome.first_failure!r}"
+        )
     return outcome
 
 
@@ -126,7 +131,9 @@ def measure(side: Side, body: bytes, calls: int, concurrency: int) -> float:
 
 
 @contextmanager
-def running(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[psutil.Process]:
+def running(
+    command: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[psutil.Process]:
     """A process of ours, stopped at the end, and killed when this process ends in any other way."""
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -157,7 +164,11 @@ def until_answers(url: str, process: psutil.Process, log: Path) -> None:
                     return
         except OSError:
             pass
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE or time.monotonic() > deadline:
+        if (
+            not process.is_running()
+            or process.status() == psutil.STATUS_ZOMBIE
+            or time.monotonic() > deadline
+        ):
             raise SystemExit(f"{url} did not answer; the log ends:\n{log.read_text()[-3000:]}")
         time.sleep(0.1)
 
@@ -167,7 +178,9 @@ class Bench:
 
     def __init__(self, stack: ExitStack, directory: Path, first: int) -> None:
         self._stack, self._directory, self._port = stack, directory, first
-        self._kafka = stack.enter_context(EmbeddedBroker(directory / "kafka", self.port())).bootstrap_servers
+        self._kafka = stack.enter_context(
+            EmbeddedBroker(directory / "kafka", self.port())
+        ).bootstrap_servers
         self._port += 20
 
     def port(self) -> int:
@@ -176,7 +189,11 @@ class Bench:
         return self._port
 
     def start(
-        self, name: str, command: Sequence[str], ready: str, environment: dict[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        ready: str,
+        environment: dict[str, str] | None = None,
     ) -> psutil.Process:
         """A process that is ready when the URL answers."""
         log = self._directory / f"{name}.log"
@@ -187,7 +204,14 @@ class Bench:
     def engine(self, *options: str) -> Side:
         """An instant engine."""
         port = self.port()
-        command = [sys.executable, "-m", "benchmarks.gateway.instant_engine", "--port", str(port), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gateway.instant_engine",
+            "--port",
+            str(port),
+            *options,
+        ]
         process = self.start(f"engine-{port}", command, f"http://127.0.0.1:{port}/health")
         return Side("engine", port, 0, process=process)
 
@@ -235,23 +259,47 @@ class Bench:
                 return
             except OSError:
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"{side.name} does not listen; the log ends:\n{log.read_text()[-3000:]}") from None
+                    raise SystemExit(
+                        f"{side.name} does not listen; the log ends:\n{log.read_text()[-3000:]}"
+                    ) from None
                 time.sleep(0.2)
 
     def litellm(self, engine: Side, calls: int) -> Side:
         """LiteLLM's proxy, one worker, no database."""
         port, config = self.port(), self._directory / "litellm.yaml"
-        model = {"model": "openai/policy", "api_base": f"http://127.0.0.1:{engine.port}/v1", "api_key": "none"}
-        config.write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": model}]}))
-        command = [str(PEERS / "litellm"), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
+        model = {
+            "model": "openai/policy",
+            "api_base": f"http://127.0.0.1:{engine.port}/v1",
+            "api_key": "none",
+        }
+        config.write_text(
+            json.dumps({"model_list": [{"model_name": "policy", "litellm_params": model}]})
+        )
+        command = [
+            str(PEERS / "litellm"),
+            "--config",
+            str(config),
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+        ]
         quiet = {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LITELLM_TELEMETRY": "False",
             "LITELLM_LOG": "ERROR",
             "LITELLM_MASTER_KEY": LITELLM_KEY,
         }
-        process = self.start("litellm", command, f"http://127.0.0.1:{port}/health/liveliness", quiet)
-        return Side("litellm", port, calls, headers=f"authorization: Bearer {LITELLM_KEY}\r\n", process=process)
+        process = self.start(
+            "litellm", command, f"http://127.0.0.1:{port}/health/liveliness", quiet
+        )
+        return Side(
+            "litellm",
+            port,
+            calls,
+            headers=f"authorization: Bearer {LITELLM_KEY}\r\n",
+            process=process,
+        )
 
     def router(self, engine: Side, calls: int) -> Side:
         """vllm-router, round robin."""
@@ -274,14 +322,18 @@ def cpu_rounds(sides: Sequence[Side], rounds: int, concurrency: int) -> dict[str
     """CPU microseconds a call of each side, the rounds alternating them."""
     body = body_of()
     for side in sides:
-        drive(side, body, max(20, side.calls // 10), concurrency)  # warm: caches, connections, byte code
+        drive(
+            side, body, max(20, side.calls // 10), concurrency
+        )  # warm: caches, connections, byte code
     for at in range(rounds):
         for side in sides if at % 2 == 0 else reversed(sides):
             side.cpu_us.append(1e6 * measure(side, body, side.calls, concurrency))
     return {side.name: statistics.median(side.cpu_us) for side in sides}
 
 
-def latency(engine: Side, sides: Sequence[Side], rounds: int, calls: int) -> dict[str, tuple[float, float]]:
+def latency(
+    engine: Side, sides: Sequence[Side], rounds: int, calls: int
+) -> dict[str, tuple[float, float]]:
     """Added milliseconds at concurrency 1: median and 99th percentile over those of the engine alone, medians over the rounds."""
     body = body_of()
     found: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
@@ -292,7 +344,10 @@ def latency(engine: Side, sides: Sequence[Side], rounds: int, calls: int) -> dic
             found[side.name].append(
                 tuple(1e3 * (percentile(through, q) - percentile(direct, q)) for q in (0.5, 0.99))  # type: ignore[arg-type]
             )
-    return {name: (statistics.median(p[0] for p in f), statistics.median(p[1] for p in f)) for name, f in found.items()}
+    return {
+        name: (statistics.median(p[0] for p in f), statistics.median(p[1] for p in f))
+        for name, f in found.items()
+    }
 
 
 def posts_per_call(engine: Side, side: Side, calls: int) -> float:
@@ -321,7 +376,11 @@ def loop_ns() -> float:
 def machine() -> dict[str, Any]:
     """Where it ran."""
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         "?",
     )
     return {
@@ -337,7 +396,9 @@ def streams(gateway: Side, rounds: int, calls: int, events: int) -> float:
     """CPU microseconds an event."""
     body = body_of(stream=True)
     drive(gateway, body, 20, 8)
-    return statistics.median(1e6 * measure(gateway, body, calls, 32) / events for _ in range(rounds))
+    return statistics.median(
+        1e6 * measure(gateway, body, calls, 32) / events for _ in range(rounds)
+    )
 
 
 def many_streams(gateway: Side, count: int) -> tuple[int, float]:
@@ -364,7 +425,9 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         long = bench.engine("--prompt", "100000", "--response", "200")
         ours = bench.gateway("ours", engine, calls(4000))
         unconfirmed = bench.gateway("unconfirmed", engine, calls(2000), "gateway.acks=none")
-        redacting = bench.gateway("redaction", engine, calls(2000), "gateway.redaction.enabled=true")
+        redacting = bench.gateway(
+            "redaction", engine, calls(2000), "gateway.redaction.enabled=true"
+        )
         plain_vllm = bench.gateway("vllm", engine, calls(2000), kind="vllm")
         sides = [
             ours, unconfirmed, redacting, plain_vllm,
@@ -381,7 +444,9 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         heavy = bench.gateway("heavy", long, 0)
         drive(heavy, body_of(chars=400_000), 2, 1)
         prompt_cpu = measure(heavy, body_of(chars=400_000), calls(50), 1)
-        prompt_ms = 1e3 * statistics.median(drive(heavy, body_of(chars=400_000), calls(50), 1).latencies_s)
+        prompt_ms = 1e3 * statistics.median(
+            drive(heavy, body_of(chars=400_000), calls(50), 1).latencies_s
+        )
     result = {
         "benchmark": "gateway", "check": check, "upstream_requests_per_call": asked, "reply_bytes": 9400,
         "cpu_us_per_call": cpu["ours"],
@@ -404,7 +469,9 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--port", type=int, default=21400)
     asked = parser.parse_args()

@@ -21,7 +21,9 @@ class Outcome:
 
 
 class _Caller(asyncio.Protocol):
-    def __init__(self, requests: Iterator[bytes], outcome: Outcome, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, requests: Iterator[bytes], outcome: Outcome, done: asyncio.Future[None]
+    ) -> None:
         self._requests, self._outcome, self._done = requests, outcome, done
         self._buffer = b""
         self._began = 0.0
@@ -75,7 +77,9 @@ async def load(port: int, request: Callable[[int], bytes], calls: int, concurren
     ends = [loop.create_future() for _ in range(min(concurrency, calls))]
     began = time.perf_counter()
     for end in ends:
-        await loop.create_connection(lambda end=end: _Caller(requests, outcome, end), "127.0.0.1", port)  # type: ignore[misc]
+        await loop.create_connection(
+            lambda end=end: _Caller(requests, outcome, end), "127.0.0.1", port
+        )  # type: ignore[misc]
     await asyncio.gather(*ends)
     outcome.wall_s = time.perf_counter() - began
     return outcome

@@ -45,7 +45,8 @@ def _frame(shape: Shape) -> bytes:
 
 def _completion(shape: Shape, text: str, tokens: bool) -> bytes:
     logprobs = [
-        {"token": f"t{i}", "logprob": -0.5, "bytes": [116, 101], "top_logprobs": []} for i in range(shape.response)
+        {"token": f"t{i}", "logprob": -0.5, "bytes": [116, 101], "top_logprobs": []}
+        for i in range(shape.response)
     ]
     body = {
         "id": "chatcmpl-0123456789abcdef", "object": "chat.completion", "created": 1760000000, "model": "policy",
@@ -100,7 +101,10 @@ def stream_events(shape: Shape, captured: bool) -> list[bytes]:
                 ((VERSION, 0, shape.events),) if last else None,
             )  # fmt: skip
             prompt = pack_ids(range(shape.prompt)) if i == 0 else None
-            event = engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, prompt, (told,)))) + event
+            event = (
+                engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, prompt, (told,))))
+                + event
+            )
         events.append(event)
     events[-1] += b"data: [DONE]\n\n"
     chunks = [b"%x\r\n%s\r\n" % (len(e), e) for e in events]
@@ -123,7 +127,11 @@ class Replies:
         self.models = JSON_HEAD + b"content-length: %d\r\n\r\n" % len(models) + models
         self.stream_head = {
             c: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
-            + (f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode() if c else b"\r\n")
+            + (
+                f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode()
+                if c
+                else b"\r\n"
+            )
             for c in (True, False)
         }
 
@@ -198,7 +206,9 @@ class Engine(asyncio.Protocol):
 async def serve(port: int, shape: Shape) -> None:
     """Serve until the process ends."""
     replies = Replies(shape)
-    server = await asyncio.get_running_loop().create_server(lambda: Engine(replies), "127.0.0.1", port)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Engine(replies), "127.0.0.1", port
+    )
     print("ready", flush=True)
     await server.serve_forever()
 

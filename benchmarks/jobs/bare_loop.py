@@ -132,11 +132,15 @@ class Loop:
             closed = state.closed[key]
             assert closed.place is not None
             names = ("topic_id", "partition", "first_offset", "last_offset")
-            headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+            headers = {
+                name: str(part).encode() for name, part in zip(names, closed.place, strict=True)
+            }
             value = self._codec.encode(candidate(key, closed, self._codec))
             self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
 
-    def _produce(self, topic: str, value: bytes, key: bytes | None, places: Places | None = None, **more: Any) -> None:
+    def _produce(
+        self, topic: str, value: bytes, key: bytes | None, places: Places | None = None, **more: Any
+    ) -> None:
         def delivered(error: Any, message: Message) -> None:
             if error is not None:
                 raise KafkaException(error)

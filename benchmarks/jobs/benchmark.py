@@ -41,7 +41,16 @@ from benchmarks.gateway.benchmark import loop_ns, machine
 from benchmarks.jobs.installation import free_port
 from benchmarks.jobs.load import STANDARD, write
 from benchmarks.jobs.memory import part_memory
-from benchmarks.jobs.sides import JOBS, Bench, Size, assemble_alone, bare_loop, dict_pool, pipeline, say
+from benchmarks.jobs.sides import (
+    JOBS,
+    Bench,
+    Size,
+    assemble_alone,
+    bare_loop,
+    dict_pool,
+    pipeline,
+    say,
+)
 from benchmarks.jobs.turns import part_turns
 from runtime.broker.embedded import EmbeddedBroker
 from schemas.settings import Settings
@@ -77,7 +86,9 @@ def part_pipeline(bench: Bench) -> dict[str, Any]:
 def part_workers(bench: Bench) -> dict[str, Any]:
     """Assemble alone, with one worker and with two, in rounds."""
     load = write(bench.directory, bench.size.shape, bench.size.trajectories)
-    counts = (2,) if bench.size.check else (1, 2)  # a check has one worker alone in `turns`, and little time
+    counts = (
+        (2,) if bench.size.check else (1, 2)
+    )  # a check has one worker alone in `turns`, and little time
     found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for at in range(bench.size.rounds):
         for workers in counts if at % 2 == 0 else reversed(counts):
@@ -87,7 +98,9 @@ def part_workers(bench: Bench) -> dict[str, Any]:
             )
     ratios = [two / one for (one, _), (two, _) in zip(found[1], found[2], strict=False)]
     return {
-        "assemble_alone_cpu_us_per_step": statistics.median(cpu for cpu, _ in found[1]) if found[1] else None,
+        "assemble_alone_cpu_us_per_step": statistics.median(cpu for cpu, _ in found[1])
+        if found[1]
+        else None,
         "cpu_ratio_2_workers": statistics.median(ratios) if ratios else None,
         "split_2_workers": statistics.median(share for _, share in found[2]),
         "ratios_2_workers": [round(r, 3) for r in ratios],
@@ -120,13 +133,19 @@ def run(directory: Path, port: int, size: Size, only: Sequence[str]) -> dict[str
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="few steps, one round")
-    parser.add_argument("--only", action="append", choices=PARTS, help="run one part; may be given several times")
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, help="run one part; may be given several times"
+    )
     parser.add_argument("--steps", type=int, help="steps a round")
     parser.add_argument("--rounds", type=int)
     parser.add_argument(
-        "--text", action="store_true", help="steps have as much text as tokens, four bytes each; default: little"
+        "--text",
+        action="store_true",
+        help="steps have as much text as tokens, four bytes each; default: little",
     )
     parser.add_argument("--port", type=int, help="of Kafka; default: one that is free")
     asked = parser.parse_args()

@@ -36,7 +36,9 @@ class Pool:
                 self.rewards[key] = event
         opened = self.opened[key]
         members = self.groups[opened.group_id or key]
-        if len(members) == opened.group_size and all(m in self.completed and m in self.rewards for m in members):
+        if len(members) == opened.group_size and all(
+            m in self.completed and m in self.rewards for m in members
+        ):
             del self.groups[opened.group_id or key]
             yield [self._served(m) for m in members]
 

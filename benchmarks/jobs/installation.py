@@ -68,7 +68,9 @@ class Process:
 class Installation:
     """Topics under a prefix of their own, a data directory, one run. Everything is gone after `with`."""
 
-    def __init__(self, directory: Path, bootstrap_servers: str, prefix: str, load: Load, **jobs: Any) -> None:
+    def __init__(
+        self, directory: Path, bootstrap_servers: str, prefix: str, load: Load, **jobs: Any
+    ) -> None:
         groups = load.groups
         batch_groups = max(n for n in range(1, 17) if groups % n == 0)
         self._directory = directory / prefix
@@ -101,17 +103,27 @@ class Installation:
         """Start `python -m module words` with the installation's settings."""
         log = self._directory / f"{name}.log"
         config = ["--config", str(self._directory / "settings.yaml")]
-        process = self._stack.enter_context(running([sys.executable, "-m", *module.split(), *config, *words], log))
+        process = self._stack.enter_context(
+            running([sys.executable, "-m", *module.split(), *config, *words], log)
+        )
         self.processes.append(Process(name, process, log))
         return self.processes[-1]
 
     def job(self, command: str, worker: str = "0") -> Process:
         """Start `clawstream <command>`, a worker of that name."""
         return self.start(
-            f"{command.split()[-1]}-{worker}", f"clawstream {command}", f"jobs.worker_id={json.dumps(worker)}"
+            f"{command.split()[-1]}-{worker}",
+            f"clawstream {command}",
+            f"jobs.worker_id={json.dumps(worker)}",
         )
 
-    def until(self, what: str, condition: Callable[[], bool], seconds: float = DONE_S, pause_s: float = 0.2) -> None:
+    def until(
+        self,
+        what: str,
+        condition: Callable[[], bool],
+        seconds: float = DONE_S,
+        pause_s: float = 0.2,
+    ) -> None:
         """Wait for something. Ends the benchmark when it does not come, or when a process dies."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -124,14 +136,23 @@ class Installation:
 
     def until_logged(self, process: Process, words: str, times: int = 1) -> None:
         """Wait until the process has said something so often."""
-        self.until(f"{process.name} says {words!r}", lambda: process.log.count(words) >= times, READY_S)
+        self.until(
+            f"{process.name} says {words!r}", lambda: process.log.count(words) >= times, READY_S
+        )
 
     # -- records
 
     def feed(self, file: Path) -> None:
         """Put a file on its topics, from another process: what that costs is nobody's."""
         servers = self.settings.bootstrap_servers
-        command = [sys.executable, "-m", "benchmarks.jobs.feeder", str(file), servers, self.settings.kafka.topic_prefix]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.jobs.feeder",
+            str(file),
+            servers,
+            self.settings.kafka.topic_prefix,
+        ]
         subprocess.run(bonded(command), check=True)
 
     def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:
@@ -150,14 +171,20 @@ class Watch:
     def __init__(self, installation: Installation, topic: str, *kinds: type) -> None:
         self._codec, self._kinds = Codec(), {k.__name__ for k in kinds}
         count = installation.cluster.topics(topic)[topic]
-        self._reader = installation.cluster.reader("bench-watch", {(topic, p): 0 for p in range(count)})
+        self._reader = installation.cluster.reader(
+            "bench-watch", {(topic, p): 0 for p in range(count)}
+        )
         self.count = 0
 
     def new(self) -> list[tuple[Record, Any]]:
         """What has come since, of the kinds, to the end that the topic has now."""
         found: list[tuple[Record, Any]] = []
         while (records := self._reader.poll(2000, 0.05)) or not self._reader.at_end:
-            mine = (r for r in records if r.value is not None and self._codec.type_name(r.value) in self._kinds)
+            mine = (
+                r
+                for r in records
+                if r.value is not None and self._codec.type_name(r.value) in self._kinds
+            )
             found += [(r, self._codec.decode(r.value)) for r in mine]
         self.count += len(found)
         return found

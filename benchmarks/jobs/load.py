@@ -110,7 +110,11 @@ def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> 
     asked = "What is six times seven?"
     if shape.text:
         said, asked = said.rjust(4 * shape.response), asked.ljust(len(prompt), ".")
-    messages = {"model": "policy", "messages": [{"role": "user", "content": asked}], "temperature": 1.0}
+    messages = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": asked}],
+        "temperature": 1.0,
+    }
     return Step(
         step_id=f"{call}.0", run_id=RUN, trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
         status="ok", finish_reason="stop", streamed=False, request_json=orjson.dumps(messages),
@@ -134,7 +138,12 @@ def rewards(trajectories: int, first: int = 0) -> Iterator[Reward]:
 def write(directory: Path, shape: Shape, trajectories: int, first: int = 0) -> Load:
     """Encode trajectories into files of a directory."""
     name, codec = f"{shape.turns}-{shape.first}-{first}", Codec()
-    load = Load(directory / f"{name}.steps", directory / f"{name}.rewards", trajectories, trajectories * shape.turns)
+    load = Load(
+        directory / f"{name}.steps",
+        directory / f"{name}.rewards",
+        trajectories,
+        trajectories * shape.turns,
+    )
     for path, what in (
         (load.steps_file, events(shape, trajectories, first)),
         (load.rewards_file, rewards(trajectories, first)),

@@ -69,25 +69,39 @@ def pipeline(bench: Bench, load: Load) -> dict[str, float]:
         processes = {
             "assemble": here.job("jobs assemble"), "reward": here.job("jobs reward"), "admit": here.job("admit"), "lake": here.job("lake")
         }  # fmt: skip
-        here.until_logged(processes["assemble"], "partition_taken_over", here.settings.kafka.partitions)
+        here.until_logged(
+            processes["assemble"], "partition_taken_over", here.settings.kafka.partitions
+        )
         here.until_logged(processes["reward"], "partitions_taken_over")
         here.until_logged(processes["admit"], "admission_starts", len(here.settings.admit.channels))
         ready = here.topics.ready_batches(RUN, "train")
-        read_by_lake = (here.topics.steps, here.topics.rewards, here.topics.trajectories, here.topics.candidates, ready)
+        read_by_lake = (
+            here.topics.steps,
+            here.topics.rewards,
+            here.topics.trajectories,
+            here.topics.candidates,
+            ready,
+        )
         for topic in read_by_lake:
             here.until_logged(processes["lake"], f'"topic": "{topic}"')
         watch, admitted = Watch(here, ready, ReadyBatch, Refused), list[ReadyBatch]()
 
         def all_admitted() -> bool:
             admitted.extend(e for _, e in watch.new())
-            return sum(len(b.groups) if isinstance(b, ReadyBatch) else 1 for b in admitted) >= load.groups
+            return (
+                sum(len(b.groups) if isinstance(b, ReadyBatch) else 1 for b in admitted)
+                >= load.groups
+            )
 
         before, began = _cpu(processes), time.monotonic()
         here.feed(load.steps_file)
         here.until("all groups are admitted", all_admitted)
         after, wall = _cpu(processes), time.monotonic() - began
         ends = here.ends(read_by_lake)
-        here.until("the lake has caught up", lambda: here.read_to(f"{here.settings.kafka.topic_prefix}-lake", ends))
+        here.until(
+            "the lake has caught up",
+            lambda: here.read_to(f"{here.settings.kafka.topic_prefix}-lake", ends),
+        )
         after["lake"] = processes["lake"].cpu_s()
         watch.close()
         _check_batches(here, load, admitted)
@@ -108,7 +122,9 @@ def _check_batches(here: Installation, load: Load, admitted: Sequence[Any]) -> N
     expect("groups in batches", len(groups), load.groups)
     expect("members of groups", {len(g.members) for g in groups}, {GROUP_SIZE})
     expect(
-        "rewards of members", {tuple(r.value for r in m.rewards) for g in groups for m in g.members}, {(0.0,), (1.0,)}
+        "rewards of members",
+        {tuple(r.value for r in m.rewards) for g in groups for m in g.members},
+        {(0.0,), (1.0,)},
     )
 
 
@@ -155,7 +171,9 @@ def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float
         feed_both(here, load)
         used = sum(p.cpu_s() for p in processes) - before
         expect("takers of partitions after the round", _takers(here), takers)
-    work = Counter(takers[partition_of(key, len(takers))][0] for _, key, _ in read(load.rewards_file))
+    work = Counter(
+        takers[partition_of(key, len(takers))][0] for _, key, _ in read(load.rewards_file)
+    )
     return 1e6 * used / load.steps, 100.0 * work["0"] / load.trajectories
 
 
@@ -168,7 +186,10 @@ def _settled(here: Installation, workers: int) -> dict[int, tuple[str, int]]:
         now = _takers(here)
         if now != takers:
             takers, quiet_since = now, time.monotonic()
-        whole = len(takers) == here.settings.kafka.partitions and len({w for w, _ in takers.values()}) == workers
+        whole = (
+            len(takers) == here.settings.kafka.partitions
+            and len({w for w, _ in takers.values()}) == workers
+        )
         return whole and time.monotonic() - quiet_since > SETTLED_S
 
     here.until("the workers have shared the partitions", settled)
@@ -186,7 +207,10 @@ def _takers(here: Installation) -> dict[int, tuple[str, int]]:
 def feed_both(here: Installation, load: Load) -> None:
     """Steps, then rewards; until all is put out, and what was put out is right."""
     watch, last = Watch(here, here.topics.candidates, Candidate), dict[str, Candidate]()
-    for file, count in ((load.steps_file, load.trajectories), (load.rewards_file, 2 * load.trajectories)):
+    for file, count in (
+        (load.steps_file, load.trajectories),
+        (load.rewards_file, 2 * load.trajectories),
+    ):
         here.feed(file)
 
         def all_out(count: int = count) -> bool:
@@ -197,7 +221,11 @@ def feed_both(here: Installation, load: Load) -> None:
     watch.close()
     expect("candidates", watch.count, 2 * load.trajectories)
     expect("trajectories with candidates", len(last), load.trajectories)
-    expect("revisions", {(c.revision, len(c.rewards), c.trainable) for c in last.values()}, {(1, 1, True)})
+    expect(
+        "revisions",
+        {(c.revision, len(c.rewards), c.trainable) for c in last.values()},
+        {(1, 1, True)},
+    )
     trajectories = Watch(here, here.topics.trajectories, Trajectory)
     found = [t for _, t in trajectories.new()]
     trajectories.close()

@@ -45,8 +45,12 @@ def part_turns(bench: Bench) -> dict[str, Any]:
     expect("steps in the state log", sum(map(len, deltas)), load.steps)
     fold_us, kilobytes = fold_us_per_kb(LONG, min(conversations, GROUP_SIZE))
     return {
-        "state_bytes_per_step_turn100": _bytes_per_step(deltas, lambda turn: turn > 0.9 * LONG.turns),
-        "state_bytes_per_step_turn10": _bytes_per_step(deltas, lambda turn: turn <= 0.1 * LONG.turns),
+        "state_bytes_per_step_turn100": _bytes_per_step(
+            deltas, lambda turn: turn > 0.9 * LONG.turns
+        ),
+        "state_bytes_per_step_turn10": _bytes_per_step(
+            deltas, lambda turn: turn <= 0.1 * LONG.turns
+        ),
         "state_bytes_with_snapshots_per_step": _with_snapshots(written) / load.steps,
         "state_steps_per_delta": load.steps / len(deltas),
         "cpu_us_per_prompt_kb": fold_us,
@@ -91,9 +95,15 @@ def _with_snapshots(written: Written) -> int:
             size = len(record.value or b"")
             log.read(record.offset, delta, size)
             total += size
-            if not log.state.pending and log.bytes_since_snapshot > SNAPSHOT_BEHIND * log.snapshot_bytes:
+            if (
+                not log.state.pending
+                and log.bytes_since_snapshot > SNAPSHOT_BEHIND * log.snapshot_bytes
+            ):
                 pieces = snapshot(delta.epoch, log.seq, log.state)
-                log.bytes_since_snapshot, log.snapshot_bytes = 0, sum(len(codec.encode(p)) for p in pieces)
+                log.bytes_since_snapshot, log.snapshot_bytes = (
+                    0,
+                    sum(len(codec.encode(p)) for p in pieces),
+                )
                 total += log.snapshot_bytes
     return total
 
@@ -116,7 +126,11 @@ def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
             offset += 1
         fold.seal()
         seconds += time.process_time() - began
-    expect("steps of the fold", sum(len(t.steps) for t in state.opened.values()), trajectories * shape.turns)
+    expect(
+        "steps of the fold",
+        sum(len(t.steps) for t in state.opened.values()),
+        trajectories * shape.turns,
+    )
     kilobytes = sum(len(e.prompt_token_ids or b"") for e in fed if isinstance(e, Step)) / 1024
     return 1e6 * seconds / kilobytes, kilobytes / trajectories
 

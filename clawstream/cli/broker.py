@@ -9,7 +9,9 @@ import typer
 from clawstream.cli.common_options import Config, Words, fail, group, settings_of
 
 app = group("The embedded Apache Kafka.")
-Nodes = Annotated[int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")
+]
 
 
 def _with_nodes(words: list[str] | None, nodes: int | None) -> list[str]:
@@ -46,7 +48,8 @@ def broker_start(
     config: Config = None,
     nodes: Nodes = None,
     wait: Annotated[
-        float | None, typer.Option(min=0, help="Give up after so many seconds of waiting; else never.")
+        float | None,
+        typer.Option(min=0, help="Give up after so many seconds of waiting; else never."),
     ] = None,
 ) -> None:
     """Start the broker in the background, and wait until it serves. After an unclean end it reads its logs first."""
@@ -57,7 +60,10 @@ def broker_start(
     settings = settings_of(config, _with_nodes(words, nodes))
     patience_s = inf if wait is None else wait
     for node in start(
-        settings.broker, settings.broker_dir, patience_s=patience_s, say=lambda text: typer.echo(text, err=True)
+        settings.broker,
+        settings.broker_dir,
+        patience_s=patience_s,
+        say=lambda text: typer.echo(text, err=True),
     ):
         typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
 
@@ -69,7 +75,11 @@ def broker_stop(words: Words = None, config: Config = None) -> None:
 
     settings = settings_of(config, words)
     pids = stop(settings.broker_dir)
-    typer.echo(f"stopped {', '.join(map(str, pids))}" if pids else f"no broker runs on {settings.broker_dir}")
+    typer.echo(
+        f"stopped {', '.join(map(str, pids))}"
+        if pids
+        else f"no broker runs on {settings.broker_dir}"
+    )
 
 
 @app.command("status")

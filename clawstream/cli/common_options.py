@@ -21,7 +21,9 @@ PATIENCE_S = 5.0
 _OF_A_PROCESS = ("gateway.", "rollout.")
 """Settings whose secrets one process alone needs, so that other commands do not miss them."""
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")
+]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
 Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
@@ -54,7 +56,9 @@ def settings_of(config: Path | None, words: list[str] | None, fresh: bool = Fals
 
 
 def _tell_withheld(path: str) -> None:
-    sys.stderr.write(f"clawstream: setting {path} is a secret, so it is not remembered: give it again\n")
+    sys.stderr.write(
+        f"clawstream: setting {path} is a secret, so it is not remembered: give it again\n"
+    )
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

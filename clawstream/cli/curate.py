@@ -16,16 +16,23 @@ EXAMPLES = 5
 def curate(
     words: Words = None,
     config: Config = None,
-    where: Annotated[str, typer.Option("--where", "-w", help='SQL condition, e.g. "quality < 0.3".')] = "",
+    where: Annotated[
+        str, typer.Option("--where", "-w", help='SQL condition, e.g. "quality < 0.3".')
+    ] = "",
     of: Annotated[
         Literal["trajectories", "steps"],
         typer.Option("--of", help="What is marked, and the view that has the columns."),
     ] = "trajectories",
     run: Annotated[str | None, typer.Option("--run", "-r", help="Of this run only.")] = None,
-    quality: Annotated[float | None, typer.Option("--quality", help="In [0, 1]; stands above what rules say.")] = None,
-    trainable: Annotated[Literal["true", "false"] | None, typer.Option("--trainable", help="May be trained.")] = None,
+    quality: Annotated[
+        float | None, typer.Option("--quality", help="In [0, 1]; stands above what rules say.")
+    ] = None,
+    trainable: Annotated[
+        Literal["true", "false"] | None, typer.Option("--trainable", help="May be trained.")
+    ] = None,
     tag: Annotated[
-        list[str] | None, typer.Option("--tag", help="A label; those of before go. Repeat it for several.")
+        list[str] | None,
+        typer.Option("--tag", help="A label; those of before go. Repeat it for several."),
     ] = None,
     note: Annotated[str | None, typer.Option("--note", help="Why.")] = None,
     by: Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")] = None,
@@ -56,11 +63,20 @@ def curate(
     late = sum(t.admitted for t in found)
     if form == "json":
         typer.echo(
-            json.dumps({"found": len(found), "admitted": late, "sent": sent, "targets": [t._asdict() for t in found]})
+            json.dumps(
+                {
+                    "found": len(found),
+                    "admitted": late,
+                    "sent": sent,
+                    "targets": [t._asdict() for t in found],
+                }
+            )
         )
         return
     for target in found[:EXAMPLES]:
-        typer.echo(f"  {target.step_id or target.trajectory_id}{' (admitted already)' if target.admitted else ''}")
+        typer.echo(
+            f"  {target.step_id or target.trajectory_id}{' (admitted already)' if target.admitted else ''}"
+        )
     if len(found) > EXAMPLES:
         typer.echo(f"  and {len(found) - EXAMPLES} more")
     told = f"{len(found)} {of}, {late} of them admitted already: for these it comes too late for training"

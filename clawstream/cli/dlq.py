@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, instant, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Form,
+    Words,
+    cluster_of,
+    fail,
+    group,
+    instant,
+    load,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -25,23 +35,37 @@ HEX_BYTES = 256
 ASK_ABOVE = 1
 """More records than this are sent only with --yes."""
 
-Topic = Annotated[str | None, typer.Option("--topic", help="Where the record was, with or without the prefix.")]
+Topic = Annotated[
+    str | None, typer.Option("--topic", help="Where the record was, with or without the prefix.")
+]
 Process = Annotated[str | None, typer.Option("--process", help="Who could not handle it.")]
 Reason = Annotated[
-    str | None, typer.Option("--reason", help="undecodable, unknown_schema, unknown_target, too_many_rewards, invalid.")
+    str | None,
+    typer.Option(
+        "--reason", help="undecodable, unknown_schema, unknown_target, too_many_rewards, invalid."
+    ),
 ]
 Run = Annotated[str | None, typer.Option("--run", help="Run of the record, where it can be told.")]
 Since = Annotated[
-    str | None, typer.Option("--since", help="Buried since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00.")
+    str | None,
+    typer.Option(
+        "--since", help="Buried since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00."
+    ),
 ]
 Every = Annotated[bool, typer.Option("--all", help="All of them.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, for however many.")]
 Force = Annotated[
-    bool, typer.Option("--force", help="Also one named by id that was sent before, and what would be buried again.")
+    bool,
+    typer.Option(
+        "--force", help="Also one named by id that was sent before, and what would be buried again."
+    ),
 ]
 Note = Annotated[str | None, typer.Option("--note", help="Why; kept beside what was done.")]
 Ids = Annotated[
-    list[str] | None, typer.Argument(metavar="[ID]... [a.b=c]...", help="Dead letters, as `list` names them; settings.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[ID]... [a.b=c]...", help="Dead letters, as `list` names them; settings."
+    ),
 ]
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `list` names it.")]
 
@@ -73,7 +97,9 @@ def dlq_list(
     reason: Reason = None,
     run: Run = None,
     since: Since = None,
-    every: Annotated[bool, typer.Option("--all/--open", help="Those too that something was done about.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all/--open", help="Those too that something was done about.")
+    ] = False,
     form: Form = "table",
 ) -> None:
     """The open dead letters, one line each, with how many there are by reason."""
@@ -115,7 +141,13 @@ def _plain_letter(letter: Any, ambiguous: set[str]) -> dict[str, Any]:
         "bytes": letter.size,
         "timestamp": _time(letter.timestamp_ms * 1000),
         "burials": [
-            {"process": b.process, "reason": b.reason, "detail": b.detail, "at": b.at, "created": _time(b.created_at)}
+            {
+                "process": b.process,
+                "reason": b.reason,
+                "detail": b.detail,
+                "at": b.at,
+                "created": _time(b.created_at),
+            }
             for b in letter.burials
         ],
         "resolutions": [_plain_resolution(r) for r in letter.resolutions],
@@ -123,8 +155,18 @@ def _plain_letter(letter: Any, ambiguous: set[str]) -> dict[str, Any]:
 
 
 def _plain_resolution(done: Any) -> dict[str, Any]:
-    sent = f"{done.topic}-{done.sent_partition}-{done.sent_offset}" if done.sent_offset is not None else None
-    return {"action": done.action, "sent": sent, "by": done.by, "note": done.note, "created": _time(done.created_at)}
+    sent = (
+        f"{done.topic}-{done.sent_partition}-{done.sent_offset}"
+        if done.sent_offset is not None
+        else None
+    )
+    return {
+        "action": done.action,
+        "sent": sent,
+        "by": done.by,
+        "note": done.note,
+        "created": _time(done.created_at),
+    }
 
 
 def _table(letters: Sequence[Any], ambiguous: set[str]) -> str:
@@ -137,7 +179,10 @@ def _table(letters: Sequence[Any], ambiguous: set[str]) -> str:
         for x in letters
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (names, *rows))
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in (names, *rows)
+    )
 
 
 def _summary(letters: Sequence[Any]) -> str:
@@ -178,7 +223,9 @@ def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = 
         first = original.value[:HEX_BYTES].hex(" ", -4) if original.value is not None else None
         shown |= {"unreadable": why, "first_bytes": first}
     headers = original.headers
-    shown["headers"] = None if headers is None else {n: v.decode(errors="replace") for n, v in headers.items()}
+    shown["headers"] = (
+        None if headers is None else {n: v.decode(errors="replace") for n, v in headers.items()}
+    )
     shown["detail"] = original.detail
     if form == "json":
         typer.echo(json.dumps(shown, ensure_ascii=False))
@@ -186,11 +233,15 @@ def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = 
     for title, said in shown.items():
         if title in ("burials", "resolutions"):
             for one in said:
-                typer.echo(f"{title[:-1]}: {', '.join(f'{n} {v}' for n, v in one.items() if v is not None)}")
+                typer.echo(
+                    f"{title[:-1]}: {', '.join(f'{n} {v}' for n, v in one.items() if v is not None)}"
+                )
         elif title == "detail":
             typer.echo(f"detail:\n{said}")
         else:
-            text = json.dumps(said, indent=1, ensure_ascii=False) if isinstance(said, dict) else said
+            text = (
+                json.dumps(said, indent=1, ensure_ascii=False) if isinstance(said, dict) else said
+            )
             typer.echo(f"{title}: {'-' if text is None else text}")
 
 
@@ -203,12 +254,18 @@ def dlq_repair(
     words: Words = None,
     config: Config = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="field=value; may be repeated. a.b.0=value reaches inside.")
+        list[str] | None,
+        typer.Option("--set", help="field=value; may be repeated. a.b.0=value reaches inside."),
     ] = None,
     edit: Annotated[
-        Path | None, typer.Option("--edit", help="The record as --out wrote it, edited; - reads standard input.")
+        Path | None,
+        typer.Option(
+            "--edit", help="The record as --out wrote it, edited; - reads standard input."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Only write the record there, as JSON to edit.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Only write the record there, as JSON to edit.")
+    ] = None,
     note: Note = None,
     force: Force = False,
 ) -> None:
@@ -220,7 +277,9 @@ def dlq_repair(
     cluster_of(settings)
     if out is not None:
         _, original, event, _ = _look(settings, letters, name)
-        _written(out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n")
+        _written(
+            out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n"
+        )
         typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
         return
     said = _edited(edit) if edit is not None else None
@@ -231,7 +290,9 @@ def dlq_repair(
             said = office.editable(original, desk.event_of(original))
         if not said["type"]:
             fail(f"{name} can't be read: write the record with --out, edit it, send it with --edit")
-        sent = desk.repair(letter, said["type"], changed(said["record"], changes or ()), force, note)
+        sent = desk.repair(
+            letter, said["type"], changed(said["record"], changes or ()), force, note
+        )
     typer.echo(_told(sent, name))
 
 
@@ -247,7 +308,11 @@ def _edited(path: Path) -> dict[str, Any]:
         said = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
     except (OSError, ValueError, RecursionError) as e:
         fail(f"--edit {path}: {e}", 2)
-    if not (isinstance(said, dict) and isinstance(said.get("type"), str) and isinstance(said.get("record"), dict)):
+    if not (
+        isinstance(said, dict)
+        and isinstance(said.get("type"), str)
+        and isinstance(said.get("record"), dict)
+    ):
         fail(f'--edit {path}: must be {{"type": "Step", "record": {{...}}}}, as --out writes it', 2)
     return said
 
@@ -305,7 +370,10 @@ def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
     names, words = _split(asked.given)
     settings, after = settings_of(asked.config, words), _since(asked.since)
     if bool(names) == any((*asked.marks, asked.since, asked.every)):
-        fail("name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all", 2)
+        fail(
+            "name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all",
+            2,
+        )
     letters, office = load(LETTERS), load(OFFICE)
     cluster_of(settings)
     chosen = letters.Filter(*asked.marks, after)
@@ -326,14 +394,22 @@ def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
         raise SystemExit(1)
 
 
-def _some(settings: Settings, letters: ModuleType, found: Any, names: list[str], chosen: Any) -> list[Any]:
+def _some(
+    settings: Settings, letters: ModuleType, found: Any, names: list[str], chosen: Any
+) -> list[Any]:
     if names:
-        return list({x.spot: x for x in (letters.letter_of(found, name) for name in names)}.values())
+        return list(
+            {x.spot: x for x in (letters.letter_of(found, name) for name in names)}.values()
+        )
     return [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
 
 
 def _told(sent: Any, name: str) -> str:
     if sent.why_not is not None:
         return f"{name}: not {sent.action}: {sent.why_not}"
-    where = f" to {sent.letter.spot.topic}-{sent.place.partition}-{sent.place.offset}" if sent.place is not None else ""
+    where = (
+        f" to {sent.letter.spot.topic}-{sent.place.partition}-{sent.place.offset}"
+        if sent.place is not None
+        else ""
+    )
     return f"{name}: {sent.action}{where}"

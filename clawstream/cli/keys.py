@@ -12,7 +12,9 @@ from clawstream.cli.common_options import Config, Words, group, load, settings_o
 app = group("API keys of the gateway.")
 
 
-def _keys_command(function: str, config: Path | None, words: list[str] | None, **given: object) -> None:
+def _keys_command(
+    function: str, config: Path | None, words: list[str] | None, **given: object
+) -> None:
     """Print what a function of the gateway's key commands says."""
     settings = settings_of(config, words)
     keys = load("gateway.auth.key_commands")
@@ -22,13 +24,22 @@ def _keys_command(function: str, config: Path | None, words: list[str] | None, *
 @app.command("create")
 def keys_create(
     name: Annotated[str, typer.Option("--name", help="Who or what will use it.")],
-    scope: Annotated[list[str], typer.Option("--scope", help="agent, reward, curate or admin; may be repeated.")],
-    run: Annotated[str | None, typer.Option("--run", help="The run of everything written with it.")] = None,
-    days: Annotated[
-        float | None, typer.Option("--days", help="How long it is good for; default: until revoked.")
+    scope: Annotated[
+        list[str], typer.Option("--scope", help="agent, reward, curate or admin; may be repeated.")
+    ],
+    run: Annotated[
+        str | None, typer.Option("--run", help="The run of everything written with it.")
     ] = None,
-    calls_per_minute: Annotated[int | None, typer.Option(help="Model calls a minute, at each gateway.")] = None,
-    calls_at_once: Annotated[int | None, typer.Option(help="Model calls at once, at each gateway.")] = None,
+    days: Annotated[
+        float | None,
+        typer.Option("--days", help="How long it is good for; default: until revoked."),
+    ] = None,
+    calls_per_minute: Annotated[
+        int | None, typer.Option(help="Model calls a minute, at each gateway.")
+    ] = None,
+    calls_at_once: Annotated[
+        int | None, typer.Option(help="Model calls at once, at each gateway.")
+    ] = None,
     tokens_per_day: Annotated[
         int | None, typer.Option(help="Tokens a day (UTC), prompts and replies, at each gateway.")
     ] = None,
@@ -52,7 +63,9 @@ def keys_list(words: Words = None, config: Config = None) -> None:
 
 @app.command("revoke")
 def keys_revoke(
-    name: Annotated[str, typer.Argument(help="Its name or id.")], words: Words = None, config: Config = None
+    name: Annotated[str, typer.Argument(help="Its name or id.")],
+    words: Words = None,
+    config: Config = None,
 ) -> None:
     """Forget an API key; gateways refuse it a second later."""
     _keys_command("revoke", config, words, name=name)

@@ -46,7 +46,9 @@ def lineage_weights(
     form: Form = "table",
 ) -> None:
     """Every batch, group, trajectory and step that a version was trained on, and who sampled them."""
-    _tell(_ask(settings_of(config, words), lambda a: a.weights(version, ancestors)), form, _of_version)
+    _tell(
+        _ask(settings_of(config, words), lambda a: a.weights(version, ancestors)), form, _of_version
+    )
 
 
 @app.command("step")
@@ -70,12 +72,19 @@ def lineage_trajectory(
     form: Form = "table",
 ) -> None:
     """Which batch a trajectory is in and which versions were trained on it, or why none was."""
-    _tell(_ask(settings_of(config, words), lambda a: a.trajectory(trajectory_id, run)), form, _of_trajectories)
+    _tell(
+        _ask(settings_of(config, words), lambda a: a.trajectory(trajectory_id, run)),
+        form,
+        _of_trajectories,
+    )
 
 
 @app.command("run")
 def lineage_run(
-    run: Annotated[str, typer.Argument(metavar="RUN")], words: Words = None, config: Config = None, form: Form = "table"
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    words: Words = None,
+    config: Config = None,
+    form: Form = "table",
 ) -> None:
     """A run in numbers: versions, batches, groups, trajectories, steps."""
     _tell(_ask(settings_of(config, words), lambda a: a.run(run)), form, _of_run)
@@ -117,12 +126,16 @@ def _version(version: Any) -> str:
 
 def _step(step: Any) -> str:
     what = (
-        f"{step['response_tokens']} tokens trained" if step["trained"] else f"not trained: {step['untrained_reason']}"
+        f"{step['response_tokens']} tokens trained"
+        if step["trained"]
+        else f"not trained: {step['untrained_reason']}"
     )
     if not step["trained"] and step["untrained_reason"] is None:
         what = f"{step['response_tokens']} tokens, in a batch that no version was trained on yet"
     tags = f", {'+'.join(step['tags'])}" if step["tags"] else ""
-    return f"{step['step_id']}: {what}, sampled by {', '.join(step['sampled_by']) or 'unknown'}{tags}"
+    return (
+        f"{step['step_id']}: {what}, sampled by {', '.join(step['sampled_by']) or 'unknown'}{tags}"
+    )
 
 
 def _of_steps(said: Any) -> Iterator[str]:

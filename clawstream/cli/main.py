@@ -84,7 +84,11 @@ def status(words: Words = None, config: Config = None, form: Form = "table") -> 
         progress = None
     found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress)
     if form == "json":
-        typer.echo(json.dumps({**asdict(found), "data_dir": str(found.data_dir), "is_up": found.is_up}, indent=1))
+        typer.echo(
+            json.dumps(
+                {**asdict(found), "data_dir": str(found.data_dir), "is_up": found.is_up}, indent=1
+            )
+        )
     else:
         typer.echo(format_status(found))
     if not found.is_up:
@@ -169,7 +173,9 @@ def lag(words: Words = None, config: Config = None) -> None:
 def doctor(
     words: Words = None,
     config: Config = None,
-    every: Annotated[bool, typer.Option("--all", help="A line for every partition, those that fit too.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="A line for every partition, those that fit too.")
+    ] = False,
 ) -> None:
     """Hold every stored position against today's topics, and look for damage in spools; exit code 1 when something is wrong."""
     settings = settings_of(config, words)
@@ -202,10 +208,14 @@ def sql(
     words: Words = None,
     config: Config = None,
     output: Annotated[
-        Literal["table", "json", "csv", "parquet"], typer.Option("--format", "-f", help="How to print it.")
+        Literal["table", "json", "csv", "parquet"],
+        typer.Option("--format", "-f", help="How to print it."),
     ] = "table",
     at: Annotated[
-        str | None, typer.Option("--at", help="All tables as of a time, a kept pin, or a file of `tables pin`.")
+        str | None,
+        typer.Option(
+            "--at", help="All tables as of a time, a kept pin, or a file of `tables pin`."
+        ),
     ] = None,
 ) -> None:
     """Ask the lake."""

@@ -12,7 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Form,
+    Words,
+    cluster_of,
+    fail,
+    group,
+    load,
+    settings_of,
+)
 from runtime.user import whoami
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
@@ -21,7 +30,8 @@ run_app = group("What a run is told: that it ends.")
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
 By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
 Changes = Annotated[
-    list[str] | None, typer.Argument(metavar="[FIELD=VALUE]... [a.b=c]...", help="E.g. min_quality=0.5; settings.")
+    list[str] | None,
+    typer.Argument(metavar="[FIELD=VALUE]... [a.b=c]...", help="E.g. min_quality=0.5; settings."),
 ]
 _HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
 
@@ -58,7 +68,9 @@ def show(words: Words = None, run: Run = None, config: Config = None, form: Form
 
 
 @app.command("set")
-def set_fields(words: Changes = None, run: Run = None, by: By = None, config: Config = None) -> None:
+def set_fields(
+    words: Changes = None, run: Run = None, by: By = None, config: Config = None
+) -> None:
     """Change fields of the policy: those of the settings admit.policy.*, without that prefix. The rest stays as it is."""
     from schemas.settings import Settings
 
@@ -82,7 +94,9 @@ def set_fields(words: Changes = None, run: Run = None, by: By = None, config: Co
 
 
 @app.command("history")
-def history(words: Words = None, run: Run = None, config: Config = None, form: Form = "table") -> None:
+def history(
+    words: Words = None, run: Run = None, config: Config = None, form: Form = "table"
+) -> None:
     """Every policy of a run, oldest first, with what it changed."""
     with _log_of(run, words, config) as log:
         if form == "json":
@@ -91,7 +105,11 @@ def history(words: Words = None, run: Run = None, config: Config = None, form: F
         was: dict[str, Any] = {}
         for entry in log.entries:
             now = _plain(entry)["policy"]
-            changed = [f"{k}={json.dumps(now[k])}" for k in now if k not in _HIDDEN and was and was.get(k) != now[k]]
+            changed = [
+                f"{k}={json.dumps(now[k])}"
+                for k in now
+                if k not in _HIDDEN and was and was.get(k) != now[k]
+            ]
             typer.echo(f"{_title(entry)}: {f'not obeyed: {entry.flaw}' if entry.flaw else ', '.join(changed) or 'as it was'}"
                        if was else _title(entry))  # fmt: skip
             was = was if entry.flaw else now

@@ -8,21 +8,38 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clawstream.cli.common_options import Config, Words, cluster_of, fail, group, instant, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Words,
+    cluster_of,
+    fail,
+    group,
+    instant,
+    load,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
 
-app = group("Recorded data again: with other rewards, another policy, other code. Live topics are only read.")
+app = group(
+    "Recorded data again: with other rewards, another policy, other code. Live topics are only read."
+)
 
 REASONS = 3
 """Most frequent reasons of missing rewards that a report shows."""
 
-Name = Annotated[str, typer.Argument(help="What to call the replay: its topics begin with replay-NAME.")]
-Since = Annotated[
-    str | None, typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d.")
+Name = Annotated[
+    str, typer.Argument(help="What to call the replay: its topics begin with replay-NAME.")
 ]
-Until = Annotated[str | None, typer.Option("--until", help="End before this time; default: all that there is now.")]
+Since = Annotated[
+    str | None,
+    typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d."),
+]
+Until = Annotated[
+    str | None,
+    typer.Option("--until", help="End before this time; default: all that there is now."),
+]
 Channel = Annotated[Literal["train", "val"], typer.Option("--channel", help="Of this channel.")]
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
@@ -32,13 +49,18 @@ def replay_run(
     name: Name,
     words: Words = None,
     config: Config = None,
-    source: Annotated[Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")] = "topics",
+    source: Annotated[
+        Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")
+    ] = "topics",
     at: Annotated[
-        str | None, typer.Option("--at", help="The lake as of a time, a kept pin, or a file of `tables pin`.")
+        str | None,
+        typer.Option("--at", help="The lake as of a time, a kept pin, or a file of `tables pin`."),
     ] = None,
     since: Since = None,
     until: Until = None,
-    as_run: Annotated[str | None, typer.Option("--as-run", help="Another run id for what comes out.")] = None,
+    as_run: Annotated[
+        str | None, typer.Option("--as-run", help="Another run id for what comes out.")
+    ] = None,
     keep_rules: Annotated[
         bool, typer.Option("--keep-rules", help="Ask no rule: their recorded answers count.")
     ] = False,
@@ -60,7 +82,9 @@ def replay_run(
 
     configure("replay", settings.log_level)
     cluster_of(settings)
-    order = module.Order(name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open)
+    order = module.Order(
+        name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open
+    )
     report = module.run_replay(settings, order)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
 
@@ -73,9 +97,13 @@ def _pins(settings: Settings, source: str, at: str | None) -> Any:
 
 
 def _report(settings: Settings, report: dict[str, Any]) -> str:
-    ended = ", ".join(f"{n} {outcome}" for outcome, n in sorted(report["trajectories"].items())) or "none"
+    ended = (
+        ", ".join(f"{n} {outcome}" for outcome, n in sorted(report["trajectories"].items()))
+        or "none"
+    )
     lines = [
-        f"replay {report['name']} of run {settings.run_id}" + (" (done before)" if report["was_done"] else ""),
+        f"replay {report['name']} of run {settings.run_id}"
+        + (" (done before)" if report["was_done"] else ""),
         f"steps {report['steps']}, rewards {report['rewards']}, answers of rules {report['answers']}",
         f"trajectories: {ended}; still open {report['open']}",
     ]
@@ -86,13 +114,17 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
     lines.append(
         f"{report['steps_per_s']:g} steps/s; assemble {report['assemble_s']:g} s, admit {report['admit_s']:g} s"
     )
-    lines.append(f"go on with: --config {settings.data_dir.absolute() / 'replays' / report['name'] / 'settings.yaml'}")
+    lines.append(
+        f"go on with: --config {settings.data_dir.absolute() / 'replays' / report['name'] / 'settings.yaml'}"
+    )
     return "\n".join(lines)
 
 
 def _channel(channel: str, said: dict[str, Any]) -> list[str]:
     refused = ", ".join(f"{n} {reason}" for reason, n in sorted(said["refused"].items())) or "none"
-    lines = [f"{channel}: {len(said['batches'])} batches; refused: {refused}; late revisions {said['late']}"]
+    lines = [
+        f"{channel}: {len(said['batches'])} batches; refused: {refused}; late revisions {said['late']}"
+    ]
     return lines + [
         f"  batch {b['batch_seq']:4}  {b['groups']:4} groups {b['trajectories']:5} trajectories "
         f"{b['trainable_tokens']:8} tokens  {b['content_hash'][:16]}"
@@ -122,7 +154,9 @@ def replay_what_if(
     _fold("what_if", config, words, channel, output)
 
 
-def _fold(what: str, config: Path | None, words: list[str] | None, channel: str, output: str) -> None:
+def _fold(
+    what: str, config: Path | None, words: list[str] | None, channel: str, output: str
+) -> None:
     settings = settings_of(config, words)
     module = load("clawstream.ops.replay.verify")
     cluster_of(settings)
@@ -151,9 +185,13 @@ def replay_list(words: Words = None, config: Config = None) -> None:
     for found in load("clawstream.ops.replay.run").list_replays(settings):
         result = found["result"]
         state = (
-            "not done" if result is None else f"{sum(len(c['batches']) for c in result['channels'].values())} batches"
+            "not done"
+            if result is None
+            else f"{sum(len(c['batches']) for c in result['channels'].values())} batches"
         )
-        typer.echo(f"{found['name']:26} run {found['asked']['run']:16} from {found['plan']['from']:8} {state}")
+        typer.echo(
+            f"{found['name']:26} run {found['asked']['run']:16} from {found['plan']['from']:8} {state}"
+        )
 
 
 @app.command("delete")

@@ -15,7 +15,9 @@ app = group("What gateways could not send.")
 def spool_drain(
     words: Words = None,
     config: Config = None,
-    gateway_id: Annotated[str | None, typer.Option("--gateway-id", help="Of this gateway only.")] = None,
+    gateway_id: Annotated[
+        str | None, typer.Option("--gateway-id", help="Of this gateway only.")
+    ] = None,
 ) -> None:
     """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
     settings = settings_of(config, words)

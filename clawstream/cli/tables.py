@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Form,
+    Words,
+    cluster_of,
+    fail,
+    group,
+    load,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
 
 app = group("The tables of the lake.")
-Name = Annotated[str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")]
+Name = Annotated[
+    str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")
+]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
 
 
@@ -34,7 +45,9 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
 
 
 @app.command("list")
-def tables_list(words: Words = None, config: Config = None, sets: Set = None, output: Form = "table") -> None:
+def tables_list(
+    words: Words = None, config: Config = None, sets: Set = None, output: Form = "table"
+) -> None:
     """Rows, files, bytes, version and newest row of each table."""
     settings = _settings(config, words, sets)
     _print(load("stream_jobs.lake.delta.snapshots").tables(settings), output)
@@ -63,10 +76,15 @@ def repair(
     words: Words = None,
     config: Config = None,
     sets: Set = None,
-    check: Annotated[bool, typer.Option("--check", help="Only say which files can't be read.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say which files can't be read.")
+    ] = False,
     accept_loss: Annotated[
         bool,
-        typer.Option("--accept-loss", help="Give up records that are in no readable version and no more on Kafka."),
+        typer.Option(
+            "--accept-loss",
+            help="Give up records that are in no readable version and no more on Kafka.",
+        ),
     ] = False,
 ) -> None:
     """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
@@ -87,7 +105,9 @@ def repair(
     )
     for back in done.back:
         given_up = f", {back.lost} offsets are given up" if back.lost else ""
-        typer.echo(f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}")
+        typer.echo(
+            f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}"
+        )
     if done.pins:
         typer.echo(f"pins that lack what the lost commits had: {', '.join(done.pins)}")
 
@@ -109,8 +129,13 @@ def compact(table: Name = None, sets: Set = None, config: Config = None) -> None
 def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
     """Delete files that no version within lake.history_days and no kept pin needs."""
     settings = _settings(config, None, sets)
-    care, versions = load("stream_jobs.lake.delta.maintenance"), load("stream_jobs.lake.delta.snapshots")
-    for name in [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]:
+    care, versions = (
+        load("stream_jobs.lake.delta.maintenance"),
+        load("stream_jobs.lake.delta.snapshots"),
+    )
+    for name in (
+        [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]
+    ):
         typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
 
 
@@ -120,7 +145,8 @@ def pin(
     config: Config = None,
     sets: Set = None,
     keep: Annotated[
-        str | None, typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`.")
+        str | None,
+        typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`."),
     ] = None,
 ) -> None:
     """Print the versions of all tables now, as JSON: what `sql --at` takes."""
@@ -133,7 +159,9 @@ def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
     """The kept pins."""
     settings = _settings(config, words, sets)
     for name, found in sorted(load("stream_jobs.lake.delta.snapshots").pins(settings).items()):
-        typer.echo(f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}")
+        typer.echo(
+            f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
+        )
 
 
 @app.command()

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, group, instant, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Form,
+    Words,
+    cluster_of,
+    fail,
+    group,
+    instant,
+    load,
+    settings_of,
+)
 
 app = group("Kafka topics.")
 
@@ -41,12 +51,20 @@ def topics_copy(
     to_prefix: Annotated[str, typer.Option("--to-prefix", help="Prefix of the copies.")],
     words: Words = None,
     config: Config = None,
-    partitions: Annotated[int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")] = None,
-    since: Annotated[str | None, typer.Option("--since", help="Begin here, as in `clawstream replay run`.")] = None,
+    partitions: Annotated[
+        int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", help="Begin here, as in `clawstream replay run`.")
+    ] = None,
     until: Annotated[str | None, typer.Option("--until", help="End before this time.")] = None,
     run: Annotated[str | None, typer.Option("--run", help="Only what is of this run.")] = None,
-    as_run: Annotated[str | None, typer.Option("--as-run", help="Another run id for the copy.")] = None,
-    rewards: Annotated[bool, typer.Option("--rewards/--no-rewards", help="Rewards of the reward job too.")] = True,
+    as_run: Annotated[
+        str | None, typer.Option("--as-run", help="Another run id for the copy.")
+    ] = None,
+    rewards: Annotated[
+        bool, typer.Option("--rewards/--no-rewards", help="Rewards of the reward job too.")
+    ] = True,
 ) -> None:
     """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
     settings = settings_of(config, words)
@@ -71,7 +89,8 @@ def topics_trim(
     words: Words = None,
     config: Config = None,
     before: Annotated[
-        str | None, typer.Option("--before", help="Only what came before this time, e.g. 60d; rewards too.")
+        str | None,
+        typer.Option("--before", help="Only what came before this time, e.g. 60d; rewards too."),
     ] = None,
     give_up: Annotated[
         list[str] | None,
@@ -100,7 +119,9 @@ def topics_trim(
     if yes:
         plan.do()
     if form == "json":
-        typer.echo(json.dumps([{**asdict(cut), "removed": yes and cut.removes > 0} for cut in plan.cuts]))
+        typer.echo(
+            json.dumps([{**asdict(cut), "removed": yes and cut.removes > 0} for cut in plan.cuts])
+        )
         return
     typer.echo(format_cuts(plan.cuts))
     todo = [cut for cut in plan.cuts if cut.removes]
@@ -108,4 +129,6 @@ def topics_trim(
     if not todo:
         typer.echo("\nnothing can go")
     else:
-        typer.echo(f"\nremoved {what}" if yes else f"\n{what} would go for ever: say --yes to remove them")
+        typer.echo(
+            f"\nremoved {what}" if yes else f"\n{what} would go for ever: say --yes to remove them"
+        )

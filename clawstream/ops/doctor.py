@@ -13,7 +13,9 @@ from typing import Literal
 from runtime.kafka import Cluster
 from runtime.topics.positions import StoredPosition
 
-Verdict = Literal["ok", "topic made anew", "topic is gone", "beyond the end", "before the start", "unreadable"]
+Verdict = Literal[
+    "ok", "topic made anew", "topic is gone", "beyond the end", "before the start", "unreadable"
+]
 SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadable")
 """With these the process stops (exit code 79) until someone decides."""
 
@@ -45,11 +47,15 @@ class Diagnosis:
             case "before the start":
                 return f"{topic} has lost records that {process} has not read: restore them, {anew}"
             case "unreadable":
-                return f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
+                return (
+                    f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
+                )
 
 
 def judged(
-    position: StoredPosition, topic_ids: Mapping[str, str], ends: Mapping[tuple[str, int], tuple[int, int]]
+    position: StoredPosition,
+    topic_ids: Mapping[str, str],
+    ends: Mapping[tuple[str, int], tuple[int, int]],
 ) -> Diagnosis:
     """Hold a position against today's topics. topic_ids: by name; ends: (topic, partition) to (first, next) offset. Pure."""
     today = topic_ids.get(position.topic)
@@ -76,16 +82,32 @@ def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagn
     topic_ids = cluster.topic_ids(topics)
     ends = {(t, p): pair for t in topic_ids for p, pair in cluster.watermarks(t).items()}
     order = {(p.process, p.place): number for number, p in enumerate(reversed(positions))}
-    listed = sorted(positions, key=lambda p: (-order[p.process, p.place], p.topic, p.topic_id or "", p.partition))
+    listed = sorted(
+        positions,
+        key=lambda p: (-order[p.process, p.place], p.topic, p.topic_id or "", p.partition),
+    )
     return [judged(p, topic_ids, ends) for p in listed]
 
 
 def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
     """A table for the terminal, and what to do below it. Partitions that agree share a line unless `every`."""
-    head = ("PROCESS", "KEPT IN", "TOPIC", "TOPIC ID", "TODAY", "PARTITION", "POSITION", "LOG", "VERDICT")
+    head = (
+        "PROCESS",
+        "KEPT IN",
+        "TOPIC",
+        "TOPIC ID",
+        "TODAY",
+        "PARTITION",
+        "POSITION",
+        "LOG",
+        "VERDICT",
+    )
     lines = [head, *map(_line, _groups(diagnoses, every))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    table = [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
     if not diagnoses:
         return "no process has stored a position yet"

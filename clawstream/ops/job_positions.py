@@ -19,7 +19,11 @@ from stream_jobs.errors import UnreadableJournal, UnreadableStateLog
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
     """What the state log, the reward job's group and every journal say."""
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
-    return [*_assemble(settings, cluster, decoder), *_reward(settings, cluster), *_admit(settings, cluster, decoder)]
+    return [
+        *_assemble(settings, cluster, decoder),
+        *_reward(settings, cluster),
+        *_admit(settings, cluster, decoder),
+    ]
 
 
 def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
@@ -36,12 +40,16 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
                 flaw = str(e)
                 break
         if flaw is not None:
-            yield StoredPosition("assemble", "unreadable state log", topics.assembly, None, partition, at, flaw)
+            yield StoredPosition(
+                "assemble", "unreadable state log", topics.assembly, None, partition, at, flaw
+            )
         elif log.known:
             for topic, topic_id, applied in zip(
                 (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True
             ):
-                yield StoredPosition("assemble", "state log", topic, topic_id, partition, applied + 1)
+                yield StoredPosition(
+                    "assemble", "state log", topic, topic_id, partition, applied + 1
+                )
 
 
 def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
@@ -49,12 +57,18 @@ def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
     rewards = settings.kafka.topics.rewards
     today = cluster.topic_ids([rewards]).get(rewards)
     stored = _assemble(settings, cluster, Decoder(cluster, settings.kafka.topics.schemas))
-    return {p.partition: p.offset for p in stored if (p.topic, p.topic_id, p.flaw) == (rewards, today, None)}
+    return {
+        p.partition: p.offset
+        for p in stored
+        if (p.topic, p.topic_id, p.flaw) == (rewards, today, None)
+    }
 
 
 def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
     """The one process whose position is what its group has committed."""
-    for (topic, partition), offset in sorted(cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()):
+    for (topic, partition), offset in sorted(
+        cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()
+    ):
         yield StoredPosition("reward", "group", topic, None, partition, offset)
 
 
@@ -70,14 +84,22 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
         seen = 0
         if first := first_offset(cluster, journal):
             # Trimmed, so its run is over: admission does not start on it, and needs no candidates any more.
-            yield StoredPosition("admit", f"{named[0]}.{named[1]} is over, trimmed", journal, None, 0, first)
+            yield StoredPosition(
+                "admit", f"{named[0]}.{named[1]} is over, trimmed", journal, None, 0, first
+            )
             continue
         for record in cluster.read_all(journal):
             try:
                 event = journaled_by(decoder, record)
             except UnreadableJournal as e:
                 yield StoredPosition(
-                    "admit", "unreadable journal", journal, None, record.partition, record.offset, str(e)
+                    "admit",
+                    "unreadable journal",
+                    journal,
+                    None,
+                    record.partition,
+                    record.offset,
+                    str(e),
                 )
                 break
             if isinstance(event, Late):
@@ -93,6 +115,13 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
             place = f"{named[0]}.{named[1]}"
             if undecided is not None:
                 yield StoredPosition(
-                    "admit", f"{place} undecided from", topics.candidates, topic_id, partition, undecided
+                    "admit",
+                    f"{place} undecided from",
+                    topics.candidates,
+                    topic_id,
+                    partition,
+                    undecided,
                 )
-            yield StoredPosition("admit", f"{place} decided to", topics.candidates, topic_id, partition, seen)
+            yield StoredPosition(
+                "admit", f"{place} decided to", topics.candidates, topic_id, partition, seen
+            )

@@ -79,7 +79,13 @@ def expected_groups(settings: Settings) -> list[str]:
     """The groups of an installation that runs everything, for the settings' run."""
     prefix, run = settings.kafka.topic_prefix, settings.run_id
     admits = [f"{prefix}-admit.{run}.{channel}" for channel in settings.admit.channels]
-    return [f"{prefix}-assemble", f"{prefix}-reward", *admits, f"{prefix}-trainer.{run}.train", f"{prefix}-lake"]
+    return [
+        f"{prefix}-assemble",
+        f"{prefix}-reward",
+        *admits,
+        f"{prefix}-trainer.{run}.train",
+        f"{prefix}-lake",
+    ]
 
 
 def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, range]:
@@ -105,7 +111,11 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
                 topics.weights,
                 topics.schemas,
             )
-            wanted = [*kept, topics.dead_letters, *(t for t in there if topics.parse_ready_batches(t))]
+            wanted = [
+                *kept,
+                topics.dead_letters,
+                *(t for t in there if topics.parse_ready_batches(t)),
+            ]
         case _:
             wanted = []
     return {t: range(there[t]) for t in wanted if t in there}
@@ -126,7 +136,9 @@ def data_lag(cluster: Cluster, settings: Settings, group: str) -> int:
     return sum(row.records for row in _lag(cluster, settings, [group], SCAN_RECORDS))
 
 
-def _lag(cluster: Cluster, settings: Settings, groups: Iterable[str], scan_records: int) -> list[GroupLag]:
+def _lag(
+    cluster: Cluster, settings: Settings, groups: Iterable[str], scan_records: int
+) -> list[GroupLag]:
     backlogs = _backlogs(cluster, settings, groups)
     _count_records(cluster, backlogs, scan_records)
     rows: dict[tuple[str, str], list[_Backlog]] = {}
@@ -137,7 +149,9 @@ def _lag(cluster: Cluster, settings: Settings, groups: Iterable[str], scan_recor
             group=group,
             topic=topic,
             partitions=len(parts),
-            committed=sum(b.position for b in parts) if any(b.was_committed for b in parts) else None,
+            committed=sum(b.position for b in parts)
+            if any(b.was_committed for b in parts)
+            else None,
             end=sum(b.end for b in parts),
             offsets=sum(b.end - b.position for b in parts),
             records=sum(b.records for b in parts),
@@ -162,7 +176,9 @@ def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> li
         for topic, partition in sorted(wanted or committed.keys()):
             low, high = ends.of(topic)[partition]
             position = committed.get((topic, partition))
-            known = position is not None and position <= high  # past the end: it is of a topic that is no more
+            known = (
+                position is not None and position <= high
+            )  # past the end: it is of a topic that is no more
             start = max(position, low) if position is not None and known else low
             out.append(_Backlog(group, topic, partition, start, high, known, key))
     return out
@@ -180,12 +196,19 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
         return
     codec, deadline = Codec(), time.monotonic() + SCAN_TIMEOUT_S
     ends = {tp: max(b.end for b in bs) for tp, bs in by_partition.items()}
-    reader = cluster.reader("clawstream-lag", {tp: min(b.position for b in bs) for tp, bs in by_partition.items()})
+    reader = cluster.reader(
+        "clawstream-lag", {tp: min(b.position for b in bs) for tp, bs in by_partition.items()}
+    )
     try:
-        while any(reader.positions[tp] < end for tp, end in ends.items()) and time.monotonic() < deadline:
+        while (
+            any(reader.positions[tp] < end for tp, end in ends.items())
+            and time.monotonic() < deadline
+        ):
             for record in reader.poll(2_000, 0.1):
                 for b in by_partition[record.topic, record.partition]:
-                    b.records += b.position <= record.offset < b.end and _counts(codec, record, b.key)
+                    b.records += b.position <= record.offset < b.end and _counts(
+                        codec, record, b.key
+                    )
         for tp, waiting in by_partition.items():
             for b in waiting:
                 unread = b.end - max(b.position, reader.positions[tp])
@@ -196,7 +219,9 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
 
 def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
     """Whether a record is work for a group: no tombstone, no Tick, of the group's key if it has one. Poison is work."""
-    return record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
+    return (
+        record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
+    )
 
 
 def format_lag(rows: Iterable[GroupLag]) -> str:
@@ -217,7 +242,8 @@ def format_lag(rows: Iterable[GroupLag]) -> str:
     widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
     lines = (
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in (head, *body)
     )

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from gateway.durability.blobs import Blobs
 from gateway.durability.log import Message
-from gateway.durability.spool import DAMAGED, HELD, Damage, damaged_in, lock, put_with_damaged, read_segment, set_aside
+from gateway.durability.spool import (
+    DAMAGED,
+    HELD,
+    Damage,
+    damaged_in,
+    lock,
+    put_with_damaged,
+    read_segment,
+    set_aside,
+)
 from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
 from runtime.blob_store import BlobStore
 from runtime.kafka import Cluster
@@ -55,10 +64,14 @@ def drain(
     """
     root, names = settings.spool_dir, _gateways(settings)
     if gateway_id is not None and gateway_id not in names:
-        raise GatewayError(f"no spool of {gateway_id} in {root}: there is {', '.join(names) or 'none'}")
+        raise GatewayError(
+            f"no spool of {gateway_id} in {root}: there is {', '.join(names) or 'none'}"
+        )
     cluster, codec = cluster_of(settings), Codec()
     blobs = Blobs(
-        BlobStore(settings.blob_uri, settings.gateway.blob_options), codec, settings.gateway.produce_timeout_s
+        BlobStore(settings.blob_uri, settings.gateway.blob_options),
+        codec,
+        settings.gateway.produce_timeout_s,
     )
     work = _Work(settings, cluster, codec, blobs, in_lake, check_not_behind)
     for name in names if gateway_id is None else [gateway_id]:
@@ -70,7 +83,9 @@ def drain(
 def damaged(settings: Settings) -> list[Damage]:
     """Segments of all gateways of this spool directory that are kept because some of them can't be read. Raises GatewayError."""
     try:
-        return [found for name in _gateways(settings) for found in damaged_in(settings.spool_dir / name)]
+        return [
+            found for name in _gateways(settings) for found in damaged_in(settings.spool_dir / name)
+        ]
     except OSError as error:
         raise GatewayError(f"spool {settings.spool_dir}: {error}") from error
 
@@ -136,8 +151,13 @@ def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
         try:
             stack.callback(os.close, lock(directory / HELD))
         except SpoolTaken as error:
-            raise SpoolTaken(f"spool {directory} is just being drained by another `clawstream spool drain`") from error
-        paths, runs = [path for name in (HELD, DAMAGED) for path in (directory / name).glob("*.spool")], False
+            raise SpoolTaken(
+                f"spool {directory} is just being drained by another `clawstream spool drain`"
+            ) from error
+        paths, runs = (
+            [path for name in (HELD, DAMAGED) for path in (directory / name).glob("*.spool")],
+            False,
+        )
         try:
             stack.callback(os.close, lock(directory))
             paths += directory.glob("*.spool")

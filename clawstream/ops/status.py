@@ -54,13 +54,19 @@ class Status:
     def is_up(self) -> bool:
         """Whether every process is ready, or has done its work."""
         rows = self.processes.values()
-        return self.supervisor is not None and bool(rows) and all(r["ready"] or r["exit_code"] == 0 for r in rows)
+        return (
+            self.supervisor is not None
+            and bool(rows)
+            and all(r["ready"] or r["exit_code"] == 0 for r in rows)
+        )
 
 
 def processes_of(directory: Path) -> tuple[int | None, Mapping[str, Mapping[str, Any]]]:
     """Return the pid of the supervisor of a data directory, and the rows of its table. What a dead one wrote last counts for nothing."""
     pid = supervisor_of(directory)
-    rows: Mapping[str, Mapping[str, Any]] = read_table(directory).get("processes", {}) if pid is not None else {}
+    rows: Mapping[str, Mapping[str, Any]] = (
+        read_table(directory).get("processes", {}) if pid is not None else {}
+    )
     return pid, rows
 
 
@@ -75,21 +81,38 @@ def progress_of(settings: Settings, cluster: Cluster) -> Progress:
     for event in _events(cluster, decoder, topics.workers, there, DECISIONS):
         if isinstance(event, WorkerStatus) and event.run_id == settings.run_id:
             silent_s = time.time() - event.heartbeat_at / 1e6
-            silent = f", silent for {silent_s:.0f} s" if silent_s > 5 * event.heartbeat_interval_ms / 1000 else ""
-            serving[event.worker_id] = f"{event.state}, {event.weight_version or 'boot weights'}{silent}"
+            silent = (
+                f", silent for {silent_s:.0f} s"
+                if silent_s > 5 * event.heartbeat_interval_ms / 1000
+                else ""
+            )
+            serving[event.worker_id] = (
+                f"{event.state}, {event.weight_version or 'boot weights'}{silent}"
+            )
     batches = admitted = 0
     refused = Counter[str]()
-    for event in _events(cluster, decoder, topics.ready_batches(settings.run_id, "train"), there, DECISIONS):
+    for event in _events(
+        cluster, decoder, topics.ready_batches(settings.run_id, "train"), there, DECISIONS
+    ):
         if isinstance(event, ReadyBatch):
             batches, admitted = batches + 1, admitted + len(event.groups)
         elif isinstance(event, Refused) and event.whole_group:
             refused[event.reason] += 1
     groups = {*cluster.groups()} & {*expected_groups(settings)}
     lag = {group: data_lag(cluster, settings, group) for group in sorted(groups)}
-    return Progress(mine[-1].version_id if mine else None, serving, lag, batches, admitted, dict(refused.most_common()))
+    return Progress(
+        mine[-1].version_id if mine else None,
+        serving,
+        lag,
+        batches,
+        admitted,
+        dict(refused.most_common()),
+    )
 
 
-def _events(cluster: Cluster, decoder: Decoder, topic: str, there: Mapping[str, int], most: int) -> Iterator[Event]:
+def _events(
+    cluster: Cluster, decoder: Decoder, topic: str, there: Mapping[str, int], most: int
+) -> Iterator[Event]:
     """The newest events of a topic with one partition; what can't be read is left out."""
     if topic not in there:
         return

@@ -45,19 +45,27 @@ def wanted(settings: Settings) -> list[str]:
     """Processes to start, in order. Without a model there is nothing to train or serve: only the data part."""
     unknown = set(settings.up.processes) - COMMANDS.keys()
     if unknown:
-        raise SettingsError(f"setting up.processes: {sorted(unknown)} unknown, there are {sorted(COMMANDS)}")
+        raise SettingsError(
+            f"setting up.processes: {sorted(unknown)} unknown, there are {sorted(COMMANDS)}"
+        )
     names = [n for n in COMMANDS if n in settings.up.processes]
     if settings.kafka.bootstrap_servers is not None and "broker" in names:
         names.remove("broker")
     if settings.trainer.model_path is None:
-        names = [n for n in names if n not in NEED_MODEL or (n == "rollout" and settings.rollout.attach_url)]
+        names = [
+            n
+            for n in names
+            if n not in NEED_MODEL or (n == "rollout" and settings.rollout.attach_url)
+        ]
     return names
 
 
 def of_children(settings: Settings) -> Settings:
     """Name the workers of stream jobs, one of each on this machine: started again, they get their partitions back at once."""
     worker = settings.jobs.worker_id or f"up-{socket.gethostname()}"
-    return settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})})
+    return settings.model_copy(
+        update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})}
+    )
 
 
 class Installation:
@@ -69,7 +77,9 @@ class Installation:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
-        self.supervisor = Supervisor(self.settings.data_dir, settings.up.restart_delay_s, settings.up.stop_timeout_s)
+        self.supervisor = Supervisor(
+            self.settings.data_dir, settings.up.restart_delay_s, settings.up.stop_timeout_s
+        )
         self.cluster = cluster_of(settings)
         self._before: bytes | None = None
 
@@ -79,7 +89,10 @@ class Installation:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop what still runs, and let another supervisor have the directory."""
         await self.supervisor.__aexit__(kind, error, trace)
@@ -96,7 +109,11 @@ class Installation:
             )
         for path, before, now in changes(self.settings):
             logger().warning(
-                "setting_changed", setting=path, before=before, now=now, hint="what was written before stays there"
+                "setting_changed",
+                setting=path,
+                before=before,
+                now=now,
+                hint="what was written before stays there",
             )
         try:
             self._before = remember(self.settings)
@@ -111,7 +128,9 @@ class Installation:
         """Start processes by name."""
         settings = of_children(self.settings).model_dump_json().encode()
         for name in names:
-            self.supervisor.start(ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings))
+            self.supervisor.start(
+                ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings)
+            )
 
     async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
         """Wait until the cluster answers, and say so while a broker of our own takes its time.
@@ -134,7 +153,9 @@ class Installation:
     async def _wait_for_own_broker(self, timeout_s: float, say_every_s: float) -> None:
         started = said = time.monotonic()
         log = self.settings.data_dir / "logs" / "broker.log"
-        while not any(node.ready for node in await asyncio.to_thread(status, self.settings.broker_dir)):
+        while not any(
+            node.ready for node in await asyncio.to_thread(status, self.settings.broker_dir)
+        ):
             broker = self.supervisor.table["broker"]
             # One that was killed did nothing wrong, and comes back.
             killed = broker["state"] == "restarting" and broker["exit_code"] in KILLED
@@ -148,7 +169,11 @@ class Installation:
                 said = now
                 hint = "it starts; after an unclean end it reads its logs first"
                 logger().info(
-                    "waiting_for_broker", seconds=round(now - started), state=broker["state"], hint=hint, log=str(log)
+                    "waiting_for_broker",
+                    seconds=round(now - started),
+                    state=broker["state"],
+                    hint=hint,
+                    log=str(log),
                 )
             await asyncio.sleep(0.1)
 
@@ -163,11 +188,16 @@ class Installation:
         while clean < 2:
             if self._broker_is_down:
                 logger().error(
-                    "drain_skipped", what=what, reason="the broker does not run; all is read after the next start"
+                    "drain_skipped",
+                    what=what,
+                    reason="the broker does not run; all is read after the next start",
                 )
                 return False
             try:
-                lags = {g: await asyncio.to_thread(data_lag, self.cluster, self.settings, g) for g in groups}
+                lags = {
+                    g: await asyncio.to_thread(data_lag, self.cluster, self.settings, g)
+                    for g in groups
+                }
                 clean = clean + 1 if not any(lags.values()) else 0
             except KafkaError as e:
                 clean = 0
@@ -182,7 +212,11 @@ class Installation:
     def _broker_is_down(self) -> bool:
         """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag then."""
         broker = self.supervisor.table.get("broker")
-        return broker is not None and broker["state"] != "running" and broker["exit_code"] not in KILLED
+        return (
+            broker is not None
+            and broker["state"] != "running"
+            and broker["exit_code"] not in KILLED
+        )
 
     def _running(self, name: str) -> bool:
         return self.supervisor.table.get(name, {}).get("state") in ("running", "restarting")
@@ -194,7 +228,10 @@ class Installation:
         clean = True
         await self.supervisor.stop("gateway")
         if self._running("assemble"):
-            groups = [f"{prefix}-assemble", *([f"{prefix}-reward"] if self._running("reward") else [])]
+            groups = [
+                f"{prefix}-assemble",
+                *([f"{prefix}-reward"] if self._running("reward") else []),
+            ]
             clean &= await self.drain([*groups, groups[0]], "jobs")
         if self._running("admit"):
             clean &= await self.drain([f"{prefix}-admit.{run}.{c}" for c in channels], "admit")
@@ -248,7 +285,9 @@ async def _start(installation: Installation, names: Sequence[str]) -> None:
     if wrong:
         installation.forget()
         raise SettingsError("\n".join(wrong))
-    down = {n: table[n]["state"] for n in names if not table[n]["ready"] and table[n]["exit_code"] != 0}
+    down = {
+        n: table[n]["state"] for n in names if not table[n]["ready"] and table[n]["exit_code"] != 0
+    }
     if down:
         logger().error("not_all_up", down=down)
     else:

@@ -82,7 +82,9 @@ def _page() -> Iterator[str]:
         yield from _rows(columns)
     yield "## Views\n\nThe other tables have a view with their name and their columns. These views say more or something else:\n"
     for name, columns in of_views().items():
-        yield f"### View {name}\n" + ("\nBesides the columns of the table:\n" if name in _EXTENDED else "")
+        yield f"### View {name}\n" + (
+            "\nBesides the columns of the table:\n" if name in _EXTENDED else ""
+        )
         yield from _rows(columns)
 
 

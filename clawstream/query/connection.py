@@ -54,7 +54,11 @@ _AT_LAST = (
 """In this order, once there is nothing more to be made: each takes away what the one before it needed."""
 
 
-def connect(settings: Settings, versions: Mapping[str, int | None] | None = None, with_comments: bool = False) -> Any:
+def connect(
+    settings: Settings,
+    versions: Mapping[str, int | None] | None = None,
+    with_comments: bool = False,
+) -> Any:
     """A DuckDB connection to the lake of `settings`. Use it itself: its cursors do not see the tables.
 
     versions: table to Delta version, for tables to be read as they were then; None: empty. Raises LakeMissing.
@@ -63,7 +67,9 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
     versions = dict(versions or {})
     unknown = versions.keys() - catalog().keys()
     if unknown:
-        raise LakeMissing(f"no table {', '.join(sorted(unknown))}; there are {', '.join(catalog())}")
+        raise LakeMissing(
+            f"no table {', '.join(sorted(unknown))}; there are {', '.join(catalog())}"
+        )
     absent = {name for name, version in versions.items() if version is None}
     damaged: dict[str, LakeDamaged] = {}
     tables: dict[str, Any] = {}
@@ -73,24 +79,33 @@ def connect(settings: Settings, versions: Mapping[str, int | None] | None = None
         except LakeDamaged as e:
             damaged[name] = e
     if not damaged and all(t is None for t in tables.values()):
-        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+        raise LakeMissing(
+            f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first"
+        )
     return _with_views(tables, damaged, settings.lake.sql_memory_mb, with_comments)
 
 
 def connect_empty() -> Any:
     """A connection to a lake without rows: all tables and views with the columns of this release."""
-    return _with_views(dict.fromkeys(catalog()), {}, LakeSettings().sql_memory_mb, with_comments=True)
+    return _with_views(
+        dict.fromkeys(catalog()), {}, LakeSettings().sql_memory_mb, with_comments=True
+    )
 
 
 def _with_views(
-    tables: Mapping[str, Any], damaged: Mapping[str, LakeDamaged], memory_mb: int, with_comments: bool
+    tables: Mapping[str, Any],
+    damaged: Mapping[str, LakeDamaged],
+    memory_mb: int,
+    with_comments: bool,
 ) -> Any:
     """A connection with the tables, given as datasets (None: empty), and the views, in which nothing can be changed."""
     memory = {"memory_limit": f"{memory_mb}MiB"}
     connection = duckdb.connect(":memory:", config=_AT_CONNECT | memory)
     connection.execute("SET TimeZone = 'UTC'")
     for name, found in tables.items():
-        connection.register(f"{name}_raw", found if found is not None else catalog()[name].arrow([]))
+        connection.register(
+            f"{name}_raw", found if found is not None else catalog()[name].arrow([])
+        )
     for name, why in damaged.items():
         _register_damaged(connection, name, why)
     for name, table in catalog().items():
@@ -99,7 +114,8 @@ def _with_views(
         connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
     if with_comments:
         schemas = {
-            name: t.schema if (t := tables.get(name)) is not None else catalog()[name].schema for name in catalog()
+            name: t.schema if (t := tables.get(name)) is not None else catalog()[name].schema
+            for name in catalog()
         }
         connection.execute(statements(_columns(connection), schemas))
     for statement in _AT_LAST:
@@ -132,7 +148,9 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
         if version is not None:
             check_files(table, name, options)
         found = dataset(table, options)
-        return _widened(found, merged(found.schema, catalog()[name].schema))  # it may be older than the views
+        return _widened(
+            found, merged(found.schema, catalog()[name].schema)
+        )  # it may be older than the views
     except LakeMissing:
         if version is not None:
             raise
@@ -145,7 +163,9 @@ def _widened(found: Any, schema: pa.Schema) -> Any:
         return found.replace_schema(schema)
     except pa.ArrowTypeError:  # takes more columns only; a file's own schema need not fit
         fragments = list(found.get_fragments())
-        return ds.FileSystemDataset(fragments, schema=schema, format=found.format, filesystem=found.filesystem)
+        return ds.FileSystemDataset(
+            fragments, schema=schema, format=found.format, filesystem=found.filesystem
+        )
 
 
 def _times(names: Iterable[str], prefix: str = "") -> str:
@@ -236,7 +256,9 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def batches_of(connection: Any, query: str, rows: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+def batches_of(
+    connection: Any, query: str, rows: int
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """The answer to a query as record batches of so many rows. Raises SqlError, MemoryError; so does the iterator.
 
     A statement that has no result has a schema without fields.

@@ -52,11 +52,18 @@ class Mark:
     note: str | None = None
 
     def __post_init__(self) -> None:
-        if self.quality is None and self.trainable is None and self.tags is None and self.note is None:
+        if (
+            self.quality is None
+            and self.trainable is None
+            and self.tags is None
+            and self.note is None
+        ):
             raise WrongMark("nothing to say: give a quality, trainable, a tag or a note")
         if self.quality is not None and not 0 <= self.quality <= 1:
             raise WrongMark(f"quality: {self.quality:g} is not in [0, 1]")
-        if len(self.tags or ()) > TAGS_MAX or any(not 0 < len(tag) <= NAME_CHARS for tag in self.tags or ()):
+        if len(self.tags or ()) > TAGS_MAX or any(
+            not 0 < len(tag) <= NAME_CHARS for tag in self.tags or ()
+        ):
             raise WrongMark(f"tags: at most {TAGS_MAX}, each of 1 to {NAME_CHARS} characters")
 
     def of(self, target: Target) -> Curation:

@@ -49,7 +49,9 @@ class Ancestry:
         parsed = parse_version(version_id)
         versions = self._versions(parsed.run_id) if parsed is not None else {}
         if version_id not in versions:
-            raise NotInLake(f"the lake has no version {version_id}: versions are named <run>/<sync index>.<attempt>")
+            raise NotInLake(
+                f"the lake has no version {version_id}: versions are named <run>/<sync index>.<attempt>"
+            )
         chain = _chain(versions, version_id)
         batches = self._batches(chain if ancestors else chain[:1])
         members = [m for b in batches for g in b["groups"] for m in g["members"]]
@@ -82,7 +84,9 @@ class Ancestry:
         if not trained:
             return []
         ids, run = _texts(v["version_id"] for v in trained), trained[0]["run_id"]
-        chosen = self._table("some_versions", f"SELECT * FROM lineage_versions WHERE version_id IN ({ids})")
+        chosen = self._table(
+            "some_versions", f"SELECT * FROM lineage_versions WHERE version_id IN ({ids})"
+        )
         groups = self._table(
             "some_groups",
             f"""SELECT g.* FROM groups_raw g WHERE run_id = {_text(run)} AND admitted
@@ -92,7 +96,13 @@ class Ancestry:
         )
         steps: dict[tuple[Any, ...], list[Row]] = {}
         for row in self._steps(run, chosen, groups):
-            place = (row["version_id"], row["batch_seq"], row["group_id"], row["round"], row["trajectory_id"])
+            place = (
+                row["version_id"],
+                row["batch_seq"],
+                row["group_id"],
+                row["round"],
+                row["trajectory_id"],
+            )
             steps.setdefault(place, []).append({name: row[name] for name in _STEP})
         out: dict[tuple[Any, ...], Row] = {}
         for g in self._rows(
@@ -112,7 +122,9 @@ class Ancestry:
                 }
                 for m, reward in zip(g["members"], g["rewards"], strict=True)
             ]  # fmt: skip
-            batch["groups"].append({"group_id": g["group_id"], "round": g["round"], "n": g["n"], "members": members})
+            batch["groups"].append(
+                {"group_id": g["group_id"], "round": g["round"], "n": g["n"], "members": members}
+            )
         return list(out.values())
 
     def _steps(self, run: str, versions: str, groups: str) -> list[Row]:
@@ -127,18 +139,25 @@ class Ancestry:
                      AND o.m.place.partition = t.kafka_partition
                      WHERE t.run_id = {_text(run)} AND t.kafka_offset <= {bounds["last"]}"""
         found = self._table(
-            "some_trajectories", f"SELECT * FROM trajectories_raw t {theirs} AND t.kafka_offset >= {bounds['first']}"
+            "some_trajectories",
+            f"SELECT * FROM trajectories_raw t {theirs} AND t.kafka_offset >= {bounds['first']}",
         )
         # What was sent twice after a crash is in the lake where it lay first, and in the batch where it lay last.
         whole = f"SELECT trajectory_id FROM {found} GROUP BY ALL HAVING count(*) = any_value(parts)"
-        if self._rows(f"SELECT m.trajectory_id FROM {members} WHERE m.trajectory_id NOT IN ({whole}) LIMIT 1"):
+        if self._rows(
+            f"SELECT m.trajectory_id FROM {members} WHERE m.trajectory_id NOT IN ({whole}) LIMIT 1"
+        ):
             more = self._table(
-                "more_trajectories", f"SELECT * FROM trajectories_raw t {theirs} AND t.trajectory_id NOT IN ({whole})"
+                "more_trajectories",
+                f"SELECT * FROM trajectories_raw t {theirs} AND t.trajectory_id NOT IN ({whole})",
             )
             found = self._table(
-                "all_trajectories", f"SELECT * FROM {found} WHERE trajectory_id IN ({whole}) UNION ALL FROM {more}"
+                "all_trajectories",
+                f"SELECT * FROM {found} WHERE trajectory_id IN ({whole}) UNION ALL FROM {more}",
             )
-        (times,) = self._rows(f"SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until FROM {found}")
+        (times,) = self._rows(
+            f"SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until FROM {found}"
+        )
         if times["since"] is None:
             return []
         steps = self._table(
@@ -147,7 +166,9 @@ class Ancestry:
                 AND kafka_timestamp BETWEEN {_time(times["since"])} AND {_time(times["until"])}
                 AND step_id IN (SELECT unnest(steps).step_id FROM {found})""",
         )
-        return self._rows(f"SELECT * FROM ({steps_of(versions, groups, found, steps)}) ORDER BY step_index")
+        return self._rows(
+            f"SELECT * FROM ({steps_of(versions, groups, found, steps)}) ORDER BY step_index"
+        )
 
     # -- to a version
 
@@ -198,7 +219,9 @@ class Ancestry:
             out["verdict"] = "its trajectory has not closed"
         return out
 
-    def trajectory(self, trajectory_id: str, run: str | None = None, only: Iterable[str] | None = None) -> list[Row]:
+    def trajectory(
+        self, trajectory_id: str, run: str | None = None, only: Iterable[str] | None = None
+    ) -> list[Row]:
         """What became of a trajectory, once for each run that has one of that id. only: steps to list. Raises NotInLake."""
         of_run = f"AND run_id = {_text(run)}" if run is not None else ""
         found = self._rows(
@@ -212,11 +235,11 @@ class Ancestry:
                 f"""SELECT count(*) AS n FROM steps_raw WHERE trajectory_key = {_text(key_of_trajectory(trajectory_id))} {of_run}"""
             )
             if named["n"]:
-                why = (
-                    f"{trajectory_id} has not closed: the lake has {named['n']} steps of its key, and no trajectory yet"
-                )
+                why = f"{trajectory_id} has not closed: the lake has {named['n']} steps of its key, and no trajectory yet"
                 raise NotInLake(why)
-            raise NotInLake(f"the lake has no trajectory {trajectory_id}{f' of run {run}' if run else ''}")
+            raise NotInLake(
+                f"the lake has no trajectory {trajectory_id}{f' of run {run}' if run else ''}"
+            )
         return [self._trajectory(trajectory_id, row, only) for row in found]
 
     def _trajectory(self, trajectory_id: str, row: Row, only: Iterable[str] | None) -> Row:
@@ -237,7 +260,9 @@ class Ancestry:
             f"""SELECT revision, trainable, reason, list_sum([r.value FOR r IN rewards IF r.step_id IS NULL]) AS reward
                 FROM candidates_raw WHERE {named} ORDER BY revision"""
         )
-        late = self._rows(f"SELECT revision, missed_batch_seq FROM late_revisions_raw WHERE {named} ORDER BY revision")
+        late = self._rows(
+            f"SELECT revision, missed_batch_seq FROM late_revisions_raw WHERE {named} ORDER BY revision"
+        )
         wanted = set(only) if only is not None else None
         rows = [
             s for s in self._steps(run, "lineage_versions", f"(SELECT * FROM {groups} WHERE admitted)")
@@ -252,7 +277,10 @@ class Ancestry:
             "decisions": decided,
             "late_revisions": late,
             "trained_by": [
-                {n: versions[v][n] for n in ("version_id", "surviving", "first_batch_seq", "last_batch_seq")}
+                {
+                    n: versions[v][n]
+                    for n in ("version_id", "surviving", "first_batch_seq", "last_batch_seq")
+                }
                 | {"descendants": _descendants(versions, v)}
                 for v in by
             ],

@@ -81,7 +81,11 @@ TOKENS = """
 def steps_of(versions: str, groups: str, trajectories: str, steps: str) -> str:
     """The query of `lineage_steps` over relations with the columns of the tables; versions: of `lineage_versions`."""
     return STEPS.format(
-        versions=versions, groups=groups, trajectories=trajectories, steps=steps, sampled_by=_SAMPLED_BY
+        versions=versions,
+        groups=groups,
+        trajectories=trajectories,
+        steps=steps,
+        sampled_by=_SAMPLED_BY,
     )
 
 

@@ -22,7 +22,9 @@ WIDTH_ROWS = 1000
 Row = Sequence[Any]
 
 
-def as_text(names: Sequence[str], rows: Iterable[Row], fmt: Literal["table", "json", "csv"] = "table") -> str:
+def as_text(
+    names: Sequence[str], rows: Iterable[Row], fmt: Literal["table", "json", "csv"] = "table"
+) -> str:
     """Rows as one text."""
     return "".join(_TEXT[fmt](names, rows))
 
@@ -54,11 +56,19 @@ def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
     coming = iter(rows)
     first = list(islice(coming, WIDTH_ROWS))
     cells = [[_cell(v) for v in row] for row in first]
-    widths = [max(len(n), *(len(row[i]) for row in cells)) if cells else len(n) for i, n in enumerate(names)]
-    right = [bool(first) and all(isinstance(row[i], int | float | None) for row in first) for i in range(len(names))]
+    widths = [
+        max(len(n), *(len(row[i]) for row in cells)) if cells else len(n)
+        for i, n in enumerate(names)
+    ]
+    right = [
+        bool(first) and all(isinstance(row[i], int | float | None) for row in first)
+        for i in range(len(names))
+    ]
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+        return "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
+        ).rstrip()
 
     yield f"{line(names)}\n{'  '.join('-' * w for w in widths)}\n"
     count = 0
@@ -134,6 +144,8 @@ class _Counted(io.RawIOBase):
 
 
 def _write_parquet(out: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    with pq.ParquetWriter(pa.PythonFile(_Counted(out), mode="w"), schema, compression="zstd") as writer:
+    with pq.ParquetWriter(
+        pa.PythonFile(_Counted(out), mode="w"), schema, compression="zstd"
+    ) as writer:
         for batch in batches:
             writer.write_batch(batch)

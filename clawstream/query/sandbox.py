@@ -60,7 +60,9 @@ class Answer:
     schema: of the batches; without fields when the statement has no result.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], said: IO[bytes], settings: Settings) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], said: IO[bytes], settings: Settings
+    ) -> None:
         assert process.stdout is not None
         self._process, self._said, self._lake = process, said, settings.lake
         pipe = io.BufferedReader(_Pipe(process.stdout.fileno(), settings.lake.sql_timeout_s))
@@ -131,7 +133,9 @@ def write_sql(
 
 
 @contextmanager
-def answer(settings: Settings, query: str, at: str | None = None, worker: SqlWorker | None = None) -> Iterator[Answer]:
+def answer(
+    settings: Settings, query: str, at: str | None = None, worker: SqlWorker | None = None
+) -> Iterator[Answer]:
     """The answer to a query; its process ends with the context. Raises SqlError here or while it is read.
 
     worker: one that was started before and was not asked yet.

@@ -20,7 +20,9 @@ from runtime.process.child import bonded
 
 for _name in ("pyarrow", "duckdb", "deltalake"):
     if find_spec(_name) is None:
-        raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)  # here, where the caller can say so
+        raise ModuleNotFoundError(
+            f"No module named {_name!r}", name=_name
+        )  # here, where the caller can say so
 
 _COMMAND = (sys.executable, "-P", "-m", "clawstream.query.sandbox_process")
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
@@ -45,13 +47,21 @@ class SqlWorker:
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send the only request."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as stdin:  # why it has ended is told elsewhere
+        with (
+            suppress(BrokenPipeError),
+            self.process.stdin as stdin,
+        ):  # why it has ended is told elsewhere
             stdin.write(json.dumps(request).encode())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.kill()
         self.process.wait()

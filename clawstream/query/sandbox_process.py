@@ -43,7 +43,9 @@ def main() -> None:
         return  # the one who started it has ended before it had a query
     request = json.loads(asked)
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is no part of the answer
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 1
+    )  # whatever a library prints is no part of the answer
     try:
         _answer(Settings.model_validate(request["settings"]), request["query"], request["at"], out)
     except BrokenPipeError:

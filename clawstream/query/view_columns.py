@@ -17,7 +17,9 @@ ASKS = re.compile(r"duckdb_columns|comment", re.IGNORECASE)
 _INDEX = "Index of the step in its trajectory, from 0."
 _PARENT = "Index of the step whose prompt and response this step's prompt starts with; null: none."
 _WHY_UNTRAINABLE = "Why the step or trajectory can't be trained; null: it can."
-_POLICY = "Version of the admission policy that it is judged by; the policy itself is in `run_events`."
+_POLICY = (
+    "Version of the admission policy that it is judged by; the policy itself is in `run_events`."
+)
 _SHARE = "Share of the conditions for training that are met, in [0, 1]."
 _SCORE = "Quality in [0, 1]: a curation's if there is one, else the assessment's; null: not scored."
 _STEP = {
@@ -164,7 +166,9 @@ def described(relation: str, column: str, schemas: Mapping[str, pa.Schema]) -> s
 
 def statements(columns: Iterable[tuple[str, str]], schemas: Mapping[str, pa.Schema]) -> str:
     """SQL that sets the comments of columns, given as (relation, column)."""
-    told = ((relation, column, described(relation, column, schemas)) for relation, column in columns)
+    told = (
+        (relation, column, described(relation, column, schemas)) for relation, column in columns
+    )
     return "; ".join(
         f"COMMENT ON COLUMN {_quoted(relation)}.{_quoted(column)} IS '{_escaped(text)}'"
         for relation, column, text in told

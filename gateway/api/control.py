@@ -26,7 +26,14 @@ from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
 from gateway.proxy.call import Parts
 from schemas.errors import InvalidId
-from schemas.ids import check_trajectory_key, is_unnamed, key_of_step, new_event_id, new_ulid, stable_id
+from schemas.ids import (
+    check_trajectory_key,
+    is_unnamed,
+    key_of_step,
+    new_event_id,
+    new_ulid,
+    stable_id,
+)
 from schemas.records import Channel, Curation, Reward, RewardSource, SessionEvent
 from schemas.settings import GatewaySettings
 
@@ -143,7 +150,9 @@ class Recorder:
         if said.step_id is None:
             _of_one_trajectory(origin.trajectory_key, "step_id")
         event = SessionEvent(
-            event_id=stable_id(origin.run_id, origin.trajectory_key, said.outcome, *filter(None, [said.step_id])),
+            event_id=stable_id(
+                origin.run_id, origin.trajectory_key, said.outcome, *filter(None, [said.step_id])
+            ),
             run_id=origin.run_id,
             trajectory_key=origin.trajectory_key,
             kind=said.outcome,
@@ -165,7 +174,9 @@ class Recorder:
         )
         return [self.reward(origin, reward, "reward"), event]
 
-    def reward(self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None) -> Reward:
+    def reward(
+        self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None
+    ) -> Reward:
         """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable.
 
         Where the gateway made the key a step says which trajectory is meant; with the key as trajectory id the reward is of all of that one.
@@ -229,20 +240,30 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
     try:
         if step_id is not None:
             if not STEP_ID.fullmatch(step_id):
-                raise Unprocessable(f"step_id: {step_id[:80]!r} is not <trajectory>~<ulid>.<choice>", "step_id")
+                raise Unprocessable(
+                    f"step_id: {step_id[:80]!r} is not <trajectory>~<ulid>.<choice>", "step_id"
+                )
             key = key_of_step(step_id)
-            if trajectory_id is not None and trajectory_id != key and not trajectory_id.startswith(f"{key}~"):
+            if (
+                trajectory_id is not None
+                and trajectory_id != key
+                and not trajectory_id.startswith(f"{key}~")
+            ):
                 raise Unprocessable(f"step_id: a step of {key}, not of trajectory_id", "step_id")
             return key
         if trajectory_id is None:
-            raise Unprocessable("trajectory_id: or step_id must say what it is about", "trajectory_id")
+            raise Unprocessable(
+                "trajectory_id: or step_id must say what it is about", "trajectory_id"
+            )
         key, _, ulid = trajectory_id.partition("~")
         if is_unnamed(key) and ULID.fullmatch(ulid):
             return key
         _of_one_trajectory(key, "trajectory_id")
         return check_trajectory_key(trajectory_id)
     except InvalidId as error:
-        raise Unprocessable(str(error), "step_id" if step_id is not None else "trajectory_id") from error
+        raise Unprocessable(
+            str(error), "step_id" if step_id is not None else "trajectory_id"
+        ) from error
 
 
 def _of_one_trajectory(key: str, field: str) -> None:
@@ -275,7 +296,9 @@ def control_routes(parts: Parts) -> APIRouter:
     agent, rewarder, curator = caller_with("agent"), caller_with("reward"), caller_with("curate")
 
     @router.post("/sessions", status_code=201)
-    async def open_session(request: Request, said: OpenSession | None = None, caller: Caller = agent) -> dict[str, str]:
+    async def open_session(
+        request: Request, said: OpenSession | None = None, caller: Caller = agent
+    ) -> dict[str, str]:
         said = said or OpenSession()
         key = said.trajectory_key or header_map(request.scope).get(TRAJECTORY_HEADER) or new_ulid()
         _of_one_trajectory(key, "trajectory_key")
@@ -291,7 +314,11 @@ def control_routes(parts: Parts) -> APIRouter:
         }
 
     async def complete(
-        request: Request, caller: Caller, said: Complete | None, key: str | None = None, group: str | None = None
+        request: Request,
+        caller: Caller,
+        said: Complete | None,
+        key: str | None = None,
+        group: str | None = None,
     ) -> dict[str, str]:
         said = said or Complete()
         if said.reward is not None:
@@ -299,7 +326,9 @@ def control_routes(parts: Parts) -> APIRouter:
         if said.step_id is not None:
             key = target_of(key, said.step_id)
         found = door.origin(caller, header_map(request.scope), key, group)
-        await recorder.record(recorder.ended(replace(found, channel=said.channel or found.channel), said))
+        await recorder.record(
+            recorder.ended(replace(found, channel=said.channel or found.channel), said)
+        )
         return {"status": "ok", "trajectory_key": found.trajectory_key}
 
     @router.post("/sessions/complete")
@@ -317,23 +346,35 @@ def control_routes(parts: Parts) -> APIRouter:
     @router.post("/{trajectory}/{prompt}/complete_trajectory")
     @router.post("/{trajectory}/{prompt}/v1/complete_trajectory")
     async def complete_by_path(
-        request: Request, trajectory: str, prompt: str, said: Complete | None = None, caller: Caller = agent
+        request: Request,
+        trajectory: str,
+        prompt: str,
+        said: Complete | None = None,
+        caller: Caller = agent,
     ) -> dict[str, str]:
         return await complete(request, caller, said, trajectory, prompt)
 
     @router.post("/{trajectory}/{prompt}/register_trajectory")
     @router.post("/{trajectory}/{prompt}/v1/register_trajectory")
     async def register(
-        request: Request, trajectory: str, prompt: str, said: Register | None = None, caller: Caller = agent
+        request: Request,
+        trajectory: str,
+        prompt: str,
+        said: Register | None = None,
+        caller: Caller = agent,
     ) -> dict[str, str]:
         said = said or Register()
         _of_one_trajectory(trajectory, "trajectory_key")
         found = door.origin(caller, header_map(request.scope), trajectory, prompt)
-        await recorder.record([recorder.opened(replace(found, channel=said.channel or found.channel), said)])
+        await recorder.record(
+            [recorder.opened(replace(found, channel=said.channel or found.channel), said)]
+        )
         return {"status": "ok", "trajectory_key": found.trajectory_key}
 
     @router.post("/rewards", status_code=201)
-    async def give_reward(request: Request, said: GiveReward, caller: Caller = rewarder) -> dict[str, str]:
+    async def give_reward(
+        request: Request, said: GiveReward, caller: Caller = rewarder
+    ) -> dict[str, str]:
         if said.value is None and not said.reason:
             raise Unprocessable("reason: says why there is no value, or give a value", "reason")
         key = target_of(said.trajectory_id, said.step_id)

@@ -14,7 +14,10 @@ REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
     "/chat/completions": (["messages"], {"messages": MESSAGES, "n": CHOICES}),
     "/completions": (["prompt"], {"prompt": {}, "n": CHOICES}),
     "/responses": (["input"], {"input": {"type": ["string", "array"]}}),
-    "/messages": (["messages", "max_tokens"], {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}}),
+    "/messages": (
+        ["messages", "max_tokens"],
+        {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}},
+    ),
     "/messages/count_tokens": (["messages"], {"messages": MESSAGES}),
     "/embeddings": (["input"], {"input": {}}),
     "/moderations": (["input"], {"input": {}}),
@@ -30,23 +33,36 @@ def with_model_calls(page: dict[str, Any], tails: Iterable[tuple[str, str]]) -> 
     for method, tail in tails:
         path = f"{tail}{{id}}" if tail.endswith("/") else tail
         for prefix in PREFIXES:
-            page["paths"].setdefault(prefix + path, {})[method.lower()] = _operation(prefix, method, path)
+            page["paths"].setdefault(prefix + path, {})[method.lower()] = _operation(
+                prefix, method, path
+            )
     return page
 
 
 def _operation(prefix: str, method: str, tail: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": f"{method} {tail}",
-        "operationId": f"{method}{prefix}{tail}".replace("/", "_").replace("{", "").replace("}", ""),
+        "operationId": f"{method}{prefix}{tail}".replace("/", "_")
+        .replace("{", "")
+        .replace("}", ""),
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in ("trajectory", "prompt", "id")
             if f"{{{name}}}" in prefix + tail
         ],
         "responses": {
-            "200": {"description": "The engine's reply.", "content": {JSON: {}, "text/event-stream": {}}},
-            "4XX": {"description": "What is wrong, in the protocol's own shape.", "content": {JSON: {}}},
-            "5XX": {"description": "No engine, or nothing could be recorded; try again.", "content": {JSON: {}}},
+            "200": {
+                "description": "The engine's reply.",
+                "content": {JSON: {}, "text/event-stream": {}},
+            },
+            "4XX": {
+                "description": "What is wrong, in the protocol's own shape.",
+                "content": {JSON: {}},
+            },
+            "5XX": {
+                "description": "No engine, or nothing could be recorded; try again.",
+                "content": {JSON: {}},
+            },
         },
     }
     if tail in REQUESTS:

@@ -46,7 +46,10 @@ class Client:
             self._victim.cancel()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._watch.remove_done_callback(self._interrupt)
         victim, self._victim = self._victim, None

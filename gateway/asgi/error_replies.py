@@ -77,7 +77,14 @@ class OpenAIErrors:
     def body(self, error: e.GatewayError) -> bytes:
         kind = kind_of(error)
         return orjson.dumps(
-            {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
+            {
+                "error": {
+                    "message": error.message,
+                    "type": kind.type,
+                    "param": error.param,
+                    "code": kind.code,
+                }
+            }
         )
 
     def engine(self, status: int, body: bytes) -> bytes:

@@ -44,7 +44,9 @@ class Connection(Protocol):
 class Cycle:
     """One request and its reply: an ASGI application's `receive` and `send`."""
 
-    def __init__(self, connection: Connection, scope: Message, keep_alive: bool, asks_to_go_on: bool) -> None:
+    def __init__(
+        self, connection: Connection, scope: Message, keep_alive: bool, asks_to_go_on: bool
+    ) -> None:
         self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
         self._asks_to_go_on = asks_to_go_on
         self._happened = asyncio.Event()
@@ -146,7 +148,9 @@ class Cycle:
         elif self.complete or not self.started:
             raise RuntimeError(f"{message['type']} out of its order")
         else:
-            self._body(connection.transport, message.get("body", b""), message.get("more_body", False))
+            self._body(
+                connection.transport, message.get("body", b""), message.get("more_body", False)
+            )
 
     def _begin(self, status: int, said: Any) -> None:
         if self.started:
@@ -176,7 +180,9 @@ class Cycle:
             self._left = None
         elif self._chunked:
             if data:
-                transport.writelines((b"%x\r\n" % len(data), data, b"\r\n" if more else b"\r\n0\r\n\r\n"))
+                transport.writelines(
+                    (b"%x\r\n" % len(data), data, b"\r\n" if more else b"\r\n0\r\n\r\n")
+                )
             elif not more:
                 transport.write(b"0\r\n\r\n")
         elif data:
@@ -201,6 +207,10 @@ def head_of(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         parts += (name, b": ", value, b"\r\n")
     parts.append(b"\r\n")
     head = b"".join(parts)
-    if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2 or b"\0" in head:
+    if (
+        head.count(b"\n") != len(headers) + 2
+        or head.count(b"\r") != len(headers) + 2
+        or b"\0" in head
+    ):
         raise RuntimeError("a line break or a null within a header")
     return head

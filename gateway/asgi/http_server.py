@@ -92,9 +92,13 @@ class ServerConnection(asyncio.Protocol):
         self._reading: Cycle | None = None
         self._serving: Cycle | None = None
         self._waiting: deque[Cycle] = deque()
-        self._in_head = self._idle = self._awaited = self._paused = self._upgrades = self._closing = False
+        self._in_head = self._idle = self._awaited = self._paused = self._upgrades = (
+            self._closing
+        ) = False
         self._began_s = 0.0
-        self._received = self._quiet = 0  # bytes of the body; bytes since the parser last gave something
+        self._received = self._quiet = (
+            0  # bytes of the body; bytes since the parser last gave something
+        )
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._asks_to_go_on = False
@@ -154,7 +158,11 @@ class ServerConnection(asyncio.Protocol):
             return self._without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            self._refuse(cause if isinstance(cause, GatewayError) else BadRequest("the request's target is no URL"))
+            self._refuse(
+                cause
+                if isinstance(cause, GatewayError)
+                else BadRequest("the request's target is no URL")
+            )
         except httptools.HttpParserError as error:
             where = "body" if self._reading is not None else None
             self._refuse(BadRequest(f"{where or 'the request'}: not HTTP/1.1: {error}", where))
@@ -198,7 +206,10 @@ class ServerConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         parser, headers, self._in_head = self._parser, self._headers, False
-        if self._quiet > MAX_HEAD and sum(len(n) + len(v) + 4 for n, v in headers) + len(self._url) > MAX_HEAD:
+        if (
+            self._quiet > MAX_HEAD
+            and sum(len(n) + len(v) + 4 for n, v in headers) + len(self._url) > MAX_HEAD
+        ):
             raise _too_large()
         self._quiet = 0
         if parser.should_upgrade():
@@ -255,12 +266,18 @@ class ServerConnection(asyncio.Protocol):
 
     def _without_upgrade(self) -> bytes:
         """The head again, without its offer to speak another protocol; to a parser that has not heard it."""
-        method, self._parser, self._upgrades = self._parser.get_method(), httptools.HttpRequestParser(self), False
+        method, self._parser, self._upgrades = (
+            self._parser.get_method(),
+            httptools.HttpRequestParser(self),
+            False,
+        )
         lines = [method + b" " + self._url + b" HTTP/1.1"]
         for name, value in self._headers:
             if name in CONNECTION:
                 value = b",".join(
-                    t for t in value.split(b",") if t.strip().lower() not in (b"upgrade", b"http2-settings")
+                    t
+                    for t in value.split(b",")
+                    if t.strip().lower() not in (b"upgrade", b"http2-settings")
                 )
             if name != b"http2-settings":
                 lines.append(name + b": " + value)
@@ -293,7 +310,9 @@ class ServerConnection(asyncio.Protocol):
         elif self._serving is None:
             if self.transport is not None:
                 reply = reply_of(error)
-                self.transport.write(head_of(reply.status, [*reply.headers, (b"connection", b"close")]) + reply.body)
+                self.transport.write(
+                    head_of(reply.status, [*reply.headers, (b"connection", b"close")]) + reply.body
+                )
             self._close()
 
     # -- one request after the other
@@ -339,7 +358,9 @@ class ServerConnection(asyncio.Protocol):
     def flow(self) -> None:
         """Read on, unless somebody has to catch up."""
         reading = self._reading
-        full = bool(self._waiting) or (reading is not None and reading.held > READ_AHEAD and not reading.complete)
+        full = bool(self._waiting) or (
+            reading is not None and reading.held > READ_AHEAD and not reading.complete
+        )
         if full != self._paused and self.transport is not None:
             self._paused = full
             if full:
@@ -352,7 +373,9 @@ class ServerConnection(asyncio.Protocol):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        if (self._parser is None or self._reading is not None or self._in_head) and transport.can_write_eof():
+        if (
+            self._parser is None or self._reading is not None or self._in_head
+        ) and transport.can_write_eof():
             self._parser, self._quiet, self._closing = None, 0, True
             if self._paused:
                 self._paused = False

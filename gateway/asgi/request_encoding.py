@@ -44,7 +44,10 @@ class _Decoded:
             message = await self._receive()
             if message["type"] != "http.request":
                 return message
-            self._waiting, self._whole = message.get("body", b""), not message.get("more_body", False)
+            self._waiting, self._whole = (
+                message.get("body", b""),
+                not message.get("more_body", False),
+            )
         try:
             piece = self._inflater.decompress(self._waiting, PIECE)
         except zlib.error as error:

@@ -44,5 +44,7 @@ def data_of(event: bytes) -> bytes | None:
     """The data of an event; None for a comment or an event without data. Several data lines are joined, as the standard says."""
     if event.startswith(b"data: ") and event.find(b"\n") >= len(event.rstrip(b"\r\n")):
         return event[6:].rstrip(b"\r\n")
-    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    lines = [
+        line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")
+    ]
     return b"\n".join(lines) if lines else None

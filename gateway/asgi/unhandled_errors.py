@@ -35,11 +35,20 @@ class Unforeseen:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception as error:  # the outermost: behind it is the server, which would log the message
+        except (
+            Exception
+        ) as error:  # the outermost: behind it is the server, which would log the message
             if scope["type"] != "http":
                 raise
-            places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]
-            logger().error("request_failed", path=scope["path"], error=type(error).__name__, at=places[-PLACES:])
+            places = [
+                f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)
+            ]
+            logger().error(
+                "request_failed",
+                path=scope["path"],
+                error=type(error).__name__,
+                at=places[-PLACES:],
+            )
             if started:  # the server breaks the connection off
                 raise GatewayError("internal error within a reply") from None
             await send_reply(send, reply_of(GatewayError("internal error, see the gateway's log")))

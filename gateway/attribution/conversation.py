@@ -33,13 +33,21 @@ def _pieces(content: Any) -> Iterator[str]:
         for block in content:
             if isinstance(block, str):
                 yield block
-            elif isinstance(block, dict) and block.get("type") in TEXT_TYPES and isinstance(block.get("text"), str):
+            elif (
+                isinstance(block, dict)
+                and block.get("type") in TEXT_TYPES
+                and isinstance(block.get("text"), str)
+            ):
                 yield block["text"]
 
 
 def text_of(content: Any, most: int | None = None) -> str:
     """All text of a content, a line break between blocks; of each block the first `most` characters."""
-    return content[:most] if isinstance(content, str) else "\n".join(piece[:most] for piece in _pieces(content))
+    return (
+        content[:most]
+        if isinstance(content, str)
+        else "\n".join(piece[:most] for piece in _pieces(content))
+    )
 
 
 def system_text(said: Mapping[str, Any], most: int | None = None) -> str:
@@ -53,7 +61,9 @@ def system_text(said: Mapping[str, Any], most: int | None = None) -> str:
 
 
 def _of_user(found: Iterable[Any]) -> Any:
-    return next((t for t in found if isinstance(t, dict) and t.get("role") == "user"), {}).get("content")
+    return next((t for t in found if isinstance(t, dict) and t.get("role") == "user"), {}).get(
+        "content"
+    )
 
 
 def first_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
@@ -84,7 +94,9 @@ def first_user_turn(said: Mapping[str, Any]) -> bytes:
             content = "\n".join(texts)
         else:
             content = [
-                {k: v for k, v in block.items() if k != "cache_control"} if isinstance(block, dict) else block
+                {k: v for k, v in block.items() if k != "cache_control"}
+                if isinstance(block, dict)
+                else block
                 for block in content
             ]
     if isinstance(content, str):

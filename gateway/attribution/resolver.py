@@ -61,7 +61,9 @@ class Caller:
 
     def may(self, scope: Scope) -> bool:
         """Whether it has the scope. A session key has scope agent."""
-        return self.unbound or (scope == "agent" if self.key is None or self.session else self.key.may(scope))
+        return self.unbound or (
+            scope == "agent" if self.key is None or self.session else self.key.may(scope)
+        )
 
     @property
     def name(self) -> str | None:
@@ -92,7 +94,9 @@ class Door:
         self._sessions = SessionKeys(secret_of(settings))
         if self._required and not self._keys:
             logger().warning(
-                "no_api_keys", file=str(settings.api_keys_file), do="clawstream keys create, or gateway.auth=open"
+                "no_api_keys",
+                file=str(settings.api_keys_file),
+                do="clawstream keys create, or gateway.auth=open",
             )
 
     # -- who
@@ -124,19 +128,24 @@ class Door:
         if token is None:
             if self._required:
                 raise WrongKey(
-                    "this gateway needs an API key: as Authorization: Bearer, x-api-key or api-key", "authorization"
+                    "this gateway needs an API key: as Authorization: Bearer, x-api-key or api-key",
+                    "authorization",
                 )
             return NOBODY
         digest = digest_of(token)
         if token.startswith(api_keys.PREFIX):
             key = self._keys.by_digest(digest)
             if key is None:
-                raise WrongKey("this API key is not known here, was revoked or has expired", "authorization")
+                raise WrongKey(
+                    "this API key is not known here, was revoked or has expired", "authorization"
+                )
             return Caller(digest, key, None, not self._required)
         if token.startswith(PREFIX):
             return self._session_caller(token, digest)
         if self._required:
-            raise WrongKey("this is no key of this gateway: see clawstream keys create", "authorization")
+            raise WrongKey(
+                "this is no key of this gateway: see clawstream keys create", "authorization"
+            )
         return Caller(digest, None, None, unbound=True)
 
     def _session_caller(self, token: str, digest: bytes) -> Caller:
@@ -145,9 +154,14 @@ class Door:
         if session.key_id is not None:
             key = self._keys.by_id(session.key_id)
             if key is None:
-                raise WrongKey("the API key that opened this session was revoked or has expired", "authorization")
+                raise WrongKey(
+                    "the API key that opened this session was revoked or has expired",
+                    "authorization",
+                )
         elif self._required:
-            raise WrongKey("this session was opened without an API key: open it anew", "authorization")
+            raise WrongKey(
+                "this session was opened without an API key: open it anew", "authorization"
+            )
         return Caller(digest, key, session.origin, not self._required)
 
     # -- where
@@ -193,13 +207,18 @@ class Door:
         session = caller.session
         key = key or headers.get(TRAJECTORY_HEADER)
         group = group or _utf8(headers.get(GROUP_HEADER))
-        channel = channel_of(headers.get(CHANNEL_HEADER)) or (session.channel if session is not None else None)
+        channel = channel_of(headers.get(CHANNEL_HEADER)) or (
+            session.channel if session is not None else None
+        )
         if session is not None:
             key = key or session.trajectory_key
             if key == session.trajectory_key:
                 group = group or session.group_id
             elif not caller.unbound:
-                raise Forbidden(f"this session key is for trajectory {session.trajectory_key!r} only", "trajectory_key")
+                raise Forbidden(
+                    f"this session key is for trajectory {session.trajectory_key!r} only",
+                    "trajectory_key",
+                )
         if key is None:
             if said is None:
                 raise BadRequest(
@@ -236,7 +255,11 @@ class Door:
                 broken = False
             except KeysUnreadable as error:
                 if not broken:
-                    logger().error("api_keys_unreadable", error=str(error), do="the keys read before still hold")
+                    logger().error(
+                        "api_keys_unreadable",
+                        error=str(error),
+                        do="the keys read before still hold",
+                    )
                 broken = True
 
 

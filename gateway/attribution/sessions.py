@@ -93,12 +93,18 @@ class SessionKeys:
         """What the key says. Raises WrongKey."""
         payload, _, signature = key.removeprefix(PREFIX).partition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
-            raise WrongKey("this session key was not minted here: POST /sessions gives one", "authorization")
+            raise WrongKey(
+                "this session key was not minted here: POST /sessions gives one", "authorization"
+            )
         try:
             said = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-            return Session(Origin(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a"))
+            return Session(
+                Origin(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a")
+            )
         except (binascii.Error, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise WrongKey("the session key is signed by us but unreadable: mint a new one", "authorization") from error
+            raise WrongKey(
+                "the session key is signed by us but unreadable: mint a new one", "authorization"
+            ) from error
 
     def _sign(self, payload: str) -> str:
         return _b64(hmac.digest(self._secret, payload.encode(), hashlib.sha256))
@@ -126,7 +132,9 @@ def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
     """Who guesses the secret makes session keys of any run."""
     size = len(secret.strip())
     if size < SECRET_BYTES:
-        raise SettingsError(f"{where}: {size} bytes, it must have at least {SECRET_BYTES}. {what_to_do}")
+        raise SettingsError(
+            f"{where}: {size} bytes, it must have at least {SECRET_BYTES}. {what_to_do}"
+        )
     return secret
 
 

@@ -16,7 +16,9 @@ from gateway.attribution.conversation import first_user_text, last_user_text, sy
 from schemas.records import Tag
 
 Name = Literal["sub_agent", "title", "compaction", "summary"]
-Where = Literal["system prompt", "anywhere in the system prompt", "first user turn", "last user turn"]
+Where = Literal[
+    "system prompt", "anywhere in the system prompt", "first user turn", "last user turn"
+]
 LOOKED_AT = 2000
 """Characters at the start of a block in which an agent puts its instruction. Further in, words may be those of a user's own files."""
 MAX_VALUE = 100
@@ -48,7 +50,9 @@ HEADERS = (
     HeaderSign("claude-code", "x-claude-code-request-class", "workflow", "sub_agent"),
     HeaderSign("claude-code", "x-claude-code-request-class", "compaction", "compaction"),
     HeaderSign("claude-code", "x-claude-code-compaction", None, "compaction"),
-    HeaderSign("codex", "x-openai-subagent", "compact", "compaction"),  # codex-rs/core, session sources
+    HeaderSign(
+        "codex", "x-openai-subagent", "compact", "compaction"
+    ),  # codex-rs/core, session sources
     HeaderSign("codex", "x-openai-subagent", "memory_consolidation", "summary"),
     HeaderSign(
         "codex", "x-openai-subagent", None, "sub_agent"
@@ -63,29 +67,61 @@ CODEX_KINDS: Mapping[str, Name] = {"compaction": "compaction", "memory": "summar
 """`request_kind` of codex's turn metadata, codex-rs/core."""
 
 PROMPTS = (
-    PromptSign("claude-code", "system prompt", "cc_is_subagent=true", "sub_agent"),  # measured: its billing block
+    PromptSign(
+        "claude-code", "system prompt", "cc_is_subagent=true", "sub_agent"
+    ),  # measured: its billing block
     PromptSign(
         "claude-code", "system prompt", "Generate a concise, sentence-case title", "title"
     ),  # session title, 2.x
-    PromptSign("claude-code", "system prompt", "indicates a new conversation topic", "title"),  # topic and title, 1.x
-    PromptSign("claude-code", "system prompt", "tasked with summarizing conversations", "compaction"),  # 1.x and 2.x
     PromptSign(
-        "claude-code", "last user turn", "Your task is to create a detailed summary of", "compaction"
+        "claude-code", "system prompt", "indicates a new conversation topic", "title"
+    ),  # topic and title, 1.x
+    PromptSign(
+        "claude-code", "system prompt", "tasked with summarizing conversations", "compaction"
+    ),  # 1.x and 2.x
+    PromptSign(
+        "claude-code",
+        "last user turn",
+        "Your task is to create a detailed summary of",
+        "compaction",
     ),  # /compact
-    PromptSign("claude-code", "last user turn", "The user stepped away and is coming back.", "summary"),  # recap, 2.x
-    PromptSign("codex", "last user turn", "CONTEXT CHECKPOINT COMPACTION", "compaction"),  # core/templates/compact
+    PromptSign(
+        "claude-code", "last user turn", "The user stepped away and is coming back.", "summary"
+    ),  # recap, 2.x
+    PromptSign(
+        "codex", "last user turn", "CONTEXT CHECKPOINT COMPACTION", "compaction"
+    ),  # core/templates/compact
     PromptSign("codex", "system prompt", "CONTEXT CHECKPOINT COMPACTION", "compaction"),
-    PromptSign("opencode", "system prompt", "You are a title generator", "title"),  # agent/prompt/title.txt
-    PromptSign("opencode", "first user turn", "Generate a title for this conversation:", "title"),  # session/prompt.ts
-    PromptSign("opencode", "system prompt", "anchored context summarization assistant", "compaction"),  # compaction.txt
-    PromptSign("opencode", "system prompt", "tasked with summarizing conversations", "compaction"),  # its older wording
-    PromptSign("opencode", "system prompt", "Summarize what was done in this conversation", "summary"),  # summary.txt
-    PromptSign("openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"),  # measured, 2026.9.6
-    PromptSign("openclaw", "anywhere in the system prompt", "You are a **subagent** spawned by", "sub_agent"),  # before
+    PromptSign(
+        "opencode", "system prompt", "You are a title generator", "title"
+    ),  # agent/prompt/title.txt
+    PromptSign(
+        "opencode", "first user turn", "Generate a title for this conversation:", "title"
+    ),  # session/prompt.ts
+    PromptSign(
+        "opencode", "system prompt", "anchored context summarization assistant", "compaction"
+    ),  # compaction.txt
+    PromptSign(
+        "opencode", "system prompt", "tasked with summarizing conversations", "compaction"
+    ),  # its older wording
+    PromptSign(
+        "opencode", "system prompt", "Summarize what was done in this conversation", "summary"
+    ),  # summary.txt
+    PromptSign(
+        "openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"
+    ),  # measured, 2026.9.6
+    PromptSign(
+        "openclaw",
+        "anywhere in the system prompt",
+        "You are a **subagent** spawned by",
+        "sub_agent",
+    ),  # before
     PromptSign(
         "openclaw", "system prompt", "You are a context summarization assistant", "compaction"
     ),  # its compaction
-    PromptSign("openclaw", "last user turn", "generate a short 1-2 word filename slug", "title"),  # session memory file
+    PromptSign(
+        "openclaw", "last user turn", "generate a short 1-2 word filename slug", "title"
+    ),  # session memory file
 )
 
 
@@ -97,7 +133,11 @@ def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, .
     found: dict[str, str] = {}
     seen: set[str] = set()
     for sign in HEADERS:
-        value = headers.get(sign.header) if sign.harness == harness and sign.header not in seen else None
+        value = (
+            headers.get(sign.header)
+            if sign.harness == harness and sign.header not in seen
+            else None
+        )
         if value and sign.value in (None, value):
             seen.add(sign.header)
             found.setdefault(sign.name, f"header {sign.header}: {value[:MAX_VALUE]}")

@@ -56,7 +56,9 @@ class ApiKey(BaseModel):
     @property
     def limited(self) -> bool:
         """Whether it has any limit."""
-        return any(v is not None for v in (self.calls_per_minute, self.calls_at_once, self.tokens_per_day))
+        return any(
+            v is not None for v in (self.calls_per_minute, self.calls_at_once, self.tokens_per_day)
+        )
 
     @property
     def key_id(self) -> str:
@@ -86,7 +88,9 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise KeysUnreadable(f"API keys {path}: {error}. Check gateway.api_keys_file and its owner") from error
+        raise KeysUnreadable(
+            f"API keys {path}: {error}. Check gateway.api_keys_file and its owner"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "(all)"
@@ -151,7 +155,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
-    write_durably(path, _File(keys=keys).model_dump_json(indent=1, exclude_none=True).encode(), 0o600)
+    write_durably(
+        path, _File(keys=keys).model_dump_json(indent=1, exclude_none=True).encode(), 0o600
+    )
 
 
 class KeyRing:
@@ -175,12 +181,18 @@ class KeyRing:
         except FileNotFoundError:
             seen = None
         except OSError as error:
-            raise KeysUnreadable(f"API keys {self._path}: {error}. Check gateway.api_keys_file") from error
+            raise KeysUnreadable(
+                f"API keys {self._path}: {error}. Check gateway.api_keys_file"
+            ) from error
         if seen == self._seen:
             return False
         keys = read_keys(self._path)
         by_digest, by_id = {bytes.fromhex(k.sha256): k for k in keys}, {k.key_id: k for k in keys}
-        self._by_digest, self._by_id, self._seen = by_digest, by_id, seen  # at once: a gateway reloads in a thread
+        self._by_digest, self._by_id, self._seen = (
+            by_digest,
+            by_id,
+            seen,
+        )  # at once: a gateway reloads in a thread
         return True
 
     def by_digest(self, digest: bytes) -> ApiKey | None:

@@ -63,7 +63,9 @@ def listing(settings: Settings) -> str:
         for k in keys
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _day(seconds: int | None) -> str:

@@ -78,7 +78,9 @@ class KeyLimits:
             use.calls = min(float(rate), use.calls + (now - use.filled_s) * rate / 60)
             use.filled_s = now
             if use.calls < 1:
-                raise _limited(key, f"calls_per_minute={rate}", math.ceil((1 - use.calls) * 60 / rate))
+                raise _limited(
+                    key, f"calls_per_minute={rate}", math.ceil((1 - use.calls) * 60 / rate)
+                )
             use.calls -= 1
         use.in_flight += 1
         return use
@@ -91,7 +93,9 @@ def tokens_of(steps: Sequence[Step]) -> int:
     usage = steps[0].usage
     if usage is not None and usage.prompt_tokens is not None:
         return usage.prompt_tokens + (usage.completion_tokens or 0)
-    return (len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)) // 4
+    return (
+        len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)
+    ) // 4
 
 
 def tokens_of_reply(body: bytes) -> int:
@@ -105,9 +109,13 @@ def tokens_of_reply(body: bytes) -> int:
         return 0
     said = said.get("usage") if isinstance(said, dict) else None
     usage = usage_of(said)
-    if usage is not None and (usage.prompt_tokens is not None or usage.completion_tokens is not None):
+    if usage is not None and (
+        usage.prompt_tokens is not None or usage.completion_tokens is not None
+    ):
         return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-    usage = usage_of({"prompt_tokens": said.get("total_tokens")}) if isinstance(said, dict) else None
+    usage = (
+        usage_of({"prompt_tokens": said.get("total_tokens")}) if isinstance(said, dict) else None
+    )
     return usage.prompt_tokens or 0 if usage is not None else 0
 
 

@@ -99,8 +99,11 @@ class Captured:
             return None
         return Usage(
             prompt_tokens=sum(map(len, self._prompts.values())) // 4,
-            cached_tokens=sum(self._cached.values()) if self._cached.keys() == self._prompts.keys() else None,
-            completion_tokens=sum(len(ids) for told in self._choices.values() for ids in told.ids) // 4,
+            cached_tokens=sum(self._cached.values())
+            if self._cached.keys() == self._prompts.keys()
+            else None,
+            completion_tokens=sum(len(ids) for told in self._choices.values() for ids in told.ids)
+            // 4,
         )
 
     def tokens(self, index: int, request: Request) -> Tokens:
@@ -108,7 +111,9 @@ class Captured:
         if self.wrong is not None:
             return Tokens(absent=f"the engine's account of the tokens is unreadable: {self.wrong}")
         generations = max(len(self._prompts), len(self._why))
-        if generations > request.prompts:  # tools that run in the engine: their turns are no single sequence
+        if (
+            generations > request.prompts
+        ):  # tools that run in the engine: their turns are no single sequence
             return Tokens(absent=f"{generations} generations for {request.prompts} prompts")
         place = divmod(index, request.n // request.prompts)
         prompt, told = self._prompts.get(place[0]), self._choices.get(place)

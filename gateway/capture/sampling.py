@@ -11,7 +11,14 @@ from typing import Any
 
 from schemas.records import Sampling
 
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What vLLM's `structured_outputs` may hold."""
 FORMATS = ("json_object", "json_schema", "structural_tag")
@@ -21,7 +28,9 @@ LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
 
 def asked_for(said: Mapping[str, Any]) -> Sampling:
     """The parameters that a request names, in any protocol."""
-    numbers: dict[str, Any] = {name: float(said[name]) for name in NUMBERS if _is_number(said.get(name))}
+    numbers: dict[str, Any] = {
+        name: float(said[name]) for name in NUMBERS if _is_number(said.get(name))
+    }
     top_k = said.get("top_k")
     return Sampling(
         source="request",
@@ -38,7 +47,8 @@ def _is_number(value: object) -> bool:
 def _constraints(said: Mapping[str, Any]) -> list[str]:
     text, structured = _object(said.get("text")), _object(said.get("structured_outputs"))
     formats = [
-        _object(f).get("type") for f in (said.get("response_format"), text.get("format"), said.get("output_format"))
+        _object(f).get("type")
+        for f in (said.get("response_format"), text.get("format"), said.get("output_format"))
     ]
     found = [kind for kind in FORMATS if kind in formats]
     found += [name for name in STRUCTURED if structured.get(name) is not None and name not in found]

@@ -49,7 +49,12 @@ class Engine:
 
 
 def steps_of(
-    call: Call, answer: Answer, captured: Captured, engine: Engine, status: StepStatus, finished_at: int
+    call: Call,
+    answer: Answer,
+    captured: Captured,
+    engine: Engine,
+    status: StepStatus,
+    finished_at: int,
 ) -> list[Step]:
     """One step per choice. finished_at: microseconds. A choice that the engine itself cut short is an error whatever `status` says."""
     choices = answer.choices
@@ -57,7 +62,10 @@ def steps_of(
         choices = tuple(
             replace(choice, index=at) for at, choice in enumerate(choices)
         )  # some providers number all of them 0
-    steps = [_step(call, choice, captured, engine, status, answer.model or "", finished_at) for choice in choices]
+    steps = [
+        _step(call, choice, captured, engine, status, answer.model or "", finished_at)
+        for choice in choices
+    ]
     return _with_usage(steps, merged(captured.usage(), answer.usage))
 
 
@@ -67,7 +75,8 @@ def unreadable_steps(
     """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
     return _with_usage(
-        [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices], captured.usage()
+        [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices],
+        captured.usage(),
     )
 
 
@@ -77,7 +86,9 @@ def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
         return steps
     made = []
     for at, step in enumerate(steps):
-        absent = "; ".join(filter(None, (step.tokens_absent_reason, f"unread reply: {unread.reason}")))
+        absent = "; ".join(
+            filter(None, (step.tokens_absent_reason, f"unread reply: {unread.reason}"))
+        )
         kept = step.response_json if at else unread.beside(step.response_json)
         made.append(replace(step, tokens_absent_reason=absent, response_json=kept))
     return made
@@ -146,4 +157,6 @@ def _step(
 def had_text(step: Step) -> bool:
     """Whether the client got anything of a choice whose tokens are not known."""
     said = orjson.loads(step.response_json)
-    return step.response_token_ids is None and any(value for name, value in said.items() if name != "role")
+    return step.response_token_ids is None and any(
+        value for name, value in said.items() if name != "role"
+    )

@@ -51,7 +51,11 @@ class EventStream:
             self._held.append(piece)
             return b""
         events = self._splitter.feed(piece)
-        out = self._event(events[0]) if len(events) == 1 else b"".join([self._event(e) for e in events])
+        out = (
+            self._event(events[0])
+            if len(events) == 1
+            else b"".join([self._event(e) for e in events])
+        )
         if len(self._splitter.rest) > MAX_EVENT:
             self._give_up()
         return out
@@ -111,7 +115,9 @@ class EventStream:
         unfinished = self._fold.unfinished()
         if self.failure is None and not self.ended and unfinished and not self.unread:
             self.fail(
-                UpstreamFailed(f"the engine closed the stream before its end: {unfinished} choices had not ended")
+                UpstreamFailed(
+                    f"the engine closed the stream before its end: {unfinished} choices had not ended"
+                )
             )
 
     def fail(self, error: GatewayError) -> None:

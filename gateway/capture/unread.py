@@ -44,7 +44,9 @@ class Unread:
             text, encoding = kept.decode(), "utf-8"
         except UnicodeDecodeError:
             text, encoding = kept.decode("latin-1"), "latin-1"
-        self._entries.append({"reason": reason, "encoding": encoding, "bytes": text, "size_bytes": len(data)})
+        self._entries.append(
+            {"reason": reason, "encoding": encoding, "bytes": text, "size_bytes": len(data)}
+        )
 
     def beside(self, message_json: bytes) -> bytes:
         """A step's message with the unread parts in it."""

@@ -27,7 +27,15 @@ from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import Captured
 from gateway.capture.steps import BROKEN_OFF
 from gateway.claw_r1.reward import ComputeReward, Judge, TextOf
-from gateway.claw_r1.steps import Placed, StepPayload, Submission, TokenId, in_order, misplaced, step_of
+from gateway.claw_r1.steps import (
+    Placed,
+    StepPayload,
+    Submission,
+    TokenId,
+    in_order,
+    misplaced,
+    step_of,
+)
 from gateway.claw_r1.steps import Request as SubmitRequest
 from gateway.durability.record_writer import Event
 from gateway.engines.registry import Worker
@@ -51,7 +59,9 @@ THREAD_BYTES = 1 << 14
 """Larger submissions are read on a thread: 1 MB of ids takes 20 ms, 16 KB of tiny steps as long."""
 PREFIX_IDS = 128
 """Calls whose prompts begin with the same ids go to the same engine, which has them in its cache."""
-OURS = frozenset({"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"})
+OURS = frozenset(
+    {"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"}
+)
 """Not a sampling parameter of POST /generate, which gives one whole reply."""
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 """Claw-R1's. Said to the engine, for a model may bring defaults of its own."""
@@ -92,17 +102,30 @@ def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
     def inline(value: Any) -> Any:
         if isinstance(value, dict):
             ref = value.get("$ref")
-            return inline(named[ref.rpartition("/")[2]]) if ref else {k: inline(v) for k, v in value.items()}
+            return (
+                inline(named[ref.rpartition("/")[2]])
+                if ref
+                else {k: inline(v) for k, v in value.items()}
+            )
         return [inline(v) for v in value] if isinstance(value, list) else value
 
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": inline(schema)}},
+        }
+    }
 
 
 def seed_routes(parts: Parts) -> APIRouter:
     """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
     gateway = parts.settings.gateway
     text_of = _text_of(gateway)
-    judge, submitter, generator = Judge(parts.settings, text_of), Submitter(parts, text_of), Generator(parts)
+    judge, submitter, generator = (
+        Judge(parts.settings, text_of),
+        Submitter(parts, text_of),
+        Generator(parts),
+    )
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -122,7 +145,9 @@ def seed_routes(parts: Parts) -> APIRouter:
     @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
     async def submit_steps(request: Request, channel: Channel | None = None) -> dict[str, int]:
         async with opened(request) as (caller, body):
-            return {"accepted": await submitter.submit(caller, header_map(request.scope), body, channel)}
+            return {
+                "accepted": await submitter.submit(caller, header_map(request.scope), body, channel)
+            }
 
     @router.post("/generate", openapi_extra=in_openapi(Generate))
     async def generate(request: Request) -> Response:
@@ -131,7 +156,9 @@ def seed_routes(parts: Parts) -> APIRouter:
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request) -> dict[str, Any]:
         async with opened(request) as (caller, body):
-            return await judge.judge(read_as(ComputeReward, body), parts.door.run_of(caller, header_map(request.scope)))
+            return await judge.judge(
+                read_as(ComputeReward, body), parts.door.run_of(caller, header_map(request.scope))
+            )
 
     @router.post("/init_trajectory")
     async def init_trajectory(request: Request) -> dict[str, str]:
@@ -157,14 +184,18 @@ class Submitter:
         self._parts, self._text_of, self._recorder = parts, text_of, Recorder(parts)
         self._thread = ThreadPoolExecutor(1, "submit-steps")
 
-    async def submit(self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None) -> int:
+    async def submit(
+        self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
+    ) -> int:
         """How many steps were taken. Raises GatewayError; then some may be recorded, and submitting all again is harmless."""
         if len(body) < THREAD_BYTES:
             steps, events = self._read(caller, headers, body, channel)
         else:
             work: Callable[..., tuple[int, list[Event]]] = self._read
             loop = asyncio.get_running_loop()
-            steps, events = await loop.run_in_executor(self._thread, work, caller, headers, body, channel)
+            steps, events = await loop.run_in_executor(
+                self._thread, work, caller, headers, body, channel
+            )
         if events:
             await self._recorder.record(events)
         self._parts.metrics.steps_recorded.labels("ok").inc(steps)
@@ -178,18 +209,28 @@ class Submitter:
         self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> tuple[int, list[Event]]:
         parts = self._parts
-        request = SubmitRequest(parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent"))
+        request = SubmitRequest(
+            parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent")
+        )
         placed = in_order(
-            self._place(caller, headers, at, said, channel) for at, said in enumerate(read_as(Submission, body).steps)
+            self._place(caller, headers, at, said, channel)
+            for at, said in enumerate(read_as(Submission, body).steps)
         )
         steps = [(p, step_of(p, request, self._text(p.said))) for p in placed]
         return len(steps), self._events(caller, steps)
 
     def _place(
-        self, caller: Caller, headers: Mapping[str, str], at: int, said: StepPayload, channel: Channel | None
+        self,
+        caller: Caller,
+        headers: Mapping[str, str],
+        at: int,
+        said: StepPayload,
+        channel: Channel | None,
     ) -> Placed:
         try:
-            found = self._parts.door.origin(caller, headers, said.trajectory_uid or None, said.prompt_uid or None)
+            found = self._parts.door.origin(
+                caller, headers, said.trajectory_uid or None, said.prompt_uid or None
+            )
         except GatewayError as error:
             raise misplaced(at, error) from error
         return Placed(at, said, replace(found, channel=channel or found.channel))
@@ -220,8 +261,12 @@ class Submitter:
             else:
                 door.require(caller, "reward")
                 name, step_id = "submit_steps", step.step_id
-            reward = GiveReward(source="env", name=name, function_version="1", step_id=step_id, value=said.reward)
-            rewards.append(recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name))
+            reward = GiveReward(
+                source="env", name=name, function_version="1", step_id=step_id, value=said.reward
+            )
+            rewards.append(
+                recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name)
+            )
         return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
 
 
@@ -246,7 +291,9 @@ class Generator:
                     client = Client(receive)
                     try:
                         async with client:
-                            return await self._generate(caller, attempt, read_as(Generate, body), counted)
+                            return await self._generate(
+                                caller, attempt, read_as(Generate, body), counted
+                            )
                     finally:
                         client.done()
         except ClientGone:
@@ -255,7 +302,9 @@ class Generator:
             parts.failed.note(attempt, failure_of(error))
             raise
 
-    async def _generate(self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted) -> Response:
+    async def _generate(
+        self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted
+    ) -> Response:
         asked, headers = COMPLETIONS.request(self._completion(said)), attempt.headers
         attempt.model = asked.model
 
@@ -302,9 +351,15 @@ class Generator:
                 )
         if gateway.max_prompt_tokens is not None:
             refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
-        asked = {k: v for k, v in said.sampling_params.items() if k != "logprobs"}  # they are given in any case
-        if wrong := next((name for name in asked if name in OURS and not _says_nothing(asked[name])), None):
-            raise Unprocessable(f"sampling_params.{wrong}: not for this route", f"sampling_params.{wrong}")
+        asked = {
+            k: v for k, v in said.sampling_params.items() if k != "logprobs"
+        }  # they are given in any case
+        if wrong := next(
+            (name for name in asked if name in OURS and not _says_nothing(asked[name])), None
+        ):
+            raise Unprocessable(
+                f"sampling_params.{wrong}: not for this route", f"sampling_params.{wrong}"
+            )
         if asked.get("model") == "default":
             del asked["model"]
         if asked.get("max_tokens") is None:
@@ -315,7 +370,9 @@ class Generator:
                 )
             asked["max_tokens"] = gateway.default_max_tokens
         kept = {k: v for k, v in asked.items() if k not in OURS}
-        return dumps({**DEFAULTS, **kept, "prompt": said.prompt_ids}, "sampling_params", Unprocessable)
+        return dumps(
+            {**DEFAULTS, **kept, "prompt": said.prompt_ids}, "sampling_params", Unprocessable
+        )
 
 
 def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str, Any]:
@@ -331,7 +388,9 @@ def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str,
         "token_ids": unpack_ids(tokens.ids),
         "log_probs": unpack_logprobs(tokens.logprobs),
         "stop_reason": finish_reason,
-        "policy_version": version.sync_index if version is not None and version.run_id == run_id else None,
+        "policy_version": version.sync_index
+        if version is not None and version.run_id == run_id
+        else None,
         "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in tokens.spans],
     }
 

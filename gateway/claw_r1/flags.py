@@ -32,12 +32,18 @@ class Meant(NamedTuple):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="clawstream gateway", description="Flags of Claw-R1's gateway. See docs/claw-r1.md.", add_help=False
+        prog="clawstream gateway",
+        description="Flags of Claw-R1's gateway. See docs/claw-r1.md.",
+        add_help=False,
     )
     parser.add_argument("--vllm-addresses", metavar="A,B", help="gateway.upstreams")
     parser.add_argument("--tokenizer-path", metavar="DIR", help="gateway.tokenizer_path")
-    parser.add_argument("--prompt-length", type=int, metavar="TOKENS", help="gateway.max_prompt_tokens")
-    parser.add_argument("--response-length", type=int, metavar="TOKENS", help="gateway.default_max_tokens")
+    parser.add_argument(
+        "--prompt-length", type=int, metavar="TOKENS", help="gateway.max_prompt_tokens"
+    )
+    parser.add_argument(
+        "--response-length", type=int, metavar="TOKENS", help="gateway.default_max_tokens"
+    )
     parser.add_argument("--host", help="gateway.host")
     parser.add_argument("--port", type=int, help="gateway.port")
     for name, why in NO_MEANING.items():

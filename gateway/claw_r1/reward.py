@@ -47,7 +47,11 @@ class ComputeReward(BaseModel):
 def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
     """What the function gets. text: of the response. Raises Unprocessable."""
     prompt, response = pack_ids(said.prompt_ids), pack_ids(said.response_ids)
-    metadata = {**said.dataset_fields, "num_turns": said.num_turns, "extra_fields": said.extra_fields}
+    metadata = {
+        **said.dataset_fields,
+        "num_turns": said.num_turns,
+        "extra_fields": said.extra_fields,
+    }
     step = TrajectoryStep(
         step_id=STEP_ID, index=0, segment=1, status="ok", drift="root", prompt_tokens=len(said.prompt_ids),
         response_tokens=len(said.response_ids), response_json=orjson.dumps({"role": "assistant", "content": text}),
@@ -83,7 +87,11 @@ class Judge:
         self._pool, self._text_of = FunctionPool(settings.functions), text_of
         spec = settings.gateway.compute_reward
         try:
-            self._rule = rule_of(spec, "gateway.compute_reward", self._pool.find) if spec is not None else None
+            self._rule = (
+                rule_of(spec, "gateway.compute_reward", self._pool.find)
+                if spec is not None
+                else None
+            )
         except BaseException:
             self._pool.stop()
             raise
@@ -92,16 +100,23 @@ class Judge:
     async def judge(self, said: ComputeReward, run_id: str) -> dict[str, Any]:
         """The reply. Raises NotConfigured, or Unprocessable with the reason why there is no reward."""
         if self._rule is None:
-            raise NotConfigured("no reward function: set gateway.compute_reward=name@version, see docs/claw-r1.md")
+            raise NotConfigured(
+                "no reward function: set gateway.compute_reward=name@version, see docs/claw-r1.md"
+            )
         if self._text_of is None:
-            raise NotConfigured("no tokenizer to read response_ids with: set gateway.tokenizer_path")
+            raise NotConfigured(
+                "no tokenizer to read response_ids with: set gateway.tokenizer_path"
+            )
         rule, text_of = self._rule, self._text_of
 
         def work() -> float:
             return score_of(rule, trajectory_of(said, run_id, text_of(said.response_ids)))
 
         score = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        return {"reward_score": score, "reward_extra_info": {"function": rule.name, "function_version": rule.version}}
+        return {
+            "reward_score": score,
+            "reward_extra_info": {"function": rule.name, "function_version": rule.version},
+        }
 
     def close(self) -> None:
         """End its threads and child processes; a function that runs is not waited for."""

@@ -106,7 +106,11 @@ def misplaced(at: int, error: GatewayError) -> GatewayError:
     if not isinstance(error, BadRequest):
         return error
     field = {"group_id": "prompt_uid", "run_id": None}.get(error.param or "", "trajectory_uid")
-    return Unprocessable(f"steps.{at}.{field}: {error.message}", f"steps.{at}.{field}") if field else error
+    return (
+        Unprocessable(f"steps.{at}.{field}: {error.message}", f"steps.{at}.{field}")
+        if field
+        else error
+    )
 
 
 def in_order(steps: Iterable[Placed]) -> list[Placed]:
@@ -165,7 +169,11 @@ def _tokens(placed: Placed) -> tuple[bytes, bytes, bytes | None]:
             "rollout_log_probs",
             f"{len(said.rollout_log_probs)} log-probabilities for {len(said.response_ids)} response_ids",
         )
-    return pack_ids(said.prompt_ids), pack_ids(said.response_ids), pack_logprobs(said.rollout_log_probs)
+    return (
+        pack_ids(said.prompt_ids),
+        pack_ids(said.response_ids),
+        pack_logprobs(said.rollout_log_probs),
+    )
 
 
 def _kept(placed: Placed) -> bytes:
@@ -187,7 +195,12 @@ def _stated_version(said: StepPayload, run_id: str) -> str | None:
     """
     stated = said.policy_version
     in_metadata = (said.metadata or {}).get("policy_version")
-    if not stated and isinstance(in_metadata, int) and not isinstance(in_metadata, bool) and 0 <= in_metadata < 10**18:
+    if (
+        not stated
+        and isinstance(in_metadata, int)
+        and not isinstance(in_metadata, bool)
+        and 0 <= in_metadata < 10**18
+    ):
         stated = in_metadata
     return str(Version(run_id, stated, 0)) if stated is not None else None
 
@@ -197,6 +210,10 @@ def _spans(placed: Placed, tokens: int) -> tuple[VersionSpan, ...]:
     if not spans:
         return ()
     bounds = [(0, 0), *((s.start, s.end) for s in spans), (tokens, tokens)]
-    if any(before[1] != after[0] for before, after in pairwise(bounds)) or any(s.end <= s.start for s in spans):
-        raise placed.wrong("versions", f"must cover the {tokens} response_ids in order, without a hole")
+    if any(before[1] != after[0] for before, after in pairwise(bounds)) or any(
+        s.end <= s.start for s in spans
+    ):
+        raise placed.wrong(
+            "versions", f"must cover the {tokens} response_ids in order, without a hole"
+        )
     return tuple(VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans)

@@ -22,7 +22,9 @@ class TextOf:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more exact
-            raise SettingsError(f"setting gateway.tokenizer_path: {file} cannot be read: {error}") from error
+            raise SettingsError(
+                f"setting gateway.tokenizer_path: {file} cannot be read: {error}"
+            ) from error
 
     def __call__(self, ids: Sequence[int]) -> str:
         """The text, without special tokens; ids that the tokenizer does not know give none."""

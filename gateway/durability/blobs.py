@@ -49,7 +49,9 @@ class Blobs:
                 await self._free.acquire()
                 return await self._in_thread(messages)
         except TimeoutError as error:
-            raise BlobsUnavailable(f"the blob store did not take a field within {self._timeout_s:g} s") from error
+            raise BlobsUnavailable(
+                f"the blob store did not take a field within {self._timeout_s:g} s"
+            ) from error
 
     def _in_thread(self, messages: Sequence[Message]) -> asyncio.Future[list[Message]]:
         loop = asyncio.get_running_loop()
@@ -59,7 +61,9 @@ class Blobs:
 
         self._began_at = time.monotonic()
         work = self._threads.submit(self.fit_now, messages)
-        work.add_done_callback(ended)  # when the thread is back, which may be long after its caller was told
+        work.add_done_callback(
+            ended
+        )  # when the thread is back, which may be long after its caller was told
         return asyncio.wrap_future(work)
 
     def fit_now(self, messages: Sequence[Message]) -> list[Message]:
@@ -73,7 +77,9 @@ class Blobs:
             small, outside = shrink(record, len(value), self._store.url_of)
             value = self._codec.encode(small)
         if len(value) + len(message.key) > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
-            raise RecordTooLarge(f"a {type(record).__name__} takes {len(value)} bytes without what can be kept outside")
+            raise RecordTooLarge(
+                f"a {type(record).__name__} takes {len(value)} bytes without what can be kept outside"
+            )
         try:
             for data in outside:
                 self._store.put(data)

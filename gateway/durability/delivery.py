@@ -26,7 +26,15 @@ from typing import Literal
 from gateway.durability.blobs import Blobs
 from gateway.durability.log import Bus, Message
 from gateway.durability.spool import Segment, Spool
-from gateway.errors import BlobsUnavailable, BusUnavailable, NoRoom, NotRecorded, RecordTooLarge, SpoolFailed, SpoolFull
+from gateway.errors import (
+    BlobsUnavailable,
+    BusUnavailable,
+    NoRoom,
+    NotRecorded,
+    RecordTooLarge,
+    SpoolFailed,
+    SpoolFull,
+)
 from gateway.metrics import Metrics
 from runtime.logs import logger
 from runtime.process.lifecycle import die
@@ -43,7 +51,11 @@ class _Recording:
     __slots__ = ("began", "journal", "maybe_sent", "messages", "waiter")
 
     def __init__(
-        self, journal: Journal, messages: Sequence[Message], waiter: asyncio.Future[Receipt] | None, began: float
+        self,
+        journal: Journal,
+        messages: Sequence[Message],
+        waiter: asyncio.Future[Receipt] | None,
+        began: float,
     ) -> None:
         self.journal, self.messages, self.waiter, self.began = journal, messages, waiter, began
         self.maybe_sent = False
@@ -92,7 +104,13 @@ class Journal:
         max_behind: int = 100_000,
         max_age_s: float = 12 * 3600.0,
     ) -> None:
-        self._bus, self._spool, self._metrics, self._acks, self._blobs = bus, spool, metrics, acks, blobs
+        self._bus, self._spool, self._metrics, self._acks, self._blobs = (
+            bus,
+            spool,
+            metrics,
+            acks,
+            blobs,
+        )
         self._max_behind, self._max_age_s = max_behind, max_age_s
         self._in_spool: Counter[bytes] = (
             Counter()
@@ -156,7 +174,9 @@ class Journal:
             return
         if self._reserved + size > self._spool.free_bytes:
             self._metrics.spool_full.inc()
-            raise NoRoom("Kafka is away and the spool has no room: nothing was sampled, try again later")
+            raise NoRoom(
+                "Kafka is away and the spool has no room: nothing was sampled, try again later"
+            )
         self._reserved += size
         try:
             yield
@@ -201,7 +221,9 @@ class Journal:
             self._send(recording)
 
     def _send(self, recording: _Recording) -> None:
-        if self._bus.reachable and not (self._in_spool and any(m.key in self._in_spool for m in recording.messages)):
+        if self._bus.reachable and not (
+            self._in_spool and any(m.key in self._in_spool for m in recording.messages)
+        ):
             self._bus.send(recording.messages, recording.sent)
         else:
             self.spool(recording)
@@ -249,7 +271,9 @@ class Journal:
     async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
         try:
             maybe_sent = any(recording.maybe_sent for recording, _ in taken)
-            await asyncio.to_thread(self._spool.append, [data for _, data in taken], maybe_sent, self._bus.position)
+            await asyncio.to_thread(
+                self._spool.append, [data for _, data in taken], maybe_sent, self._bus.position
+            )
         except (NotRecorded, OSError) as error:
             for recording, _ in taken:
                 self._give_up(recording, SpoolFailed(f"spool: {error}"))
@@ -272,7 +296,9 @@ class Journal:
         self._metrics.spool_bytes.set(self._spool.size_bytes)
         self._metrics.spool_held_bytes.set(self._spool.held_bytes)
         self._metrics.spool_damaged_bytes.set(self._spool.damaged_bytes)
-        self._metrics.spool_unreadable_bytes.inc(self._spool.unreadable_bytes - self._unreadable_counted)
+        self._metrics.spool_unreadable_bytes.inc(
+            self._spool.unreadable_bytes - self._unreadable_counted
+        )
         self._unreadable_counted = self._spool.unreadable_bytes
 
     # -- drain
@@ -338,7 +364,9 @@ class Journal:
                 return False
             except RecordTooLarge as error:
                 path = await asyncio.to_thread(self._spool.set_aside, message)
-                logger().error("spool_record_refused", kept_in=str(path), topic=message.topic, error=str(error))
+                logger().error(
+                    "spool_record_refused", kept_in=str(path), topic=message.topic, error=str(error)
+                )
         return True
 
     async def _remove(self, segment: Segment) -> None:
@@ -351,7 +379,9 @@ class Journal:
         """Whether assemble may have forgotten the trajectories of what a segment holds, or the lake the ids of it, so that a second copy on
         the log would count twice. Judged by what has come to the log since; the own monotonic clock bounds it, a wall clock decides nothing.
         """
-        if segment.position is None:  # not sent: Kafka was never seen before. Sent: the disk has lost it
+        if (
+            segment.position is None
+        ):  # not sent: Kafka was never seen before. Sent: the disk has lost it
             return segment.maybe_sent
         try:
             passed = await self._bus.passed_since(segment.position)

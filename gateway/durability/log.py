@@ -126,7 +126,9 @@ class KafkaBus:
             try:
                 # Both: only the metadata says that every partition has a leader, only the description has the id.
                 partitions = self._cluster.topics(self._topic).get(self._topic)
-                topic_id = self._cluster.topic_ids([self._topic]).get(self._topic) if partitions else None
+                topic_id = (
+                    self._cluster.topic_ids([self._topic]).get(self._topic) if partitions else None
+                )
                 if partitions and topic_id is not None:
                     self._look_where_it_ends(topic_id, partitions)
             except kafka.KafkaError:
@@ -134,7 +136,12 @@ class KafkaBus:
             if topic_id is not None:
                 if self._topic_id not in (None, topic_id):
                     self._outbox.renew_soon(f"topic {self._topic} was made anew")
-                    logger().warning("topic_made_anew", topic=self._topic, topic_id=topic_id, former=self._topic_id)
+                    logger().warning(
+                        "topic_made_anew",
+                        topic=self._topic,
+                        topic_id=topic_id,
+                        former=self._topic_id,
+                    )
                 self._topic_id = topic_id
                 now = time.monotonic()
                 self._uptime_s += min(now - seen_at, SILENT_AFTER_S / 2)
@@ -172,7 +179,11 @@ class KafkaBus:
                 self._ok_at = now
                 sent(None)
             else:  # the probe has not looked yet whether this is still the same log
-                sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers} acknowledged out of a silence"))
+                sent(
+                    BusUnavailable(
+                        f"Kafka at {self._cluster.bootstrap_servers} acknowledged out of a silence"
+                    )
+                )
         elif isinstance(error, kafka.TooLarge):
             sent(RecordTooLarge(f"a record is larger than Kafka takes: {error}"))
         else:
@@ -180,11 +191,17 @@ class KafkaBus:
             sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}"))
 
     async def passed_since(self, position: LogPosition) -> Passed:
-        if self._passed is None or self._passed[0] != position or time.monotonic() - self._passed[1] > PASSED_FOR_S:
+        if (
+            self._passed is None
+            or self._passed[0] != position
+            or time.monotonic() - self._passed[1] > PASSED_FOR_S
+        ):
             try:
                 passed = await asyncio.to_thread(self._ask_passed, position)
             except kafka.KafkaError as error:
-                raise BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}") from error
+                raise BusUnavailable(
+                    f"Kafka at {self._cluster.bootstrap_servers}: {error}"
+                ) from error
             self._passed = (position, time.monotonic(), passed)
         return self._passed[2]
 
@@ -192,7 +209,9 @@ class KafkaBus:
         """Of a topic that was made anew since then everything counts (blocking)."""
         same = self._cluster.topic_id(self._topic) == position.topic_id
         starts, ends = dict[int, int](), dict[int, int]()
-        for p, (low, end) in self._cluster.watermarks(self._topic, isolation="read_uncommitted").items():
+        for p, (low, end) in self._cluster.watermarks(
+            self._topic, isolation="read_uncommitted"
+        ).items():
             start = max(low, position.ends[p]) if same and p < len(position.ends) else low
             if start < end:
                 starts[p], ends[p] = start, end

@@ -17,7 +17,9 @@ Event = Step | SessionEvent | Reward | Curation
 class EventLog:
     """redaction None: everything is kept as it is."""
 
-    def __init__(self, topics: Topics, codec: Codec, journal: Journal, redaction: Redaction | None) -> None:
+    def __init__(
+        self, topics: Topics, codec: Codec, journal: Journal, redaction: Redaction | None
+    ) -> None:
         self._codec, self._journal, self._redaction = codec, journal, redaction
         self._steps, self._rewards = topics.steps, topics.rewards
 

@@ -78,7 +78,9 @@ def sync_of(path: Path) -> bytes:
     with suppress(ValueError, IndexError):
         if len(sync := bytes.fromhex(parts[1])) == SYNC_BYTES:
             return sync
-    raise SpoolFailed(f"{path} is not named as a segment of a spool: its name holds what is needed to read it")
+    raise SpoolFailed(
+        f"{path} is not named as a segment of a spool: its name holds what is needed to read it"
+    )
 
 
 def read_segment(path: Path) -> Contents:
@@ -126,7 +128,9 @@ def _read(fd: int, length: int, at: int) -> bytes:
 def damaged_in(directory: Path) -> list[Damage]:
     """The damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
     found = [(path, read_segment(path)) for path in sorted((directory / DAMAGED).glob("*.spool"))]
-    return [Damage(path, len(contents.messages), contents.unreadable_bytes) for path, contents in found]
+    return [
+        Damage(path, len(contents.messages), contents.unreadable_bytes) for path, contents in found
+    ]
 
 
 def put_with_damaged(directory: Path, path: Path) -> Path:
@@ -161,7 +165,9 @@ def lock(directory: Path) -> int:
             os.close(held)
             raise
     except BlockingIOError as error:
-        raise SpoolTaken(f"spool {directory} is in use: give every gateway its own gateway.gateway_id") from error
+        raise SpoolTaken(
+            f"spool {directory} is in use: give every gateway its own gateway.gateway_id"
+        ) from error
     except OSError as error:
         raise SpoolFailed(f"spool {directory}: {error}") from error
     return held
@@ -201,7 +207,9 @@ class Spool:
         self._directory, self._max_bytes, self._segment_bytes = directory, max_bytes, segment_bytes
         self._now = now
         self.segments: list[Segment] = []
-        self._active: int | None = None  # file descriptor of the last segment while it takes records
+        self._active: int | None = (
+            None  # file descriptor of the last segment while it takes records
+        )
         self._lock: int | None = None
         self._sync = os.urandom(SYNC_BYTES)
         self._aside = {HELD: 0, DAMAGED: 0}  # bytes put aside
@@ -214,7 +222,9 @@ class Spool:
         try:
             for name in self._aside:
                 (self._directory / name).mkdir(exist_ok=True)
-            numbers = [int(path.stem.partition("-")[0]) for path in self._directory.rglob("*.spool")]
+            numbers = [
+                int(path.stem.partition("-")[0]) for path in self._directory.rglob("*.spool")
+            ]
             found = [self._recover(path) for path in sorted(self._directory.glob("*.spool"))]
         except OSError as error:
             raise SpoolFailed(f"spool {self._directory}: {error}") from error
@@ -255,7 +265,9 @@ class Spool:
         if not segment.maybe_sent:
             if segment.position is None and position is not None:
                 self._add_position(segment, position)
-            segment.path = segment.path.rename(segment.path.with_name(segment.path.stem + "-sent.spool"))
+            segment.path = segment.path.rename(
+                segment.path.with_name(segment.path.stem + "-sent.spool")
+            )
             fsync_path(self._directory)
 
     def _add_position(self, segment: Segment, position: LogPosition) -> None:
@@ -325,7 +337,9 @@ class Spool:
         bound = self._max_bytes - self.size_bytes - self.held_bytes - self.damaged_bytes
         return max(0, min(bound, disk.f_bavail * disk.f_frsize - DISK_RESERVE_BYTES))
 
-    def append(self, batch: Sequence[bytes], maybe_sent: bool = False, position: LogPosition | None = None) -> None:
+    def append(
+        self, batch: Sequence[bytes], maybe_sent: bool = False, position: LogPosition | None = None
+    ) -> None:
         """Frames onto disk: durable when this returns. Raises SpoolFull or SpoolFailed; then none of them is in the spool.
 
         maybe_sent: some of them may be on Kafka; their segment says so before they are in it. position: where the log of steps ends, as far

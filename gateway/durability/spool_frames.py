@@ -80,5 +80,7 @@ def _frame_at(data: bytes, at: int, sync: bytes) -> tuple[Message, int] | None:
     topic_length, key_length = _NAMES.unpack_from(payload)
     topic_end = _NAMES.size + topic_length
     key_end = topic_end + key_length
-    message = Message(payload[_NAMES.size : topic_end].decode(), payload[topic_end:key_end], payload[key_end:])
+    message = Message(
+        payload[_NAMES.size : topic_end].decode(), payload[topic_end:key_end], payload[key_end:]
+    )
     return message, begin + length

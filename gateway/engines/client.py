@@ -109,7 +109,9 @@ class Response:
             while piece := await self._connection.piece():
                 yield piece if inflater is None else inflater.feed(piece)
         except ValueError as error:
-            raise UpstreamFailed(f"the engine at {self.worker.base_url}: its stream is {error}") from error
+            raise UpstreamFailed(
+                f"the engine at {self.worker.base_url}: its stream is {error}"
+            ) from error
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
 
@@ -127,7 +129,9 @@ def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout
     """Our error for a connection's."""
     if isinstance(error, TimeoutError):
         return UpstreamTimeout(f"the engine at {worker.base_url} {error or 'did not answer'}")
-    return UpstreamFailed(f"the engine at {worker.base_url} went away: {type(error).__name__}: {error}")
+    return UpstreamFailed(
+        f"the engine at {worker.base_url} went away: {type(error).__name__}: {error}"
+    )
 
 
 class Upstream:
@@ -142,7 +146,11 @@ class Upstream:
         metrics: Metrics | None = None,
     ) -> None:
         clock, metrics = clock or Clock(), metrics or Metrics()
-        self.settings, self.retries, self.now_s = settings, metrics.upstream_retries, clock.monotonic
+        self.settings, self.retries, self.now_s = (
+            settings,
+            metrics.upstream_retries,
+            clock.monotonic,
+        )
         self.lanes = Lanes(settings, table, now_s, clock, metrics)
 
     async def open(self) -> None:
@@ -178,7 +186,9 @@ class Upstream:
         asked, and None when that one surely sampled nothing. Raises NoWorker, UpstreamFailed or UpstreamTimeout; an engine's own
         error status is a reply.
         """
-        return Ask(self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {})
+        return Ask(
+            self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {}
+        )
 
 
 class Ask:
@@ -201,7 +211,13 @@ class Ask:
         on_asking: Callable[[Worker | None], None],
         credentials: Mapping[str, str],
     ) -> None:
-        self._upstream, self._method, self._path, self._body, self._headers = upstream, method, path, body, headers
+        self._upstream, self._method, self._path, self._body, self._headers = (
+            upstream,
+            method,
+            path,
+            body,
+            headers,
+        )
         self._key, self._who, self._on_asking, self._credentials = key, who, on_asking, credentials
         self._lane: Lane | None = None
         self._connection: Connection | None = None
@@ -232,7 +248,10 @@ class Ask:
                 await upstream.lanes.wait(deadline)
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._let_go()
 
@@ -250,7 +269,12 @@ class Ask:
         except (ConnectionError, TimeoutError) as error:
             connection, failure = self._connection, broken(error, worker)
             lane.failed(self._by)
-            if self._broke or isinstance(error, TimeoutError) or connection is None or connection.touched:
+            if (
+                self._broke
+                or isinstance(error, TimeoutError)
+                or connection is None
+                or connection.touched
+            ):
                 self._let_go()
                 raise failure from error
             self._broke = True

@@ -67,7 +67,9 @@ class WorkerFeed:
                 create_topics(self._cluster, self._settings)
                 served = True
                 self._follow()
-            except SettingsError as error:  # topics that were changed while calls are under way end none of them
+            except (
+                SettingsError
+            ) as error:  # topics that were changed while calls are under way end none of them
                 if not served:
                     raise
                 logger().error("topics_unfit", error=str(error))
@@ -104,7 +106,10 @@ class WorkerFeed:
             return
         if not isinstance(status, WorkerStatus):
             self._dead_letter(
-                record, topic_id, "invalid", f"a {type(status).__name__} does not belong on {record.topic}"
+                record,
+                topic_id,
+                "invalid",
+                f"a {type(status).__name__} does not belong on {record.topic}",
             )
             return
         try:

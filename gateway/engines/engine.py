@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gateway.attribution.sessions import OURS
-from gateway.engines.circuit_breaker import CLOSED, Answered, By, Event, Failed, Left, Tried, admits, fold, kind_of
+from gateway.engines.circuit_breaker import (
+    CLOSED,
+    Answered,
+    By,
+    Event,
+    Failed,
+    Left,
+    Tried,
+    admits,
+    fold,
+    kind_of,
+)
 from gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
 from gateway.engines.registry import Worker
 from gateway.errors import BadRequest, Unreachable
@@ -66,7 +77,11 @@ class Lane:
     @property
     def plain(self) -> bool:
         """Nothing speaks against it."""
-        return self.kind_known and self.circuit.open_until_s is None and self.rests_until_s == float("-inf")
+        return (
+            self.kind_known
+            and self.circuit.open_until_s is None
+            and self.rests_until_s == float("-inf")
+        )
 
     @property
     def probed(self) -> bool:
@@ -127,7 +142,9 @@ class Lane:
         before, self.circuit = self.circuit, fold(self.circuit, event)
         if self.circuit == CLOSED:
             self.circuit = CLOSED  # the very same, so that the hot path sees it at a glance
-        if (before.open_until_s is None) != (self.circuit.open_until_s is None) or before.trying != self.circuit.trying:
+        if (before.open_until_s is None) != (
+            self.circuit.open_until_s is None
+        ) or before.trying != self.circuit.trying:
             if before.open_until_s is None:
                 logger().warning("engine_out", engine=self.name, base_url=self.worker.base_url)
                 self._soon.set()
@@ -138,7 +155,12 @@ class Lane:
     # -- requests
 
     def head(
-        self, method: str, path: str, headers: Mapping[str, str], credentials: Mapping[str, str], length: int | None
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        credentials: Mapping[str, str],
+        length: int | None,
     ) -> bytes:
         """A request's head. path: as of OpenAI, with `/v1`; it may have a query. headers, credentials: the client's, as far as they
         mean something to an engine; the engine's own key goes before.
@@ -156,7 +178,10 @@ class Lane:
 
     def _fixed(self, method: str, path: str) -> tuple[str, str]:
         """What is the same for all requests of a method and path."""
-        worker, fields = self.worker, [f"host: {self._address.header}", "accept: */*", "accept-encoding: identity"]
+        worker, fields = (
+            self.worker,
+            [f"host: {self._address.header}", "accept: */*", "accept-encoding: identity"],
+        )
         fields.append("user-agent: clawstream")
         if worker.kind == "captured" or path == VERSION:
             fields.append(f"{engine_frames.ASK}: 1")
@@ -164,7 +189,9 @@ class Lane:
             foreign = worker.kind == "text" and path.startswith("/v1/messages")
             name = worker.api_key_header or ("x-api-key" if foreign else "authorization")
             fields.append(f"{name}: {'Bearer ' if name == 'authorization' else ''}{worker.api_key}")
-        target = self._address.prefix + (worker.api_root + path[3:] if path.startswith("/v1/") else path)
+        target = self._address.prefix + (
+            worker.api_root + path[3:] if path.startswith("/v1/") else path
+        )
         if len(self._heads) >= MAX_HEADS:
             self._heads.clear()
         made = f"{method} {_target(target)}", " HTTP/1.1\r\n" + "".join(f"{f}\r\n" for f in fields)
@@ -186,13 +213,20 @@ class Lane:
     def _announce(self) -> None:
         """Who tells no tokens is named, with what to do: nothing of it can be trained."""
         if (do := TOKENLESS.get(self.worker.kind)) is not None:
-            logger().warning("engine_tells_no_tokens", engine=self.name, base_url=self.worker.base_url, do=do)
+            logger().warning(
+                "engine_tells_no_tokens", engine=self.name, base_url=self.worker.base_url, do=do
+            )
 
     def _watched(self, task: asyncio.Task[None]) -> None:
         """It ends when it is cancelled, else by a bug: an engine must not go unprobed for it."""
         if task.cancelled() or self._drained:
             return
-        logger().error("probe_broke", engine=self.name, base_url=self.worker.base_url, error=repr(task.exception()))
+        logger().error(
+            "probe_broke",
+            engine=self.name,
+            base_url=self.worker.base_url,
+            error=repr(task.exception()),
+        )
         self.first_probe.set()
         self._watching = asyncio.create_task(self._watch(self._interval_s))
         self._watching.add_done_callback(self._watched)
@@ -261,7 +295,9 @@ class Lane:
         if kind is not None or not up:
             return kind
         self._mute += 1
-        known = self.worker.worker_id is not None or (self.kind_known and self.worker.kind != "text")
+        known = self.worker.worker_id is not None or (
+            self.kind_known and self.worker.kind != "text"
+        )
         return "text" if self._mute >= MUTE and not known else None
 
     def _found(self, kind: Kind) -> None:
@@ -289,9 +325,15 @@ class Lane:
         """An idle connection, or a new one. Raises Unreachable."""
         try:
             return self.pool.take() or await self.pool.connect()
-        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
+        except (
+            OSError,
+            TimeoutError,
+            ValueError,
+        ) as error:  # ValueError: a name that cannot be looked up
             reason = "no answer" if isinstance(error, TimeoutError) else error
-            raise Unreachable(f"the engine at {self.worker.base_url} cannot be reached: {reason}") from error
+            raise Unreachable(
+                f"the engine at {self.worker.base_url} cannot be reached: {reason}"
+            ) from error
 
 
 def _target(text: str) -> str:

@@ -47,7 +47,12 @@ def address_of(url: str) -> Address:
     """Read an http or https URL. Raises ValueError, also for what no request could name."""
     parts = urlsplit(url)
     where = f"{parts.scheme}://{parts.hostname}"
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None or parts.port == 0:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username is not None
+        or parts.port == 0
+    ):
         raise ValueError(f"{where}: not http(s)://HOST[:PORT][/PATH]")
     host = parts.hostname
     try:
@@ -93,7 +98,9 @@ class Connection(asyncio.Protocol):
 
     # -- by the caller
 
-    def send(self, head: bytes, body: bytes | None, silence_s: float, total_s: float | None = None) -> None:
+    def send(
+        self, head: bytes, body: bytes | None, silence_s: float, total_s: float | None = None
+    ) -> None:
         """Write a request.
 
         Args:
@@ -124,7 +131,9 @@ class Connection(asyncio.Protocol):
         while piece := await self.piece():
             size += len(piece)
             if size > self._pool.max_reply:
-                raise ConnectionError(f"the reply is larger than gateway.max_reply_bytes={self._pool.max_reply}")
+                raise ConnectionError(
+                    f"the reply is larger than gateway.max_reply_bytes={self._pool.max_reply}"
+                )
             if take is not None:
                 await take(len(piece))
             parts.append(piece)
@@ -147,7 +156,12 @@ class Connection(asyncio.Protocol):
         self._parts, self._size = [], 0
         if transport is None:
             return
-        if self.complete and self._keep and not self._paused and transport.get_write_buffer_size() == 0:
+        if (
+            self.complete
+            and self._keep
+            and not self._paused
+            and transport.get_write_buffer_size() == 0
+        ):
             self._pool.put(self)
         else:
             transport.abort()
@@ -199,7 +213,11 @@ class Connection(asyncio.Protocol):
                 return
         if self.complete or self._parts:
             self._wake()
-        if self._size > READ_AHEAD and not (self.complete or self._paused) and self._transport is not None:
+        if (
+            self._size > READ_AHEAD
+            and not (self.complete or self._paused)
+            and self._transport is not None
+        ):
             self._paused = True
             self._transport.pause_reading()
 
@@ -214,7 +232,9 @@ class Connection(asyncio.Protocol):
         self._transport = self._parser = None
         self._pool.lost(self)
         if self.busy and not self.complete and self._error is None:
-            self._error = ConnectionResetError(str(exc) if exc is not None else "it closed the connection")
+            self._error = ConnectionResetError(
+                str(exc) if exc is not None else "it closed the connection"
+            )
         self._wake()
 
     def _await_more(self) -> None:
@@ -300,7 +320,10 @@ class Pool:
         """A new connection. Raises OSError, TimeoutError among them: nothing was sent."""
         async with asyncio.timeout(CONNECT_S):
             _, connection = await self._loop.create_connection(
-                lambda: Connection(self._loop, self), self._address.host, self._address.port, ssl=self._tls
+                lambda: Connection(self._loop, self),
+                self._address.host,
+                self._address.port,
+                ssl=self._tls,
             )
         return connection
 

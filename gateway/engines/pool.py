@@ -79,7 +79,9 @@ class Lanes:
         order = ranking.order(key)
         if self._impaired or avoid:
             now = self._clock.monotonic()
-            order = [lane for lane in order if lane not in avoid and (lane.plain or lane.admits(now))]
+            order = [
+                lane for lane in order if lane not in avoid and (lane.plain or lane.admits(now))
+            ]
             order = [lane for lane in order if lane.rested(now)] or order
         return choose(order)
 
@@ -118,7 +120,9 @@ class Lanes:
 
     def states(self) -> dict[str, str]:
         """Every engine's state: as it says itself, or when it says `ready`, as its calls and probes say."""
-        return self._table.states(self._now_s()) | {lane.name: lane.state for lane in self._lanes.values()}
+        return self._table.states(self._now_s()) | {
+            lane.name: lane.state for lane in self._lanes.values()
+        }
 
     def _refresh(self) -> None:
         workers = self._table.ready(self._now_s())
@@ -134,7 +138,11 @@ class Lanes:
             if name not in self._lanes:
                 settings = self._settings
                 lane = self._lanes[name] = Lane(
-                    worker, self._clock.monotonic, settings.probe_interval_s, self._judged, settings.max_reply_bytes
+                    worker,
+                    self._clock.monotonic,
+                    settings.probe_interval_s,
+                    self._judged,
+                    settings.max_reply_bytes,
                 )
                 lane.watch()
         self._routes.clear()

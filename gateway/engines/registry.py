@@ -64,7 +64,9 @@ def _split(url: str) -> tuple[str, str]:
     return (url[: found.start()], found[0]) if found is not None else (url, "/v1")
 
 
-def _static(upstream: UpstreamSettings, environ: Mapping[str, str], taken: Collection[str]) -> Worker:
+def _static(
+    upstream: UpstreamSettings, environ: Mapping[str, str], taken: Collection[str]
+) -> Worker:
     key = upstream.api_key
     if upstream.api_key_env is not None:
         key = environ.get(upstream.api_key_env)
@@ -106,7 +108,9 @@ class WorkerTable:
     """
 
     def __init__(
-        self, upstreams: Iterable[UpstreamSettings | str] = (), environ: Mapping[str, str] | None = None
+        self,
+        upstreams: Iterable[UpstreamSettings | str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._environ = os.environ if environ is None else environ
         self._heard: dict[str, _Heard] = {}
@@ -163,13 +167,19 @@ class WorkerTable:
 
     def states(self, now_s: float) -> dict[str, str]:
         """What each reporting worker said last; `absent`: it has missed three heartbeats."""
-        return {name: h.state if now_s <= h.until_s else "absent" for name, h in self._heard.items()}
+        return {
+            name: h.state if now_s <= h.until_s else "absent" for name, h in self._heard.items()
+        }
 
     def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
         """Lowest sync index of the run that a ready worker samples with; None when none says so."""
-        ready = (h.version for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s)
+        ready = (
+            h.version for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s
+        )
         versions = (parse_version(label) for label in ready if label is not None)
-        return min((v.sync_index for v in versions if v is not None and v.run_id == run_id), default=None)
+        return min(
+            (v.sync_index for v in versions if v is not None and v.run_id == run_id), default=None
+        )
 
     def _changed(self) -> None:
         self._ready_until_s = float("-inf")
@@ -207,7 +217,9 @@ def slot_of(key: str) -> int:
 
 def ranked(engines: Iterable[N], slot: int) -> list[N]:
     """The engines of a slot, best first, by rendezvous hash: when one leaves, only its own trajectories move."""
-    return sorted(engines, key=lambda e: hashlib.blake2b(f"{e.name}\0{slot}".encode(), digest_size=8).digest())
+    return sorted(
+        engines, key=lambda e: hashlib.blake2b(f"{e.name}\0{slot}".encode(), digest_size=8).digest()
+    )
 
 
 def choose(order: Sequence[N]) -> N | None:

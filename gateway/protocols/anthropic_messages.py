@@ -15,8 +15,23 @@ import orjson
 from gateway.asgi.error_replies import Errors, kind_of
 from gateway.errors import GatewayError
 from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
-from gateway.protocols.reply_fields import array, dumps, error_of, loads, mapping, number, text, text_or_none
-from gateway.protocols.request_fields import check_messages, error_text, model_of, object_of, stream_of
+from gateway.protocols.reply_fields import (
+    array,
+    dumps,
+    error_of,
+    loads,
+    mapping,
+    number,
+    text,
+    text_or_none,
+)
+from gateway.protocols.request_fields import (
+    check_messages,
+    error_text,
+    model_of,
+    object_of,
+    stream_of,
+)
 from gateway.protocols.usage import usage_of
 
 STOP_REASONS = {
@@ -70,7 +85,11 @@ class AnthropicErrors:
         if not isinstance(said, dict):
             return _error(type_of(status), str(said)[:_MAX_TEXT])
         error = said.get("error", said.get("detail", said))
-        if said.get("type") == "error" and isinstance(error, dict) and error.get("type") in _ALL_TYPES:
+        if (
+            said.get("type") == "error"
+            and isinstance(error, dict)
+            and error.get("type") in _ALL_TYPES
+        ):
             return body
         return _error(type_of(status), error_text(error))
 
@@ -98,9 +117,14 @@ class AnthropicMessages:
             said = mapping(loads(body))
             if "content" not in said and (error := error_of(said)) is not None:
                 return Answer((), None, body, failure=error_text(error))
-            message = {"role": text(said.get("role", "assistant")), "content": array(said["content"])}
+            message = {
+                "role": text(said.get("role", "assistant")),
+                "content": array(said["content"]),
+            }
             choice = Choice(0, dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
-            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
+            return Answer(
+                (choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage"))
+            )
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no message: {error!r}")
 
@@ -168,7 +192,10 @@ class AnthropicMessagesFold:
                 return Part(("block", number(said["index"]), mapping(said["content_block"])), event)
             case "message_start":
                 message = mapping(said["message"])
-                model, role = text_or_none(message.get("model")), text(message.get("role", "assistant"))
+                model, role = (
+                    text_or_none(message.get("model")),
+                    text(message.get("role", "assistant")),
+                )
                 blocks = [mapping(b) for b in array(message.get("content"))]
                 return Part(("message", model, role, blocks, message.get("usage")), event)
             case "message_delta":
@@ -211,7 +238,10 @@ class AnthropicMessagesFold:
     def answer(self) -> Answer:
         if not self._blocks and self._finish is None:
             return Answer((), self._model, b"")
-        message = {"role": self._role, "content": [block.whole() for _, block in sorted(self._blocks.items())]}
+        message = {
+            "role": self._role,
+            "content": [block.whole() for _, block in sorted(self._blocks.items())],
+        }
         choice = Choice(0, dumps(message), self._finish)
         return Answer((choice,), self._model, b"", usage=usage_of(self._usage))
 

@@ -28,7 +28,11 @@ def with_defaults(request: Request, dialect: str, default_max_tokens: int | None
         said = {name: value for name, value in request.said.items() if name != "model"}
         request = replace(request, model=None, said=said, body=dumps(said))
     names = REPLY_FIELDS.get(dialect)
-    if default_max_tokens is None or names is None or any(request.said.get(name) is not None for name in names):
+    if (
+        default_max_tokens is None
+        or names is None
+        or any(request.said.get(name) is not None for name in names)
+    ):
         return request
     added = {names[0]: default_max_tokens}
     return replace(request, body=with_fields(request, added), said={**request.said, **added})

@@ -71,7 +71,12 @@ def _extend(whole: list[Any], pieces: list[Any]) -> None:
         index = piece.get("index") if isinstance(piece, dict) else None
         if isinstance(index, int):
             entry = next(
-                (e for e in whole[: -MAX_OPEN - 1 : -1] if isinstance(e, dict) and e.get("index") == index), None
+                (
+                    e
+                    for e in whole[: -MAX_OPEN - 1 : -1]
+                    if isinstance(e, dict) and e.get("index") == index
+                ),
+                None,
             )
         else:
             entry = whole[-1] if goes_on and _continues(whole[-1], piece) else None

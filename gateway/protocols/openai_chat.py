@@ -67,7 +67,9 @@ class OpenAIChat:
                     index=place_of(c, said["choices"]),
                     message_json=dumps(mapping(c["message"])),
                     finish_reason=text_or_none(c.get("finish_reason")),
-                    tokens=packed_tokens(prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs")))
+                    tokens=packed_tokens(
+                        prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs"))
+                    )
                     if kind == "vllm"
                     else None,
                 )
@@ -89,7 +91,11 @@ def _added(said: Any) -> dict[str, Any]:
     if not said.get("return_token_ids"):
         added["return_token_ids"] = True
     # Without logprobs these two are errors, and the client must see the engine's error, not be saved from it.
-    if not said.get("logprobs") and not said.get("top_logprobs") and not said.get("logprob_token_ids"):
+    if (
+        not said.get("logprobs")
+        and not said.get("top_logprobs")
+        and not said.get("logprob_token_ids")
+    ):
         added |= {"logprobs": True, "top_logprobs": 0}
     return added
 
@@ -181,7 +187,9 @@ class _Calls:
     def whole(self) -> list[dict[str, Any]]:
         """The calls in order, as a plain reply has them: without their index."""
         found = sorted(self.calls.items())
-        return [{name: value for name, value in call.items() if name != "index"} for _, call in found]
+        return [
+            {name: value for name, value in call.items() if name != "index"} for _, call in found
+        ]
 
     def _place(self, part: dict[str, Any]) -> int:
         made = part.get("id")
@@ -274,7 +282,10 @@ class OpenAIChatFold(ChoicesFold[_Building]):
 
     def _shown(self, chunk: dict[str, Any], event: bytes) -> bytes:
         choices = chunk.get("choices") or []
-        if not (self._asked.get("return_token_ids") or self._asked.get("logprobs")) and len(choices) == 1:
+        if (
+            not (self._asked.get("return_token_ids") or self._asked.get("logprobs"))
+            and len(choices) == 1
+        ):
             only = choices[0]
             if not only.get("delta") and not only.get("finish_reason") and "token_ids" in only:
                 return b""  # the engine sends such a chunk only because it was asked for tokens
@@ -289,5 +300,7 @@ class OpenAIChatFold(ChoicesFold[_Building]):
             self._building(piece.which).add(piece)
 
     def answer(self) -> Answer:
-        choices = tuple(b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items()))
+        choices = tuple(
+            b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items())
+        )
         return Answer(choices, self._model, b"", usage=usage_of(self._usage))

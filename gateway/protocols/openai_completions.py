@@ -16,8 +16,24 @@ from gateway.asgi.error_replies import OPENAI, Errors
 from gateway.errors import BadRequest
 from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request, Tokens
 from gateway.protocols.openai_stream import ChoicesFold
-from gateway.protocols.reply_fields import array, array_or_none, dumps, error_of, loads, mapping, place_of, text_or_none
-from gateway.protocols.request_fields import error_text, model_of, n_of, object_of, stream_of, with_fields
+from gateway.protocols.reply_fields import (
+    array,
+    array_or_none,
+    dumps,
+    error_of,
+    loads,
+    mapping,
+    place_of,
+    text_or_none,
+)
+from gateway.protocols.request_fields import (
+    error_text,
+    model_of,
+    n_of,
+    object_of,
+    stream_of,
+    with_fields,
+)
 from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
@@ -40,7 +56,10 @@ class OpenAICompletions:
         said = object_of(body)
         prompts, each = prompt_count(said), n_of(said)
         if prompts * each > MAX_CHOICES:
-            raise BadRequest(f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices", "prompt")
+            raise BadRequest(
+                f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices",
+                "prompt",
+            )
         return Request(model_of(said), stream_of(said), prompts * each, body, said, prompts)
 
     def engine_body(self, request: Request, kind: Kind) -> bytes:
@@ -77,14 +96,20 @@ def prompt_count(said: Mapping[str, Any]) -> int:
     if isinstance(prompt, list):
         first = prompt[0] if prompt else None
         if prompt and not isinstance(first, str | list | int):
-            raise BadRequest("prompt: a list must hold strings, token ids or lists of token ids", "prompt")
+            raise BadRequest(
+                "prompt: a list must hold strings, token ids or lists of token ids", "prompt"
+            )
         prompts = 1 if isinstance(first, int) else len(prompt)
     elif prompt is None or isinstance(prompt, str):
         prompts = int(prompt is not None or embeddings is None)
     else:
         raise BadRequest("prompt: must be a string, a list of strings, or token ids", "prompt")
     # An empty list is the engine's to refuse.
-    return max(1, prompts + (len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)))
+    return max(
+        1,
+        prompts
+        + (len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)),
+    )
 
 
 def _added(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +164,9 @@ def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: Kind
     ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
     logprobs = array_or_none(mapping(told).get("token_logprobs")) if told is not None else None
     if logprobs is not None and ids is not None and asked.get("echo"):
-        logprobs = logprobs[max(0, len(logprobs) - len(ids)) :]  # the prompt's come before those of what was sampled
+        logprobs = logprobs[
+            max(0, len(logprobs) - len(ids)) :
+        ]  # the prompt's come before those of what was sampled
     return _Piece(index, said, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs)
 
 
@@ -171,7 +198,9 @@ class _Building:
         message = dumps({"text": "".join(self.texts)})
         if _samples_nothing(asked):
             return Choice(index, message, self.finish_reason, Tokens(absent=NOTHING_SAMPLED))
-        return Choice(index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None)
+        return Choice(
+            index, message, self.finish_reason, self._tokens(asked) if kind == "vllm" else None
+        )
 
     def _tokens(self, asked: Mapping[str, Any]) -> Tokens:
         if asked.get("echo") and not asked.get("return_token_ids"):
@@ -189,7 +218,9 @@ class OpenAICompletionsFold(ChoicesFold[_Building]):
         choices = array(chunk.get("choices"))
         pieces = [_piece(choice, choices, self._asked, self._kind) for choice in choices]
         payload = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
-        if self._kind == "vllm" and _strip(choices, self._asked):  # the pieces have what is taken out
+        if self._kind == "vllm" and _strip(
+            choices, self._asked
+        ):  # the pieces have what is taken out
             event = b"data: " + orjson.dumps(chunk) + b"\n\n"
         return Part(payload, event, ends=any(p.finish_reason for p in pieces))
 
@@ -200,5 +231,7 @@ class OpenAICompletionsFold(ChoicesFold[_Building]):
             self._building(piece.which).add(piece)
 
     def answer(self) -> Answer:
-        choices = (b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items()))
+        choices = (
+            b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items())
+        )
         return Answer(tuple(choices), self._model, b"", usage=usage_of(self._usage))

@@ -16,7 +16,16 @@ import orjson
 from gateway.asgi.error_replies import OPENAI, Errors, kind_of
 from gateway.errors import BadRequest, GatewayError
 from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
-from gateway.protocols.reply_fields import array, dumps, error_of, loads, mapping, number, text, text_or_none
+from gateway.protocols.reply_fields import (
+    array,
+    dumps,
+    error_of,
+    loads,
+    mapping,
+    number,
+    text,
+    text_or_none,
+)
 from gateway.protocols.request_fields import error_text, model_of, object_of, stream_of
 from gateway.protocols.usage import usage_of
 
@@ -43,7 +52,10 @@ _ITEM_DELTAS = {
     "response.code_interpreter_call_code.delta": "code",
 }
 """Deltas of an item itself, and its field that grows."""
-_PARTS = {"response.content_part.added": "content", "response.reasoning_summary_part.added": "summary"}
+_PARTS = {
+    "response.content_part.added": "content",
+    "response.reasoning_summary_part.added": "summary",
+}
 
 
 class OpenAIResponses:
@@ -62,7 +74,10 @@ class OpenAIResponses:
         ):
             raise BadRequest("input: must be a string or a list of items", "input")
         if said.get("background"):
-            raise BadRequest("background: a reply nobody waits for cannot be recorded; leave it out", "background")
+            raise BadRequest(
+                "background: a reply nobody waits for cannot be recorded; leave it out",
+                "background",
+            )
         return Request(model_of(said), stream_of(said), 1, body, said)
 
     def engine_body(self, request: Request, kind: Kind) -> bytes:
@@ -75,7 +90,9 @@ class OpenAIResponses:
                 return Answer((), None, body, failure=error_text(error))
             output = [mapping(item) for item in said["output"]]
             choice = Choice(0, dumps({"output": output}), finish_of(said, output))
-            return Answer((choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage")))
+            return Answer(
+                (choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage"))
+            )
         except NOT_THE_PROTOCOL as error:
             return Answer((), None, body, unread=f"the reply is no response: {error!r}")
 
@@ -90,7 +107,11 @@ def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) 
     """
     match response.get("status", "completed"):
         case "completed":
-            return "tool_calls" if any(str(item.get("type")) in CLIENT_CALLS for item in output) else "stop"
+            return (
+                "tool_calls"
+                if any(str(item.get("type")) in CLIENT_CALLS for item in output)
+                else "stop"
+            )
         case "incomplete":
             details = response.get("incomplete_details")
             reason = details.get("reason") if isinstance(details, dict) else None
@@ -121,7 +142,9 @@ class _Item:
             before = grown.get(field)
             grown[field] = (before if isinstance(before, str) else "") + "".join(pieces)
         for where in dict.fromkeys(where for where, _ in parts):
-            item[where] = [part for (w, _), part in sorted(parts.items(), key=lambda p: p[0]) if w == where]
+            item[where] = [
+                part for (w, _), part in sorted(parts.items(), key=lambda p: p[0]) if w == where
+            ]
         return item
 
 
@@ -146,10 +169,17 @@ class OpenAIResponsesFold:
             return Part(None, event, failure=error_text(said.get("error") or said))
         kind = text(kind)
         if kind in _LAST:
-            response = {"status": kind.removeprefix("response."), "output": []} | mapping(said["response"])
-            output, model = [mapping(i) for i in array(response["output"])], text_or_none(response.get("model"))
+            response = {"status": kind.removeprefix("response."), "output": []} | mapping(
+                said["response"]
+            )
+            output, model = (
+                [mapping(i) for i in array(response["output"])],
+                text_or_none(response.get("model")),
+            )
             failure = error_text(response.get("error")) if kind == "response.failed" else None
-            return Part(("response", model, response, output), event, ends=True, last=True, failure=failure)
+            return Part(
+                ("response", model, response, output), event, ends=True, last=True, failure=failure
+            )
         return Part(_payload(kind, said), event)
 
     def add(self, payload: Any) -> None:
@@ -206,7 +236,15 @@ def _payload(kind: str, said: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if (delta := _PART_DELTAS.get(kind)) is not None:
         where, part_type, field = delta
         at = number(said.get(f"{where}_index", 0))
-        return "part piece", index, where, at, {"type": part_type, field: ""}, field, text(said["delta"])
+        return (
+            "part piece",
+            index,
+            where,
+            at,
+            {"type": part_type, field: ""},
+            field,
+            text(said["delta"]),
+        )
     if (holder := _PARTS.get(kind)) is not None:
         return "part", index, holder, number(said.get(f"{holder}_index", 0)), mapping(said["part"])
     match kind:

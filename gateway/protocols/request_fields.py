@@ -13,13 +13,18 @@ from gateway.protocols.base import Request
 
 MAX_N = 128
 ESCAPES = re.compile(
-    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
 )
 """In JSON: a surrogate pair, half of one, any other escape."""
 
 
 def dumps(
-    value: Any, field: str = "body", error: type[BadRequest | Unprocessable] = BadRequest, *, sort: bool = False
+    value: Any,
+    field: str = "body",
+    error: type[BadRequest | Unprocessable] = BadRequest,
+    *,
+    sort: bool = False,
 ) -> bytes:
     """A value that a client sent, as JSON. sort: canonical.
 
@@ -29,7 +34,9 @@ def dumps(
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
     except orjson.JSONEncodeError as cause:
-        raise error(f"{field}: nested too deeply or holds a value JSON cannot write", field) from cause
+        raise error(
+            f"{field}: nested too deeply or holds a value JSON cannot write", field
+        ) from cause
 
 
 def with_whole_characters(body: bytes) -> bytes:
@@ -99,7 +106,9 @@ def renamed(body: bytes, model: str) -> bytes:
         said = json.loads(body)
         if not isinstance(said, dict):
             return body
-        return json.dumps(said | {"model": model}, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(
+            said | {"model": model}, ensure_ascii=False, separators=(",", ":")
+        ).encode()
     except ValueError:
         return body  # the engine says what is wrong with it
     except RecursionError as error:

@@ -25,10 +25,22 @@ def packed_tokens(
         if logprobs is None:
             return Tokens(prompt, packed, None, (), absent or NO_LOGPROBS)
         if len(logprobs) != len(ids):
-            return Tokens(prompt, packed, None, (), f"{len(logprobs)} log-probabilities for {len(ids)} token ids")
+            return Tokens(
+                prompt,
+                packed,
+                None,
+                (),
+                f"{len(logprobs)} log-probabilities for {len(ids)} token ids",
+            )
         return Tokens(prompt, packed, pack_logprobs(logprobs), (), absent)
     except (struct.error, TypeError, OverflowError) as error:
-        return Tokens(prompt, None, None, (), f"the engine's token ids or log-probabilities are not numbers: {error}")
+        return Tokens(
+            prompt,
+            None,
+            None,
+            (),
+            f"the engine's token ids or log-probabilities are not numbers: {error}",
+        )
 
 
 def _packed_prompt(ids: Sequence[int] | None) -> tuple[bytes | None, str | None]:

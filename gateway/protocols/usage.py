@@ -24,9 +24,13 @@ def usage_of(said: object) -> Usage | None:
         prompt += (read or 0) + (written or 0)
     found = Usage(
         prompt_tokens=prompt,
-        cached_tokens=_first(*(_count(_object(said, name), "cached_tokens") for name in INPUT_DETAILS), read),
+        cached_tokens=_first(
+            *(_count(_object(said, name), "cached_tokens") for name in INPUT_DETAILS), read
+        ),
         completion_tokens=_first(_count(said, "completion_tokens"), _count(said, "output_tokens")),
-        reasoning_tokens=_first(*(_count(_object(said, name), "reasoning_tokens") for name in OUTPUT_DETAILS)),
+        reasoning_tokens=_first(
+            *(_count(_object(said, name), "reasoning_tokens") for name in OUTPUT_DETAILS)
+        ),
     )
     return None if found == Usage() else found
 

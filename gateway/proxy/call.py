@@ -25,7 +25,15 @@ from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.tags import tags_of
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
 from gateway.capture.engine_tokens import NOT_TOLD, Captured
-from gateway.capture.steps import Call, Engine, had_text, steps_of, unreadable_steps, unseen_steps, with_unread
+from gateway.capture.steps import (
+    Call,
+    Engine,
+    had_text,
+    steps_of,
+    unreadable_steps,
+    unseen_steps,
+    with_unread,
+)
 from gateway.capture.stream import EventStream
 from gateway.capture.unread import Unread
 from gateway.clock import Clock
@@ -55,7 +63,12 @@ from schemas.ids import new_call_id
 from schemas.records import Step, StepStatus
 from schemas.settings import Settings
 
-IDEMPOTENCY = ("x-clawstream-step", "idempotency-key", "x-idempotency-key", "x-stainless-idempotency-key")
+IDEMPOTENCY = (
+    "x-clawstream-step",
+    "idempotency-key",
+    "x-idempotency-key",
+    "x-stainless-idempotency-key",
+)
 MAX_NAMED = 32
 """Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
 NO_TOKENS: Mapping[Kind, str] = {
@@ -94,7 +107,11 @@ async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
+    return (
+        int(text)
+        if text is not None and text.isascii() and text.isdigit() and len(text) < 10
+        else None
+    )
 
 
 def _is_stream(response: Response) -> bool:
@@ -104,7 +121,9 @@ def _is_stream(response: Response) -> bool:
 
 def _sent_as(response: Response) -> Headers:
     """What the engine says of its body, once it was read."""
-    headers = [(b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))]
+    headers = [
+        (b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))
+    ]
     if response.encoding is not None and not _is_stream(response):
         headers.append((b"content-encoding", response.encoding.encode("latin-1")))
     return headers
@@ -118,7 +137,12 @@ class CallEndpoint:
         self._prompts = PromptLimit(parts.settings.gateway, parts.upstream)
 
     async def serve(
-        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None = None, prompt: str | None = None
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        trajectory: str | None = None,
+        prompt: str | None = None,
     ) -> None:
         """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
         memory = self._parts.memory
@@ -141,7 +165,9 @@ class CallEndpoint:
         attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
         reply = parts.memory.replies.hold()
         try:
-            caller = parts.door.authenticate(headers, "agent")  # before the body: a stranger's is not read
+            caller = parts.door.authenticate(
+                headers, "agent"
+            )  # before the body: a stranger's is not read
             attempt.caller = caller
             with parts.limits.call(caller.key) as counted:
                 body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
@@ -152,9 +178,13 @@ class CallEndpoint:
                 client, query = Client(receive), scope["query_string"]
                 try:
                     async with client:
-                        await self._prompts.check(call.request, call.protocol, call.origin, credentials_of(headers))
+                        await self._prompts.check(
+                            call.request, call.protocol, call.origin, credentials_of(headers)
+                        )
                     with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                        made = Exchange(parts, self._dialect, call, attempt, client, send, reply, query, counted)
+                        made = Exchange(
+                            parts, self._dialect, call, attempt, client, send, reply, query, counted
+                        )
                         ending = await made.run()
                 finally:
                     client.done()
@@ -181,7 +211,12 @@ class CallEndpoint:
         return (call.request.n - 1) * size
 
     def _accept(
-        self, caller: Caller, headers: Mapping[str, str], body: bytes, trajectory: str | None, prompt: str | None
+        self,
+        caller: Caller,
+        headers: Mapping[str, str],
+        body: bytes,
+        trajectory: str | None,
+        prompt: str | None,
     ) -> Call:
         """The call that a request is. Raises BadRequest or WrongKey."""
         parts, dialect = self._parts, self._dialect
@@ -230,7 +265,9 @@ class Exchange:
         self._client, self._send = client, send
         headers = attempt.headers
         self._credentials = credentials_of(headers)
-        self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"}
+        self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {
+            "content-type": "application/json"
+        }
         self._path = with_query(dialect.path, query)
         self._returned: list[tuple[bytes, bytes]] = []
         self._asked: Worker | None = None
@@ -244,7 +281,9 @@ class Exchange:
             async with self._client:
                 async with self._ask() as response:
                     worker, self._returned = response.worker, returned(response.headers)
-                    self._engine = Engine(worker.worker_id, response.header(engine_frames.VERSION_START))
+                    self._engine = Engine(
+                        worker.worker_id, response.header(engine_frames.VERSION_START)
+                    )
                     if response.status >= 400:
                         await self._pass_error(response)
                         return "upstream_error"
@@ -252,7 +291,11 @@ class Exchange:
                     if self._call.request.stream and _is_stream(response):
                         await self._pass_stream(response)
                     else:
-                        own = response.header(engine_frames.OWN_BODY) if worker.kind == "captured" else None
+                        own = (
+                            response.header(engine_frames.OWN_BODY)
+                            if worker.kind == "captured"
+                            else None
+                        )
                         body = self._captured.trail(await response.read(self._held), own)
                         sent_as = _sent_as(response)
         except (ClientGone, asyncio.CancelledError) as error:
@@ -318,7 +361,10 @@ class Exchange:
         self._parts.failed.note(self._attempt, engine_failure(response.status, said))
 
     async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
-        answer, unread = self._dialect.answer(self._call.request, worker.kind, body), Unread(len(body))
+        answer, unread = (
+            self._dialect.answer(self._call.request, worker.kind, body),
+            Unread(len(body)),
+        )
         if answer.unread is not None:
             unread.add(body, answer.unread)
         steps = [] if answer.failure is not None else self._steps(answer, "ok", unread)
@@ -326,7 +372,9 @@ class Exchange:
             await self._record(steps)
         try:
             async with self._client:
-                await self._start(200, self._headers(sent_as, len(answer.body), [s.step_id for s in steps]))
+                await self._start(
+                    200, self._headers(sent_as, len(answer.body), [s.step_id for s in steps])
+                )
                 await self._tell({"type": "http.response.body", "body": answer.body})
         except ClientGone:
             return "aborted"
@@ -338,7 +386,9 @@ class Exchange:
     async def _pass_stream(self, response: Response) -> None:
         """Everything up to the first finish goes through; the rest is held in the stream."""
         fold = self._dialect.fold(self._call.request, response.worker.kind)
-        self._stream = stream = EventStream(fold, self._captured, response.worker.kind == "captured")
+        self._stream = stream = EventStream(
+            fold, self._captured, response.worker.kind == "captured"
+        )
         sent_as = [*_sent_as(response), (b"cache-control", b"no-cache")]
         await self._start(200, self._headers(sent_as, None, self._call.step_ids))
         try:

@@ -32,7 +32,9 @@ class ModelCalls:
     ) -> None:
         self._app, self._calls, self._passed, self._base_path = app, calls, passed, base_path
         self._tails: dict[str, list[str]] = {}
-        for tail in sorted({*calls, *(t for _, t in passed if t not in ITEMS)}, key=len, reverse=True):
+        for tail in sorted(
+            {*calls, *(t for _, t in passed if t not in ITEMS)}, key=len, reverse=True
+        ):
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

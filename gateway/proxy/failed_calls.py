@@ -105,10 +105,14 @@ class FailedCalls:
     ) -> None:  # fmt: skip
         self._topic, self._gateway_id, self._codec, self._bus = topic, gateway_id, codec, bus
         self._door, self._redaction, self._clock = door, redaction, clock
-        self._recorded, self._lost = (metrics.failed_calls.labels(fate) for fate in ("recorded", "lost"))
+        self._recorded, self._lost = (
+            metrics.failed_calls.labels(fate) for fate in ("recorded", "lost")
+        )
         self._on_the_way = 0
 
-    def attempt(self, protocol: str, headers: Mapping[str, str], key: str | None, group: str | None) -> Attempt:
+    def attempt(
+        self, protocol: str, headers: Mapping[str, str], key: str | None, group: str | None
+    ) -> Attempt:
         """A call that has just come. headers: names in lower case."""
         return Attempt(protocol, headers, self._clock.micros(), self._clock.monotonic(), key, group)
 
@@ -119,7 +123,11 @@ class FailedCalls:
         if not self._bus.reachable or self._on_the_way >= MAX_ON_THE_WAY:
             self._lost.inc()
             return
-        origin = attempt.call.origin if attempt.call is not None else self._origin(attempt, attempt.caller)
+        origin = (
+            attempt.call.origin
+            if attempt.call is not None
+            else self._origin(attempt, attempt.caller)
+        )
         try:
             run = (
                 origin.run_id
@@ -138,7 +146,9 @@ class FailedCalls:
         except GatewayError:
             return None
 
-    def _record(self, attempt: Attempt, failure: Failure, run: str, origin: Origin | None) -> FailedCall:
+    def _record(
+        self, attempt: Attempt, failure: Failure, run: str, origin: Origin | None
+    ) -> FailedCall:
         call = attempt.call
         model = call.request.model if call is not None else attempt.model
         record = FailedCall(
@@ -163,7 +173,9 @@ class FailedCalls:
             duration_ms=(self._clock.monotonic() - attempt.began) * 1000,
         )
         if self._redaction is not None:
-            record = self._redaction.redacted_at_once(record)  # before it is cut: half a secret is found by no rule
+            record = self._redaction.redacted_at_once(
+                record
+            )  # before it is cut: half a secret is found by no rule
         return replace(record, message=record.message[:MESSAGE_CHARS])
 
     def _send(self, record: FailedCall) -> None:

@@ -47,7 +47,10 @@ class PassEndpoint:
                 client = Client(receive)
                 try:
                     async with client:
-                        path = with_query(self._path + quote(place.item, safe="/:@!$&'()*+,;="), scope["query_string"])
+                        path = with_query(
+                            self._path + quote(place.item, safe="/:@!$&'()*+,;="),
+                            scope["query_string"],
+                        )
                         reply = await self._passed(caller, headers, path, body, held, place)
                 finally:
                     client.done()
@@ -57,7 +60,13 @@ class PassEndpoint:
             return reply
 
     async def _passed(
-        self, caller: Caller, headers: dict[str, str], path: str, body: bytes, held: Held, place: Place
+        self,
+        caller: Caller,
+        headers: dict[str, str],
+        path: str,
+        body: bytes,
+        held: Held,
+        place: Place,
     ) -> Reply:
         parts = self._parts
         origin = parts.door.origin(caller, headers, place.trajectory, place.prompt, {})
@@ -84,4 +93,6 @@ class PassEndpoint:
                 content = self._errors.engine(response.status, content)
             if (kind := response.header("content-type")) is not None:
                 told.append((b"content-type", kind.encode("latin-1")))
-            return Reply(response.status, [*told, (b"content-length", b"%d" % len(content))], content)
+            return Reply(
+                response.status, [*told, (b"content-length", b"%d" % len(content))], content
+            )

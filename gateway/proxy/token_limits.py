@@ -75,7 +75,9 @@ class PromptLimit:
     def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
         self._limit, self._upstream = settings.max_prompt_tokens, upstream
 
-    async def check(self, request: Request, dialect: str, origin: Origin, credentials: Mapping[str, str]) -> None:
+    async def check(
+        self, request: Request, dialect: str, origin: Origin, credentials: Mapping[str, str]
+    ) -> None:
         """Raises BadRequest for an over-long prompt; NoWorker, UpstreamFailed or UpstreamTimeout when no engine could count it.
 
         dialect: name. origin, credentials: of the call, so that the engine which counts is the one that will serve it.
@@ -85,12 +87,16 @@ class PromptLimit:
             return
         if dialect in COUNTED:
             refuse_longer(
-                await self._count(COUNTED[dialect], request.said, request, origin, credentials), limit, "messages"
+                await self._count(COUNTED[dialect], request.said, request, origin, credentials),
+                limit,
+                "messages",
             )
         elif dialect == "openai.completions":
             for prompt in long_texts(request.said.get("prompt"), limit):
                 said = {**request.said, "prompt": prompt}
-                refuse_longer(await self._count(TEXT, said, request, origin, credentials), limit, "prompt")
+                refuse_longer(
+                    await self._count(TEXT, said, request, origin, credentials), limit, "prompt"
+                )
 
     async def _count(
         self,
@@ -128,7 +134,8 @@ def long_texts(prompt: Any, limit: int) -> list[str]:
             texts.append(one)
     if len(texts) > MAX_COUNTED:
         raise BadRequest(
-            f"prompt: {len(texts)} texts are so long that each must be counted, at most {MAX_COUNTED} may be", "prompt"
+            f"prompt: {len(texts)} texts are so long that each must be counted, at most {MAX_COUNTED} may be",
+            "prompt",
         )
     return texts
 

@@ -43,7 +43,10 @@ def card(digits: bytes) -> bool:
         (digits[:1] == b"4" and n in (16, 19))
         or (n == 16 and (51 <= two <= 55 or 2221 <= four <= 2720))
         or (n == 15 and two in (34, 37))
-        or (16 <= n <= 19 and (four == 6011 or two in (62, 65) or 644 <= three <= 649 or 3528 <= four <= 3589))
+        or (
+            16 <= n <= 19
+            and (four == 6011 or two in (62, 65) or 644 <= three <= 649 or 3528 <= four <= 3589)
+        )
         or (14 <= n <= 19 and (300 <= three <= 305 or two in (36, 38, 39)))
     )
     return issued and luhn(digits)
@@ -81,7 +84,9 @@ def placeholder(value: bytes) -> bool:
 def password(value: bytes, quoted: bool) -> bool:
     """Whether what was given for a password is one, rather than prose or code about it."""
     if quoted:
-        likely = len(value) >= 4 and (_BLANK.search(value) is None or _DIGIT.search(value) is not None)
+        likely = len(value) >= 4 and (
+            _BLANK.search(value) is None or _DIGIT.search(value) is not None
+        )
     else:
         likely = len(value) >= 6 and value[:1] not in b"/." and _SYMBOL.search(value) is not None
         likely = likely and _DOTTED_NAME.fullmatch(value) is None

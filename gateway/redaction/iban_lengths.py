@@ -22,4 +22,6 @@ _BY_LENGTH = {
     32: "LC",
     33: "RU",
 }
-IBAN_LENGTHS = {country: length for length, countries in _BY_LENGTH.items() for country in countries.split()}
+IBAN_LENGTHS = {
+    country: length for length, countries in _BY_LENGTH.items() for country in countries.split()
+}

@@ -40,12 +40,20 @@ class RuleRedactor:
         if isinstance(record, Step):
             return self._step(record)
         if isinstance(record, SessionEvent):
-            return replace(record, metadata_json=self._body(record.metadata_json), reason=self._text(record.reason))
+            return replace(
+                record,
+                metadata_json=self._body(record.metadata_json),
+                reason=self._text(record.reason),
+            )
         if isinstance(record, Reward):
-            return replace(record, detail_json=self._body(record.detail_json), reason=self._text(record.reason))
+            return replace(
+                record, detail_json=self._body(record.detail_json), reason=self._text(record.reason)
+            )
         if isinstance(record, FailedCall):
             error_type, agent = self._text(record.error_type), self._text(record.user_agent)
-            return replace(record, message=self._said(record.message), error_type=error_type, user_agent=agent)
+            return replace(
+                record, message=self._said(record.message), error_type=error_type, user_agent=agent
+            )
         tags = None if record.tags is None else tuple(map(self._said, record.tags))
         return replace(record, note=self._text(record.note), tags=tags)
 
@@ -56,7 +64,9 @@ class RuleRedactor:
             "user_agent": self._text(step.user_agent),
             "tokens_absent_reason": self._text(step.tokens_absent_reason),
         }
-        tags = step.tags and tuple(Tag(name=self._said(t.name), evidence=self._said(t.evidence)) for t in step.tags)
+        tags = step.tags and tuple(
+            Tag(name=self._said(t.name), evidence=self._said(t.evidence)) for t in step.tags
+        )
         tokens: dict[str, Any] = {}
         if step.prompt_token_ids is not None or step.response_token_ids is not None:
             tokens = self._tokens(step)
@@ -70,8 +80,15 @@ class RuleRedactor:
         try:
             vocabulary = self._vocabulary(step.model)
             if vocabulary is None:
-                return _without_tokens(f"redaction is on and has no tokenizer for model {step.model[:80]}")
-            old = Tokens(step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.versions)
+                return _without_tokens(
+                    f"redaction is on and has no tokenizer for model {step.model[:80]}"
+                )
+            old = Tokens(
+                step.prompt_token_ids,
+                step.response_token_ids,
+                step.response_logprobs,
+                step.versions,
+            )
             new = redacted_tokens(old, vocabulary, self._scan)
         except (TokenizerUnusable, UnknownToken, TokensDisagree) as error:
             return _without_tokens(f"redaction is on and cannot read the tokens: {error}")
@@ -114,7 +131,9 @@ def _emptied(record: Record, reason: str) -> Record:
     if isinstance(record, Reward):
         return replace(record, detail_json=None, reason=record.reason and reason)
     if isinstance(record, FailedCall):
-        return replace(record, message=reason, error_type=None, user_agent=None, idempotency_key=None)
+        return replace(
+            record, message=reason, error_type=None, user_agent=None, idempotency_key=None
+        )
     return replace(record, note=record.note and reason, tags=None if record.tags is None else ())
 
 

@@ -18,7 +18,11 @@ Find = Callable[[bytes, int], Span | None]
 """From a text and where an anchor of it begins: where the secret is."""
 
 NORMAL = bytes(
-    ord("0") if chr(b).isascii() and chr(b).isdigit() else b + 32 if ord("A") <= b <= ord("Z") else b
+    ord("0")
+    if chr(b).isascii() and chr(b).isdigit()
+    else b + 32
+    if ord("A") <= b <= ord("Z")
+    else b
     for b in range(256)
 )
 """For bytes.translate: the form in which anchors are searched. It keeps every position."""
@@ -49,7 +53,9 @@ class Rule:
     in_json: Callable[[bytes, int], object] | None = None
 
 
-def _plain(name: str, anchors: tuple[bytes, ...], find: Find, same: Callable[[bytes], bytes] = bytes) -> Rule:
+def _plain(
+    name: str, anchors: tuple[bytes, ...], find: Find, same: Callable[[bytes], bytes] = bytes
+) -> Rule:
     """A rule whose secrets have no character that JSON writes in another way, but as `\\u00..`, which is an anchor itself."""
     return Rule(name, anchors, find, same, in_json=find)
 
@@ -82,7 +88,9 @@ def _has_digit(value: bytes) -> bool:
 
 _LOCAL = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._%+-"
 _DOMAIN = re.compile(rb"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}([A-Za-z]{2,24}))")
-_FILES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"css", b"js", b"py", b"so", b"service"))
+_FILES = frozenset(
+    (b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"css", b"js", b"py", b"so", b"service")
+)
 _LOGIN = re.compile(rb":\\{0,15}/\\{0,15}/[^\s/\\]{0,130}[:@]\Z")
 
 
@@ -143,7 +151,9 @@ _PREFIX_ANCHORS = (
     b"doo_v0_", b"dop_v0_", b"dor_v0_", b"shpat_", b"shpss_", b"shpca_", b"shppa_", b"gsk_", b"xai-", b"r0_", b"nvapi-", b"tvly-", b"pplx-",
     b"lin_api_", b"ntn_", b"hvs.", b"dapi", b"atatt0", b"age-secret-key-0", b"claw-",
 )  # fmt: skip
-_API_KEY = _at(_START + rb"(?:" + b"|".join(_PREFIXES) + rb")[\w-]{16,}+(?:\.[\w-]{8,}+)*+", _has_digit)
+_API_KEY = _at(
+    _START + rb"(?:" + b"|".join(_PREFIXES) + rb")[\w-]{16,}+(?:\.[\w-]{8,}+)*+", _has_digit
+)
 _AWS_ID = rb"A(?:KIA|SIA|BIA|CCA)[A-Z0-9]{16}(?![A-Za-z0-9])"
 
 _GAP = rb"(?:\s|\\++[nrt])*+"
@@ -155,16 +165,24 @@ _PEM = (
     rb"(?:" + _GAP + rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)?+"
 )  # fmt: skip
 
-_URL_LOGIN = re.compile(rb":\\{0,15}/\\{0,15}/([^\s/?#\"'<>\\\x00@:]{0,64}:([^\s/?#\"'<>\\\x00]{1,256}))@")
+_URL_LOGIN = re.compile(
+    rb":\\{0,15}/\\{0,15}/([^\s/?#\"'<>\\\x00@:]{0,64}:([^\s/?#\"'<>\\\x00]{1,256}))@"
+)
 
 
 def _url_login(text: bytes, at: int) -> Span | None:
     found = _URL_LOGIN.match(text, at)
-    return found.span(1) if found and not checks.placeholder(found[2]) and not checks.placeholder(found[1]) else None
+    return (
+        found.span(1)
+        if found and not checks.placeholder(found[2]) and not checks.placeholder(found[1])
+        else None
+    )
 
 
 _WORD = rb"(pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|account[_-]?key|auth[_-]?key|credentials?)"
-_SUFFIX = rb"(?:[_-]?(?:access|account|api|auth|key|secret|token|value|hash|base64|b64)){0,3}[0-9]{0,2}"
+_SUFFIX = (
+    rb"(?:[_-]?(?:access|account|api|auth|key|secret|token|value|hash|base64|b64)){0,3}[0-9]{0,2}"
+)
 _ASSIGNED = re.compile(
     rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\{0,7}[\"'])?[`*\])]{0,3}[ \t]{0,8}(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
     rb"(?:\\{1,7}\"([^\"\\\n\x00]{1,512})\\{1,7}\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\"|'([^'\\\n\x00]{1,512})'"
@@ -182,7 +200,9 @@ _CALLED = (b"(", b"[")
 def _given(word: bytes, value: bytes, quoted: bool) -> bool:
     """Whether a value given under a word is a secret."""
     word = word.lower()
-    if word.startswith((b"pass", b"pwd")) or (word == b"secret" and (_has_digit(value) or not quoted)):
+    if word.startswith((b"pass", b"pwd")) or (
+        word == b"secret" and (_has_digit(value) or not quoted)
+    ):
         return checks.password(value, quoted) or checks.token(value)
     return checks.token(value)
 
@@ -202,7 +222,12 @@ def _secret(text: bytes, at: int) -> Span | None:
 
 def _secret_member(name: bytes, value: bytes, quoted: bool) -> bool:
     word = _NAME.search(name[-80:])
-    return word is not None and len(value) <= 512 and b"\n" not in value and _given(word[1], value, quoted)
+    return (
+        word is not None
+        and len(value) <= 512
+        and b"\n" not in value
+        and _given(word[1], value, quoted)
+    )
 
 
 _SEPARATORS = tuple(bytes([c]) for c in b"\"':= \\`*")

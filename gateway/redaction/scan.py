@@ -48,7 +48,11 @@ class Scan:
     """Rules, ready to use. key: bytes that an attacker does not know; the same key gives the same replacements."""
 
     def __init__(
-        self, rules: Sequence[Rule], key: bytes, style: Style = "hashed", finders: Sequence[Named] = ()
+        self,
+        rules: Sequence[Rule],
+        key: bytes,
+        style: Style = "hashed",
+        finders: Sequence[Named] = (),
     ) -> None:
         import ahocorasick_rs  # only who redacts needs it
 
@@ -60,9 +64,13 @@ class Scan:
                 by_anchor.setdefault(anchor, []).append(rank)
         self._ranks = tuple(tuple(ranks) for ranks in by_anchor.values())
         self._overlap = max(map(len, by_anchor)) - 1
-        self._automaton = ahocorasick_rs.BytesAhoCorasick(by_anchor, implementation=ahocorasick_rs.Implementation.DFA)
+        self._automaton = ahocorasick_rs.BytesAhoCorasick(
+            by_anchor, implementation=ahocorasick_rs.Implementation.DFA
+        )
         self._labels = [r.name.upper() for r in self.rules] + [f.name.upper() for f in self.finders]
-        self._keyed = [(rank, rule.key) for rank, rule in enumerate(self.rules) if rule.key is not None]
+        self._keyed = [
+            (rank, rule.key) for rank, rule in enumerate(self.rules) if rule.key is not None
+        ]
 
     def anchors(self, text: bytes) -> list[int]:
         """Where anchors begin, ascending. No secret is without one in its range or a few bytes around it, but for those of finders."""
@@ -76,7 +84,9 @@ class Scan:
             if not ranks:
                 if raw.startswith(b"00", at + 2):
                     found.append(at)
-            elif any((check := self.rules[rank].in_json) is None or check(raw, at) for rank in ranks):
+            elif any(
+                (check := self.rules[rank].in_json) is None or check(raw, at) for rank in ranks
+            ):
                 found.append(at)
         found.sort()
         return found
@@ -123,14 +133,19 @@ class Scan:
         """Anchors and the ranks of their rules, by end."""
         if len(text) > _SLICE_BYTES:
             return self._sliced_hits(text)
-        ranks, found = self._ranks, self._automaton.find_matches_as_indexes(text.translate(NORMAL), overlapping=True)
+        ranks, found = (
+            self._ranks,
+            self._automaton.find_matches_as_indexes(text.translate(NORMAL), overlapping=True),
+        )
         return [(start, ranks[which]) for which, start, _ in found] if found else ()
 
     def _sliced_hits(self, text: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
         """A large text in slices: how many anchors it has is up to who wrote it."""
         for begin in range(0, len(text), _SLICE_BYTES):
             normal = text[begin : begin + _SLICE_BYTES + self._overlap].translate(NORMAL)
-            for which, start, _ in self._automaton.find_matches_as_indexes(normal, overlapping=True):
+            for which, start, _ in self._automaton.find_matches_as_indexes(
+                normal, overlapping=True
+            ):
                 if start < _SLICE_BYTES:
                     yield begin + start, self._ranks[which]
 

@@ -62,7 +62,9 @@ class Vocabularies:
 class Redaction:
     """A redactor in use. failed: called for each record that was kept without its contents."""
 
-    def __init__(self, redactor: Redactor, vocabularies: Vocabularies, failed: Callable[[], None]) -> None:
+    def __init__(
+        self, redactor: Redactor, vocabularies: Vocabularies, failed: Callable[[], None]
+    ) -> None:
         self._redactor, self._vocabularies, self._failed = redactor, vocabularies, failed
 
     async def redacted(self, record: R) -> R:
@@ -105,7 +107,9 @@ def redaction_of(settings: Settings, secret: bytes, failed: Callable[[], None]) 
         paths.setdefault("*", settings.gateway.tokenizer_path)
     for model, path in paths.items():
         if not path.exists():
-            raise RedactionUnusable(f"gateway.redaction.tokenizers: {path}, for model {model}, is not there")
+            raise RedactionUnusable(
+                f"gateway.redaction.tokenizers: {path}, for model {model}, is not there"
+            )
     key = hmac.digest(secret, b"clawstream redaction", hashlib.sha256)
     vocabularies = Vocabularies(paths)
     scan = Scan(rules, key, said.style, finders)
@@ -128,7 +132,12 @@ def _rule(name: str, folders: Sequence[Path]) -> Rule | Finder:
 def _size(record: object) -> int:
     match record:
         case Step():
-            fields = (record.request_json, record.response_json, record.prompt_token_ids, record.response_token_ids)
+            fields = (
+                record.request_json,
+                record.response_json,
+                record.prompt_token_ids,
+                record.response_token_ids,
+            )
             return sum(len(f or b"") for f in fields)
         case SessionEvent():
             return len(record.metadata_json or b"")

@@ -55,7 +55,9 @@ def edits_of(packed: bytes, vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
             continue
         begin, end = ends[first] - len(pieces[first]), ends[last - 1]
         if scan.finders or bisect_left(anchors, begin) < bisect_left(anchors, end):
-            edits += _edits_between(first, text[begin:end], [e - begin for e in ends[first:last]], vocabulary, scan)
+            edits += _edits_between(
+                first, text[begin:end], [e - begin for e in ends[first:last]], vocabulary, scan
+            )
     return edits
 
 
@@ -70,11 +72,15 @@ def _places(ids: Sequence[int], special: frozenset[int]) -> list[int]:
     return sorted(places)
 
 
-def _edits_between(first: int, text: bytes, ends: Sequence[int], vocabulary: Vocabulary, scan: Scan) -> Iterable[Edit]:
+def _edits_between(
+    first: int, text: bytes, ends: Sequence[int], vocabulary: Vocabulary, scan: Scan
+) -> Iterable[Edit]:
     """Edits of the tokens that spell `text`, the first of which has index `first`. ends: where each ends, in bytes."""
     groups: list[tuple[int, int, list[Found]]] = []
     for found in scan.find(text):
-        start, end = _whole_tokens(text, ends, bisect_right(ends, found.start), bisect_left(ends, found.end) + 1)
+        start, end = _whole_tokens(
+            text, ends, bisect_right(ends, found.start), bisect_left(ends, found.end) + 1
+        )
         if groups and start < groups[-1][1]:
             earlier = groups.pop()
             groups.append((earlier[0], max(earlier[1], end), [*earlier[2], found]))
@@ -122,9 +128,13 @@ def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Token
     """
     prompt, response = tokens.prompt or b"", tokens.response or b""
     if len(prompt) % WIDTH or len(response) % WIDTH:
-        raise TokensDisagree(f"{len(prompt)} and {len(response)} bytes of ids are no whole number of ids")
+        raise TokensDisagree(
+            f"{len(prompt)} and {len(response)} bytes of ids are no whole number of ids"
+        )
     if tokens.logprobs is not None and len(tokens.logprobs) != len(response):
-        raise TokensDisagree(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids")
+        raise TokensDisagree(
+            f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids"
+        )
     edits = edits_of(prompt + response, vocabulary, scan)
     if not edits:
         return tokens
@@ -136,7 +146,9 @@ def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Token
     return Tokens(
         None if tokens.prompt is None else _edited_ids(kept, before),
         None if tokens.response is None else _edited_ids(response, after),
-        None if tokens.logprobs is None else _edited(tokens.logprobs, after, [ABSENT * len(e.ids) for e in after]),
+        None
+        if tokens.logprobs is None
+        else _edited(tokens.logprobs, after, [ABSENT * len(e.ids) for e in after]),
         _moved(tokens.versions, after),
         _spans(before),
         _spans(after),

@@ -29,7 +29,9 @@ class UnknownToken(ValueError):
 class Vocabulary:
     """pieces: the bytes of each id, None for ids that are none. special: ids that stand for no text, e.g. the end of a turn."""
 
-    def __init__(self, tokenizer: Any, pieces: Sequence[bytes | None], special: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, pieces: Sequence[bytes | None], special: frozenset[int]
+    ) -> None:
         self._tokenizer, self._pieces = tokenizer, pieces
         self.special = special
 
@@ -41,11 +43,15 @@ class Vocabulary:
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             said = orjson.loads(file.read_bytes())
-            within = {name: _within_a_text(said.get(name)) for name in ("normalizer", "pre_tokenizer")}
+            within = {
+                name: _within_a_text(said.get(name)) for name in ("normalizer", "pre_tokenizer")
+            }
             tokenizer = Tokenizer.from_buffer(orjson.dumps(said | within))
         except MemoryError:
             raise
-        except Exception as error:  # the library raises nothing more exact, and the file may be anything
+        except (
+            Exception
+        ) as error:  # the library raises nothing more exact, and the file may be anything
             raise TokenizerUnusable(f"{file}: {type(error).__name__}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -56,13 +62,19 @@ class Vocabulary:
         pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
         for token, number in vocabulary.items():
             pieces[number] = token.encode() if number in added else read(token)
-        return cls(tokenizer, pieces, frozenset(number for number, token in added.items() if token.special))
+        return cls(
+            tokenizer, pieces, frozenset(number for number, token in added.items() if token.special)
+        )
 
     def spell(self, packed: bytes) -> tuple[Sequence[bytes], bytes]:
         """The bytes of each token, and all of them, from packed ids. Raises UnknownToken."""
-        ids = struct.unpack(f"<{len(packed) // 4}I", packed)  # unsigned: a negative one is out of range too
+        ids = struct.unpack(
+            f"<{len(packed) // 4}I", packed
+        )  # unsigned: a negative one is out of range too
         try:
-            pieces: Any = itemgetter(*ids)(self._pieces) if len(ids) > 1 else [self._pieces[n] for n in ids]
+            pieces: Any = (
+                itemgetter(*ids)(self._pieces) if len(ids) > 1 else [self._pieces[n] for n in ids]
+            )
             return pieces, b"".join(pieces)
         except (IndexError, TypeError) as error:
             known = len(self._pieces)
@@ -71,7 +83,9 @@ class Vocabulary:
 
     def encode(self, text: bytes) -> list[int]:
         """The ids of a text that stands within another one. Bytes that are no UTF-8 become U+FFFD."""
-        ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(
+            text.decode("utf-8", "replace"), add_special_tokens=False
+        ).ids
         return ids
 
 
@@ -87,7 +101,9 @@ class _Pieces:
             )
         self._bytes = _byte_letters() if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
-        self._replace = [(step.get("replacement", "▁"), " ") for step in steps if step["type"] == "Metaspace"]
+        self._replace = [
+            (step.get("replacement", "▁"), " ") for step in steps if step["type"] == "Metaspace"
+        ]
         self._replace += [
             (step["pattern"]["String"], step["content"])
             for step in steps
@@ -115,7 +131,9 @@ def _within_a_text(step: Any) -> Any:
             return step | {"add_prefix_space": False}
         case {"type": "Sequence"}:
             steps = next(name for name in step if name != "type")
-            return step | {steps: [inner for s in step[steps] if (inner := _within_a_text(s)) is not None]}
+            return step | {
+                steps: [inner for s in step[steps] if (inner := _within_a_text(s)) is not None]
+            }
     return step
 
 
@@ -133,4 +151,6 @@ def _byte_letters() -> dict[str, bytes]:
     """The letter that stands for each byte in a byte-level vocabulary: printable Latin-1 for itself, the others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (b for b in range(256) if b not in set(printable))
-    return {chr(b): bytes([b]) for b in printable} | {chr(0x100 + i): bytes([b]) for i, b in enumerate(others)}
+    return {chr(b): bytes([b]) for b in printable} | {
+        chr(0x100 + i): bytes([b]) for i, b in enumerate(others)
+    }

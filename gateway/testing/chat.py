@@ -39,7 +39,14 @@ class ChatVoice:
         yield Event(b"data: [DONE]\n\n")
 
     def error(self, status: int) -> Json:
-        return {"error": {"message": "scripted", "type": "BadRequestError", "param": None, "code": status}}
+        return {
+            "error": {
+                "message": "scripted",
+                "type": "BadRequestError",
+                "param": None,
+                "code": status,
+            }
+        }
 
     def failure(self) -> bytes:
         error = {"message": "scripted", "type": "InternalServerError", "code": 500}
@@ -48,7 +55,9 @@ class ChatVoice:
 
 def plain(request: Json, script: Script) -> Json:
     """The reply that vLLM would write."""
-    ids, logprobs = (request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs"))
+    ids, logprobs = (
+        request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs")
+    )
     return {
         "id": f"chatcmpl-{script.number}", "object": "chat.completion", "created": 1, "model": request.get("model") or "policy",
         "choices": [
@@ -68,7 +77,9 @@ def plain(request: Json, script: Script) -> Json:
 def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int, int, int]]]]:
     """The chunks that vLLM would write, and what tokens they show: choices take turns, one token at a time."""
     unshown = [0] * len(script.says)
-    ids, logprobs = (request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs"))
+    ids, logprobs = (
+        request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs")
+    )
     head: Json = {
         "id": f"chatcmpl-{script.number}", "object": "chat.completion.chunk", "created": 1, "model": request.get("model") or "policy"
     }  # fmt: skip
@@ -79,7 +90,11 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
             "logprobs": None,
             "finish_reason": None,
         }
-        yield head | {"choices": [first], "prompt_token_ids": list(script.prompt_ids) if ids else None}, []
+        yield (
+            head
+            | {"choices": [first], "prompt_token_ids": list(script.prompt_ids) if ids else None},
+            [],
+        )
     for at in range(max(len(s.ids) for s in script.says)):
         for i, say in enumerate(script.says):
             if at >= len(say.ids):
@@ -88,7 +103,9 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
             text = say.texts[at]
             delta: Json = {} if text is None else {"content": text}
             if last and say.tool_calls:
-                delta = {"tool_calls": [{"index": n, **call} for n, call in enumerate(say.tool_calls)]}
+                delta = {
+                    "tool_calls": [{"index": n, **call} for n, call in enumerate(say.tool_calls)]
+                }
             if not delta and not last and not ids and not logprobs:
                 continue
             choice: Json = {
@@ -99,6 +116,9 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
                 choice["stop_reason"] = None
             shows = [(i, unshown[i], at + 1)]
             unshown[i] = at + 1
-            yield head | {"choices": [choice | {"token_ids": [say.ids[at]] if ids else None}]}, shows
+            yield (
+                head | {"choices": [choice | {"token_ids": [say.ids[at]] if ids else None}]},
+                shows,
+            )
     if (request.get("stream_options") or {}).get("include_usage"):
         yield head | {"choices": [], "usage": _usage(script)}, []

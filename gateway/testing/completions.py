@@ -59,11 +59,25 @@ class CompletionsVoice:
                     chunk["system_fingerprint"] = _FINGERPRINT
                 yield _data(chunk, [(i, at, at + 1)])
         if usage:
-            yield _data(head | {"choices": [], "usage": _usage(request, script), "system_fingerprint": _FINGERPRINT})
+            yield _data(
+                head
+                | {
+                    "choices": [],
+                    "usage": _usage(request, script),
+                    "system_fingerprint": _FINGERPRINT,
+                }
+            )
         yield Event(b"data: [DONE]\n\n")
 
     def error(self, status: int) -> Json:
-        return {"error": {"message": "scripted", "type": "BadRequestError", "param": None, "code": status}}
+        return {
+            "error": {
+                "message": "scripted",
+                "type": "BadRequestError",
+                "param": None,
+                "code": status,
+            }
+        }
 
     def failure(self) -> bytes:
         error = {"message": "scripted", "type": "InternalServerError", "param": None, "code": 500}
@@ -81,7 +95,11 @@ def _asks_ids(request: Json, script: Script) -> bool:
 def _echo(request: Json) -> str:
     """The prompt, where it is echoed: vLLM leaves it out when it returns token ids."""
     prompt = request.get("prompt")
-    return prompt if request.get("echo") and not request.get("return_token_ids") and isinstance(prompt, str) else ""
+    return (
+        prompt
+        if request.get("echo") and not request.get("return_token_ids") and isinstance(prompt, str)
+        else ""
+    )
 
 
 def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) -> Json | None:
@@ -89,7 +107,9 @@ def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) ->
         return None
     tokens = [say.texts[i] or "" for i in range(first, last)]
     values: list[float | None] = list(say.logprobs[first:last])
-    if request.get("echo") and first == 0:  # the prompt's come first, and nothing is known of its first token
+    if (
+        request.get("echo") and first == 0
+    ):  # the prompt's come first, and nothing is known of its first token
         tokens = [f"<{i}>" for i in script.prompt_ids] + tokens
         values = [None, *[-9.0] * (len(script.prompt_ids) - 1), *values]
     offset = sum(len(t or "") for t in say.texts[:first])
@@ -99,5 +119,8 @@ def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) ->
 
 
 def _usage(request: Json, script: Script) -> Json:
-    asked, sampled = len(script.prompt_ids) * prompt_count(request), sum(len(s.ids) for s in script.says)
+    asked, sampled = (
+        len(script.prompt_ids) * prompt_count(request),
+        sum(len(s.ids) for s in script.says),
+    )
     return {"prompt_tokens": asked, "total_tokens": asked + sampled, "completion_tokens": sampled}

@@ -53,7 +53,9 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
         await runner.setup()
         site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         await site.start()
@@ -72,9 +74,16 @@ class ScriptedEngine:
             messages = None
         if not messages:
             # vLLM checks a body before it knows whose endpoint this is.
-            error = {"message": "messages: missing", "type": "Bad Request", "param": "body.messages", "code": 400}
+            error = {
+                "message": "messages: missing",
+                "type": "Bad Request",
+                "param": "body.messages",
+                "code": 400,
+            }
             return web.json_response({"error": error}, status=400)
-        return web.json_response({"input_tokens": 3, "context_management": {"original_input_tokens": 3}})
+        return web.json_response(
+            {"input_tokens": 3, "context_management": {"original_input_tokens": 3}}
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -97,7 +106,9 @@ class ScriptedEngine:
         script = self.script(request)
         if script.status != 200:
             return web.json_response(voice.error(script.status), status=script.status)
-        headers = {engine_frames.VERSION_START: script.version_start} if script.version_start else {}
+        headers = (
+            {engine_frames.VERSION_START: script.version_start} if script.version_start else {}
+        )
         captures = self._captures(http)
         if captures:
             headers[engine_frames.ASK] = "1"
@@ -130,7 +141,9 @@ class ScriptedEngine:
         headers: dict[str, str],
         captures: bool,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **headers})
+        response = web.StreamResponse(
+            headers={"content-type": "text/event-stream; charset=utf-8", **headers}
+        )
         await response.prepare(http)
         prompts, told = voice.prompts(request), False
         for at, event in enumerate(voice.events(request, self._known(script))):
@@ -143,7 +156,9 @@ class ScriptedEngine:
                 break
             data = event.data
             if captures and not script.no_tokens and (event.shows or not told):
-                frames = b"".join(engine_frames.encode(f) for f in frames_of(script, event, prompts, not told))
+                frames = b"".join(
+                    engine_frames.encode(f) for f in frames_of(script, event, prompts, not told)
+                )
                 data, told = engine_frames.comment(frames) + data, True
             await response.write(data)
         with suppress(ConnectionError):
@@ -164,23 +179,33 @@ def _choice(script: Script, index: int, first: int, last: int, each: int) -> eng
     )
 
 
-def frames_of(script: Script, event: Event, prompts: int, with_prompts: bool) -> list[engine_frames.Frame]:
+def frames_of(
+    script: Script, event: Event, prompts: int, with_prompts: bool
+) -> list[engine_frames.Frame]:
     """What the middleware tells with an event."""
     each = max(1, len(script.says) // prompts)
     frames = []
     for g in range(prompts):
         shown = tuple(
-            _choice(script, i, first, last, each) for i, first, last in event.shows if g * each <= i < (g + 1) * each
+            _choice(script, i, first, last, each)
+            for i, first, last in event.shows
+            if g * each <= i < (g + 1) * each
         )
         if shown or with_prompts:
-            told = (pack_ids(script.prompt_ids), script.sampling, script.cached) if with_prompts else (None, None, None)
+            told = (
+                (pack_ids(script.prompt_ids), script.sampling, script.cached)
+                if with_prompts
+                else (None, None, None)
+            )
             frames.append(engine_frames.Frame(g, told[0], shown, None, *told[1:]))
     return frames
 
 
 def whole_frames(script: Script, prompts: int) -> list[engine_frames.Frame]:
     """What the middleware tells with a plain reply."""
-    return frames_of(script, Event(b"", [(i, 0, len(s.ids)) for i, s in enumerate(script.says)]), prompts, True)
+    return frames_of(
+        script, Event(b"", [(i, 0, len(s.ids)) for i, s in enumerate(script.says)]), prompts, True
+    )
 
 
 def _break(http: web.Request) -> None:

@@ -108,10 +108,16 @@ def play(
         engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)
         bus = MemoryBus()
         async with engine.serve() as engine_url:
-            given = {"upstreams": [engine_url], "worker_wait_s": 60, "produce_timeout_s": 60} | gateway
+            given = {
+                "upstreams": [engine_url],
+                "worker_wait_s": 60,
+                "produce_timeout_s": 60,
+            } | gateway
             settings = Settings.model_validate({"data_dir": directory, "gateway": given})
             demand = MemoryDemand()
-            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand)
+            app = create_app(
+                settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand
+            )
             async with running(app) as url, aiohttp.ClientSession() as http:
                 await scenario(Trial(url, engine, engine_url, bus, http, settings, codec, demand))
 

@@ -52,7 +52,9 @@ class MessagesVoice:
         return {"type": "error", "error": {"type": "BadRequestError", "message": "scripted"}}
 
     def failure(self) -> bytes:
-        return _event({"type": "error", "error": {"type": "internal_error", "message": "scripted"}}).data
+        return _event(
+            {"type": "error", "error": {"type": "internal_error", "message": "scripted"}}
+        ).data
 
 
 def _event(said: Json) -> Event:
@@ -73,7 +75,9 @@ def _blocks(say: Say) -> list[Json]:
         blocks.append({"type": "text", "text": text})
     for call in say.tool_calls:
         given = orjson.loads(call["function"]["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given}
+        )
     return blocks
 
 
@@ -108,7 +112,13 @@ def _block_events(say: Say) -> Iterator[tuple[bytes, int]]:
             yield from ((event, len(say.ids)) for event in stop())
             index += 1
         kind = "tool_use"
-        yield start({"type": kind, "id": call["id"], "name": call["function"]["name"], "input": {}}), len(say.ids)
-        yield delta(type="input_json_delta", partial_json=call["function"]["arguments"]), len(say.ids)
+        yield (
+            start({"type": kind, "id": call["id"], "name": call["function"]["name"], "input": {}}),
+            len(say.ids),
+        )
+        yield (
+            delta(type="input_json_delta", partial_json=call["function"]["arguments"]),
+            len(say.ids),
+        )
     if kind:
         yield from ((event, len(say.ids)) for event in stop())

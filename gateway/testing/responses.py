@@ -21,26 +21,47 @@ class ResponsesVoice:
 
     def plain(self, request: Json, script: Script) -> Json:
         (say,) = script.says
-        output = [item | {"status": None} if item["type"] == "reasoning" else item for item in _items(request, script)]
-        return _response(request, script, "incomplete" if say.finish_reason == "length" else "completed", output)
+        output = [
+            item | {"status": None} if item["type"] == "reasoning" else item
+            for item in _items(request, script)
+        ]
+        return _response(
+            request, script, "incomplete" if say.finish_reason == "length" else "completed", output
+        )
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
         shown = 0
         for number, (said, sampled) in enumerate(_events(request, script)):
             said["sequence_number"] = number
             ordered = dict(
-                sorted(said.items(), key=lambda entry: (entry[0] in _LAST_KEYS, entry[0] == "name", entry[0]))
+                sorted(
+                    said.items(),
+                    key=lambda entry: (entry[0] in _LAST_KEYS, entry[0] == "name", entry[0]),
+                )
             )
             data = f"event: {said['type']}\ndata: ".encode() + orjson.dumps(ordered) + b"\n\n"
             yield Event(data, [(0, shown, sampled)] if sampled > shown else [])
             shown = max(shown, sampled)
 
     def error(self, status: int) -> Json:
-        return {"error": {"message": "scripted", "type": "BadRequestError", "param": None, "code": status}}
+        return {
+            "error": {
+                "message": "scripted",
+                "type": "BadRequestError",
+                "param": None,
+                "code": status,
+            }
+        }
 
     def failure(self) -> bytes:
         """As OpenAI writes it: vLLM breaks the connection."""
-        said = {"type": "error", "code": "server_error", "message": "scripted", "param": None, "sequence_number": 99}
+        said = {
+            "type": "error",
+            "code": "server_error",
+            "message": "scripted",
+            "param": None,
+            "sequence_number": 99,
+        }
         return b"event: error\ndata: " + orjson.dumps(said) + b"\n\n"
 
 
@@ -99,13 +120,21 @@ def _call(id_: str, status: str, call: Json, arguments: str) -> Json:
 def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) -> list[Json]:
     if "message.output_text.logprobs" not in (request.get("include") or ()) or script.no_tokens:
         return []
-    return [{"token": say.texts[i] or "", "logprob": say.logprobs[i], "top_logprobs": []} for i in range(first, last)]
+    return [
+        {"token": say.texts[i] or "", "logprob": say.logprobs[i], "top_logprobs": []}
+        for i in range(first, last)
+    ]
 
 
 def _text_part(request: Json, script: Script, say: Say) -> Json:
     text = "".join(t for t in say.texts[say.reasoning :] if t)
     told = [
-        {"token": e["token"], "bytes": list(e["token"].encode()), "logprob": e["logprob"], "top_logprobs": []}
+        {
+            "token": e["token"],
+            "bytes": list(e["token"].encode()),
+            "logprob": e["logprob"],
+            "top_logprobs": [],
+        }
         for e in _logprobs(request, script, say, say.reasoning, len(say.ids))
         if e["token"]
     ]
@@ -117,12 +146,20 @@ def _items(request: Json, script: Script) -> list[Json]:
     (say,) = script.says
     items: list[Json] = []
     if thought := "".join(t for t in say.texts[: say.reasoning] if t):
-        items.append(_reasoning(f"rs_{script.number}_0", "completed", [{"text": thought, "type": "reasoning_text"}]))
+        items.append(
+            _reasoning(
+                f"rs_{script.number}_0", "completed", [{"text": thought, "type": "reasoning_text"}]
+            )
+        )
     part = _text_part(request, script, say)
     if part["text"]:
         items.append(_message(f"msg_{script.number}_{len(items)}", "completed", [part]))
     for call in say.tool_calls:
-        items.append(_call(f"fc_{script.number}_{len(items)}", "completed", call, call["function"]["arguments"]))
+        items.append(
+            _call(
+                f"fc_{script.number}_{len(items)}", "completed", call, call["function"]["arguments"]
+            )
+        )
     return items
 
 
@@ -140,7 +177,9 @@ def _events(request: Json, script: Script) -> Iterator[tuple[Json, int]]:
             case "message":
                 yield from _message_events(index, item, request, script)
             case _:
-                yield from _call_events(index, item, say.tool_calls[index - len(items)], len(say.ids))
+                yield from _call_events(
+                    index, item, say.tool_calls[index - len(items)], len(say.ids)
+                )
     status = "incomplete" if say.finish_reason == "length" else "completed"
     ended = _response(request, script, status, items)
     yield {"response": ended, "sequence_number": 0, "type": "response.completed"}, len(say.ids)
@@ -151,11 +190,21 @@ def _place(index: int, item: Json) -> Json:
 
 
 def _added(index: int, item: Json) -> Json:
-    return {"item": item, "output_index": index, "sequence_number": 0, "type": "response.output_item.added"}
+    return {
+        "item": item,
+        "output_index": index,
+        "sequence_number": 0,
+        "type": "response.output_item.added",
+    }
 
 
 def _done(index: int, item: Json) -> Json:
-    return {"item": item, "output_index": index, "sequence_number": 0, "type": "response.output_item.done"}
+    return {
+        "item": item,
+        "output_index": index,
+        "sequence_number": 0,
+        "type": "response.output_item.done",
+    }
 
 
 def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, int]]:
@@ -164,7 +213,11 @@ def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, 
     pieces = [(at, t) for at, t in enumerate(say.texts[: say.reasoning]) if t]
     first, end = pieces[0][0] + 1, pieces[-1][0] + 1
     yield _added(index, _reasoning(item["id"], "in_progress", None)), first
-    yield place | {"part": {"text": "", "type": "reasoning_text"}, "type": "response.content_part.added"}, first
+    yield (
+        place
+        | {"part": {"text": "", "type": "reasoning_text"}, "type": "response.content_part.added"},
+        first,
+    )
     for at, piece in pieces:
         yield place | {"delta": piece, "type": "response.reasoning_text.delta"}, at + 1
     yield place | {"text": part["text"], "type": "response.reasoning_text.done"}, end
@@ -172,7 +225,9 @@ def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, 
     yield _done(index, item), end
 
 
-def _message_events(index: int, item: Json, request: Json, script: Script) -> Iterator[tuple[Json, int]]:
+def _message_events(
+    index: int, item: Json, request: Json, script: Script
+) -> Iterator[tuple[Json, int]]:
     (say,), (part,) = script.says, item["content"]
     place = {"content_index": 0, **_place(index, item)}
     pieces = [(at, t) for at, t in enumerate(say.texts) if t and at >= say.reasoning]
@@ -182,7 +237,10 @@ def _message_events(index: int, item: Json, request: Json, script: Script) -> It
     yield place | {"part": empty, "type": "response.content_part.added"}, first
     for at, piece in pieces:
         told = _logprobs(request, script, say, at, at + 1)
-        yield place | {"delta": piece, "logprobs": told, "type": "response.output_text.delta"}, at + 1
+        yield (
+            place | {"delta": piece, "logprobs": told, "type": "response.output_text.delta"},
+            at + 1,
+        )
     yield place | {"logprobs": [], "text": part["text"], "type": "response.output_text.done"}, end
     yield place | {"part": part, "type": "response.content_part.done"}, end
     yield _done(index, item), end
@@ -192,6 +250,10 @@ def _call_events(index: int, item: Json, call: Json, sampled: int) -> Iterator[t
     place, arguments = _place(index, item), item["arguments"]
     yield _added(index, _call(item["id"], "in_progress", call, "")), sampled
     yield place | {"delta": arguments, "type": "response.function_call_arguments.delta"}, sampled
-    done = {"arguments": arguments, "type": "response.function_call_arguments.done", "name": item["name"]}
+    done = {
+        "arguments": arguments,
+        "type": "response.function_call_arguments.done",
+        "name": item["name"],
+    }
     yield place | done, sampled
     yield _done(index, item), sampled

@@ -32,7 +32,12 @@ class Say:
 
     def message(self) -> Json:
         """The message of a plain reply."""
-        message: Json = {"role": "assistant", "content": self.text or None, "refusal": None, "reasoning": None}
+        message: Json = {
+            "role": "assistant",
+            "content": self.text or None,
+            "refusal": None,
+            "reasoning": None,
+        }
         if self.tool_calls:
             message["tool_calls"] = list(self.tool_calls)
         return message

@@ -22,8 +22,13 @@ def length(trajectory: Trajectory) -> Iterator[Score]:
         if step.segment is None:
             tokens = max(SHORTEST, len(step.response_json) // BYTES_A_TOKEN)
         if tokens < SHORTEST:
-            yield Score(tokens / SHORTEST, f"{tokens} tokens, {SHORTEST} are the least", step.step_id)
+            yield Score(
+                tokens / SHORTEST, f"{tokens} tokens, {SHORTEST} are the least", step.step_id
+            )
         elif tokens > LONGEST:
             yield Score(LONGEST / tokens, f"{tokens} tokens, more than {LONGEST}", step.step_id)
     if len(trajectory.steps) > MOST_STEPS:
-        yield Score(MOST_STEPS / len(trajectory.steps), f"{len(trajectory.steps)} steps, more than {MOST_STEPS}")
+        yield Score(
+            MOST_STEPS / len(trajectory.steps),
+            f"{len(trajectory.steps)} steps, more than {MOST_STEPS}",
+        )

@@ -37,12 +37,16 @@ def repetition(trajectory: Trajectory) -> Iterator[Score]:
             data = _text(step)
             looped = longest_loop(data, 1)
         if looped:
-            yield Score(1 - looped / len(data), f"{looped} of {len(data)} bytes are a loop", step.step_id)
+            yield Score(
+                1 - looped / len(data), f"{looped} of {len(data)} bytes are a loop", step.step_id
+            )
         replies[step.index] = data
         if step.parent is not None and len(data) >= WINDOW and replies.get(step.parent) == data:
             times = in_a_row[step.index] = in_a_row.get(step.parent, 0) + 1
             if times >= SAME:
-                yield Score(1 / times, f"the same reply {times} times in a row before", step.step_id)
+                yield Score(
+                    1 / times, f"the same reply {times} times in a row before", step.step_id
+                )
 
 
 def longest_loop(data: bytes, unit: int) -> int:

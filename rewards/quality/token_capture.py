@@ -19,4 +19,6 @@ def tokens(trajectory: Trajectory) -> Iterator[Score]:
             continue
         sampled = segments[step.segment]
         if sampled.logprobs is None or len(sampled.logprobs) != len(sampled.token_ids):
-            yield Score(0.0, step.untrainable_reason or "no log-probability for each token", step.step_id)
+            yield Score(
+                0.0, step.untrainable_reason or "no log-probability for each token", step.step_id
+            )

@@ -29,7 +29,12 @@ def format(trajectory: Trajectory) -> Iterator[Score]:
 
 def _plain_text(reply: Any) -> bool:
     """Whether it is nothing but sound text, as most are: looked at first, for it is quick."""
-    if type(reply) is not dict or "output" in reply or reply.get("tool_calls") or reply.get("function_call"):
+    if (
+        type(reply) is not dict
+        or "output" in reply
+        or reply.get("tool_calls")
+        or reply.get("function_call")
+    ):
         return False
     text = reply.get("content")
     return type(text) is str and text != "" and not text.isspace() and BROKEN not in text
@@ -53,6 +58,8 @@ def _flaw(call: Call) -> str | None:
     if not isinstance(call.given, str):
         return None
     try:
-        return None if isinstance(loaded(call.given or "{}"), dict) else "arguments are no JSON object"
+        return (
+            None if isinstance(loaded(call.given or "{}"), dict) else "arguments are no JSON object"
+        )
     except ValueError as e:
         return f"arguments are no JSON: {e}"

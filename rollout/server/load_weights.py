@@ -61,7 +61,9 @@ async def load_version(
     """
     began = time.perf_counter()
     verified = await asyncio.to_thread(verify, files, cache_dir)
-    tensors = {str(path): sha256 for path, sha256 in verified.items() if path.suffix == ".safetensors"}
+    tensors = {
+        str(path): sha256 for path, sha256 in verified.items() if path.suffix == ".safetensors"
+    }
     verify_ms = (time.perf_counter() - began) * 1e3
     body = {"version_id": version_id, "served": served, "files": tensors}
     status, answer = await _call(http, "POST", base_url, body)
@@ -78,7 +80,9 @@ async def load_version(
         case code if code == INVALID_WEIGHTS:
             raise InvalidWeights(f"{version_id} refused by the engine: {answer['error']}")
         case code if code == BROKEN:
-            raise EngineBroken(f"{base_url} failed while {version_id} was put into its model: {answer['error']}")
+            raise EngineBroken(
+                f"{base_url} failed while {version_id} was put into its model: {answer['error']}"
+            )
         case _:
             raise EngineUnavailable(f"POST {base_url}{PATH}: {status} {answer}")
 
@@ -100,7 +104,9 @@ async def _call(
     url = base_url + PATH
     try:
         # One connection for each call: vLLM closes idle ones, and a POST that meets that is not safe to repeat.
-        async with http.request(method, url, json=body, timeout=_TIMEOUT, headers={"Connection": "close"}) as reply:
+        async with http.request(
+            method, url, json=body, timeout=_TIMEOUT, headers={"Connection": "close"}
+        ) as reply:
             if reply.content_type != "application/json":
                 raise EngineUnavailable(
                     f"{method} {urlsplit(url).path}: {reply.status} {(await reply.text())[:500]}; "

@@ -44,7 +44,12 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_dir.resolve()), "--served-model-name", settings.served_model_name),
         *("--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype),
-        *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)),
+        *(
+            "--max-model-len",
+            str(settings.max_model_len),
+            "--max-num-seqs",
+            str(settings.max_num_seqs),
+        ),
         # The log-probability of the token under the distribution it was sampled from, temperature and truncation included.
         *("--logprobs-mode", "processed_logprobs"),
         # A model's own generation_config.json often says top_p 0.95 and top_k 20: what is cut off so can't be trained.
@@ -56,7 +61,11 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
     ]
     if is_cpu_build():
         # Compilation costs a minute of start and gains nothing at sizes a CPU can train.
-        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(settings.kv_cache_mb * 1024 * 1024)]
+        arguments += [
+            "--enforce-eager",
+            "--kv-cache-memory-bytes",
+            str(settings.kv_cache_mb * 1024 * 1024),
+        ]
     if settings.tool_parser is not None:
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.tool_parser_plugin is not None:
@@ -107,7 +116,11 @@ class VllmServer:
     @property
     def pid(self) -> int | None:
         """Process id, and id of the process group, while the server runs."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return (
+            self._process.pid
+            if self._process is not None and self._process.returncode is None
+            else None
+        )
 
     async def start(self) -> None:
         """Spawn the server; returns at once. Raises PortTaken."""
@@ -123,7 +136,9 @@ class VllmServer:
                 start_new_session=True,
             )
 
-    async def wait_ready(self, http: aiohttp.ClientSession, timeout_s: float | None = None) -> float:
+    async def wait_ready(
+        self, http: aiohttp.ClientSession, timeout_s: float | None = None
+    ) -> float:
         """Wait for /health, by default as long as the settings allow; seconds it took. Raises ServerFailed."""
         began = time.monotonic()
         deadline = began + (timeout_s or self._settings.startup_timeout_s)
@@ -133,7 +148,9 @@ class VllmServer:
             if await is_healthy(http, self.base_url):
                 return time.monotonic() - began
             await asyncio.sleep(0.25)
-        raise ServerFailed(f"vLLM was not ready within {time.monotonic() - began:.0f} s{self._tail()}")
+        raise ServerFailed(
+            f"vLLM was not ready within {time.monotonic() - began:.0f} s{self._tail()}"
+        )
 
     async def wait_ended(self, http: aiohttp.ClientSession) -> str:
         """Wait for the server to end by itself, then remove what is left of it; says how it ended (negative: the signal)."""
@@ -220,11 +237,15 @@ class AttachedServer:
 async def served_models(http: aiohttp.ClientSession, base_url: str) -> tuple[str, ...]:
     """Names that agents can ask for."""
     try:
-        async with http.get(f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
+        async with http.get(
+            f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)
+        ) as reply:
             reply.raise_for_status()
             return tuple(str(model["id"]) for model in (await reply.json())["data"])
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineUnavailable(f"GET {base_url}/v1/models: {type(error).__name__} {error}") from error
+        raise EngineUnavailable(
+            f"GET {base_url}/v1/models: {type(error).__name__} {error}"
+        ) from error
 
 
 async def is_healthy(http: aiohttp.ClientSession, base_url: str) -> bool:

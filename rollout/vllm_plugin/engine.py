@@ -75,7 +75,9 @@ def read_layout(model_dir: Path) -> Layout:
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"{file}: {error}") from error
     if not layout:
-        raise InvalidWeights(f"{model_dir} has no *.safetensors: the disk backend needs a local model directory")
+        raise InvalidWeights(
+            f"{model_dir} has no *.safetensors: the disk backend needs a local model directory"
+        )
     return layout
 
 
@@ -84,7 +86,10 @@ def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / INDEX
     if not index.is_file():
         return sorted(model_dir.glob("*.safetensors"))
-    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [
+        model_dir / name
+        for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    ]
 
 
 def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
@@ -118,17 +123,25 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
                 raise InvalidWeights(f"{path}: sha256 is {digest}, not {sha256}")
             weights |= load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            found |= {n: (t["dtype"], tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"}
+            found |= {
+                n: (t["dtype"], tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"
+            }
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"{path}: {error}") from error
     expected = dict(served.layout)
     if served.tied:
         _drop_tied_heads(weights)
         found = {name: found[name] for name in weights}
-        expected = {name: tensor for name, tensor in expected.items() if not name.endswith(TIED_HEADS)}
+        expected = {
+            name: tensor for name, tensor in expected.items() if not name.endswith(TIED_HEADS)
+        }
     if difference := _difference(found, expected):
         raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
-    broken = [name for name, tensor in weights.items() if not torch.isfinite(_as_served(tensor, served.dtype)).all()]
+    broken = [
+        name
+        for name, tensor in weights.items()
+        if not torch.isfinite(_as_served(tensor, served.dtype)).all()
+    ]
     if broken:
         raise InvalidWeights(f"values that are not finite in {served.dtype} in {broken[:3]}")
     return weights
@@ -141,7 +154,9 @@ def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
     for name in [n for n in weights if n.endswith(TIED_HEADS)]:
         head = weights.pop(name)
         if not any(t.shape == head.shape and torch.equal(t, head) for t in weights.values()):
-            raise InvalidWeights(f"{name} is not the embedding, but the served model ties both: it would be ignored")
+            raise InvalidWeights(
+                f"{name} is not the embedding, but the served model ties both: it would be ignored"
+            )
 
 
 def _as_served(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,12 +172,16 @@ def _difference(found: Layout, expected: Layout) -> str:
             n for n in found.keys() & expected.keys() if not _can_load(found[n], expected[n])
         ),
     }
-    return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names)
+    return "; ".join(
+        f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names
+    )
 
 
 def _can_load(found: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
     """Whether a tensor of this dtype and shape can be loaded in place of the expected one."""
-    return found[1] == expected[1] and (found[0] == expected[0] or {found[0], expected[0]} <= FLOATS)
+    return found[1] == expected[1] and (
+        found[0] == expected[0] or {found[0], expected[0]} <= FLOATS
+    )
 
 
 def _disk_backend() -> type[Any]:
@@ -174,7 +193,10 @@ def _disk_backend() -> type[Any]:
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     @dataclass
     class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
@@ -251,5 +273,9 @@ def _repack_cpu_heads(model: Any) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
+        if (
+            isinstance(module, VocabParallelEmbedding)
+            and hasattr(module, "cpu_linear")
+            and module.weight.numel()
+        ):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -50,7 +50,11 @@ def applied(params: Any, server: ServerWide) -> Sampling:
 
 def _constraints(params: Any, server: ServerWide) -> tuple[str, ...]:
     structured = params.structured_outputs
-    found = [name for name in STRUCTURED if structured is not None and getattr(structured, name) is not None]
+    found = [
+        name
+        for name in STRUCTURED
+        if structured is not None and getattr(structured, name) is not None
+    ]
     found += [name for name in LIMITING if getattr(params, name)]
     found += [name for name in FORCING if getattr(params, name, None) is not None]
     if server.logits_processors:

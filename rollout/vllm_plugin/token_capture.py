@@ -68,7 +68,9 @@ class Growing:
         if output.finish_reason is not None:
             self.finish = output.finish_reason
             if output.weight_versions is not None:
-                self.spans = tuple((span.version, span.start, span.end) for span in output.weight_versions)
+                self.spans = tuple(
+                    (span.version, span.start, span.end) for span in output.weight_versions
+                )
 
     def take(self, which: int) -> wire.Choice:
         """What came since the last time."""
@@ -93,7 +95,9 @@ def sampled(ids: Sequence[int], logprobs: Any) -> list[float] | None:
 class Generation:
     """What one `generate` call has yielded since the last frame. absent: why its tokens must not be told."""
 
-    def __init__(self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None) -> None:
+    def __init__(
+        self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None
+    ) -> None:
         self._index, self._delta, self._sampling, self._absent = index, delta, sampling, absent
         self._prompt: Sequence[int] | None = None
         self._cached: int | None = None
@@ -105,7 +109,9 @@ class Generation:
         """Take a RequestOutput of vLLM."""
         if not self._begun:
             self._prompt = output.prompt_token_ids
-            self._cached = output.num_cached_tokens if (output.num_cached_tokens or 0) >= 0 else None
+            self._cached = (
+                output.num_cached_tokens if (output.num_cached_tokens or 0) >= 0 else None
+            )
         for choice in output.outputs:
             growing = self._choices.get(choice.index)
             if growing is None:
@@ -137,10 +143,16 @@ class Call:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
 
-    def begin(self, prompt: Any, sampling_params: Any, request_id: str, server: ServerWide) -> Generation | None:
+    def begin(
+        self, prompt: Any, sampling_params: Any, request_id: str, server: ServerWide
+    ) -> Generation | None:
         """A new generation; None for another step of a beam search."""
         absent = None
-        if sampling_params.max_tokens == 1 and not sampling_params.detokenize and _BEAM.search(request_id):
+        if (
+            sampling_params.max_tokens == 1
+            and not sampling_params.detokenize
+            and _BEAM.search(request_id)
+        ):
             # vLLM searches beams by many generations of one token; what it answers are none of these.
             if self.generations:
                 return None
@@ -148,7 +160,9 @@ class Call:
         elif isinstance(prompt, dict) and prompt.get("type") == "embeds":
             absent = EMBEDDINGS  # vLLM would name zeros as the prompt's ids
         delta = sampling_params.output_kind.name == "DELTA"
-        generation = Generation(len(self.generations), delta, applied(sampling_params, server), absent)
+        generation = Generation(
+            len(self.generations), delta, applied(sampling_params, server), absent
+        )
         self.generations.append(generation)
         return generation
 
@@ -174,9 +188,13 @@ class EngineTap:
         client.generate = self.generate
         client.update_weight_version = self.update_weight_version
 
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
+    ) -> AsyncIterator[Any]:
         call = _call.get()
-        generation = None if call is None else call.begin(prompt, sampling_params, request_id, self._server)
+        generation = (
+            None if call is None else call.begin(prompt, sampling_params, request_id, self._server)
+        )
         if generation is None:
             return self._generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         outputs = self._generate(prompt, with_logprobs(sampling_params), request_id, **more)
@@ -274,7 +292,9 @@ class Reply:
     async def _start(self, message: MutableMapping[str, Any]) -> None:
         headers = [*message.get("headers", ()), self._label, _ASKED]
         message = {**message, "headers": headers}
-        self._stream = any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
+        self._stream = any(
+            k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers
+        )
         if not self._stream and message["status"] == 200 and self._call.generations:
             self._held = message  # a plain reply has been generated when it begins; its length is known at its end
             return
@@ -283,7 +303,9 @@ class Reply:
     async def _finish(self, start: MutableMapping[str, Any]) -> None:
         body = b"".join(self._parts)
         whole = wire.trail(body, (self._call.take(),))
-        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        headers = [
+            (name, value) for name, value in start["headers"] if name.lower() != b"content-length"
+        ]
         headers.append((b"content-length", b"%d" % len(whole)))
         headers.append((wire.OWN_BODY.encode(), b"%d" % len(body)))
         await self._send({**start, "headers": headers})

@@ -67,7 +67,9 @@ class WeightLoader:
             await _reply(send, 405, {"error": "GET or POST"})
 
 
-async def _load(client: Any, version_id: str, served: str, files: dict[str, str]) -> tuple[int, dict[str, Any]]:
+async def _load(
+    client: Any, version_id: str, served: str, files: dict[str, str]
+) -> tuple[int, dict[str, Any]]:
     began = time.perf_counter()
     try:
         label = await client.get_weight_version()

@@ -33,7 +33,9 @@ def one_starter(
     Raises NotReady when another start is under way for `patience_s`; `say` is told of that each 10 s.
     """
     busy = f"another start of the broker on {data_dir} is under way"
-    late = NotReady(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker stop)")
+    late = NotReady(
+        f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker stop)"
+    )
     waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
     with exclusive(data_dir / ".lock", late, patience_s, waiting):
         yield
@@ -42,7 +44,11 @@ def one_starter(
 def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
     """The directory's cluster id, a new one for a new directory. Raises BrokerError if its number of nodes differs."""
     path = data_dir / "cluster.json"
-    known = json.loads(path.read_bytes()) if path.exists() else {"cluster_id": new_cluster_id(), "nodes": len(plans)}
+    known = (
+        json.loads(path.read_bytes())
+        if path.exists()
+        else {"cluster_id": new_cluster_id(), "nodes": len(plans)}
+    )
     if known["nodes"] != len(plans):
         raise BrokerError(
             f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {len(plans)}: "
@@ -83,12 +89,19 @@ def format_new(
     """
     new = [plan for plan in plans if not plan.records.exists()]
     with ThreadPoolExecutor(max_workers=len(plans)) as pool:
-        for formatted in [pool.submit(_format, plan, java, jars_dir, cluster_id, options, wrapper) for plan in new]:
+        for formatted in [
+            pool.submit(_format, plan, java, jars_dir, cluster_id, options, wrapper) for plan in new
+        ]:
             formatted.result()
 
 
 def _format(
-    plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str, options: Sequence[str], wrapper: Sequence[str]
+    plan: NodePlan,
+    java: Java,
+    jars_dir: Path,
+    cluster_id: str,
+    options: Sequence[str],
+    wrapper: Sequence[str],
 ) -> None:
     fresh = plan.directory / "formatting"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -97,17 +110,23 @@ def _format(
     properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
     command = [*wrapper, *config.format_command(java, jars_dir, properties, cluster_id, options)]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S
+        )
     except subprocess.CalledProcessError as error:
         code = error.returncode if error.returncode >= 0 else 128 - error.returncode
-        raise JvmDied(f"formatting {plan.directory} failed with {code}:\n{error.stdout}{error.stderr}", code) from error
+        raise JvmDied(
+            f"formatting {plan.directory} failed with {code}:\n{error.stdout}{error.stderr}", code
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BrokerError(f"formatting {plan.directory} failed: {error}") from error
     properties.unlink()
     fresh.rename(plan.records)
 
 
-def write_node(plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str] = ()) -> list[str]:
+def write_node(
+    plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str] = ()
+) -> list[str]:
     """Write what the node is told at its start; returns its command line. options: more of them for the JVM."""
     plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
     plan.log4j2.write_text(config.render_log4j2(plan.log), encoding="ascii")
@@ -116,7 +135,11 @@ def write_node(plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options
 
 def last_lines(plan: NodePlan) -> str:
     """The end of what the node said, and where all of it is."""
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (plan.output, plan.log) if path.exists()]
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in (plan.output, plan.log)
+        if path.exists()
+    ]
     lines = [line for text in texts for line in text.splitlines()]
     return "\n".join([*lines[-_LOG_LINES:], f"(whole log: {plan.log})"])
 
@@ -124,8 +147,14 @@ def last_lines(plan: NodePlan) -> str:
 def under_way(plan: NodePlan) -> str:
     """What a node that does not serve yet does, as far as its log says so."""
     try:
-        fresh = plan.log.stat().st_mtime >= plan.pid_file.stat().st_mtime  # else it is that of the run before
-        read = config.logs_read(plan.log.read_text(encoding="utf-8", errors="replace")) if fresh else None
+        fresh = (
+            plan.log.stat().st_mtime >= plan.pid_file.stat().st_mtime
+        )  # else it is that of the run before
+        read = (
+            config.logs_read(plan.log.read_text(encoding="utf-8", errors="replace"))
+            if fresh
+            else None
+        )
     except FileNotFoundError:
         read = None
     if read is None:

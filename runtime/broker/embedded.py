@@ -51,7 +51,15 @@ from runtime.logs import logger
 from runtime.process.ports import check_free
 from runtime.process.readiness import ready
 
-__all__ = ["BrokerError", "EmbeddedBroker", "NodeStatus", "run_foreground", "start", "status", "stop"]
+__all__ = [
+    "BrokerError",
+    "EmbeddedBroker",
+    "NodeStatus",
+    "run_foreground",
+    "start",
+    "status",
+    "stop",
+]
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -60,7 +68,9 @@ _SAY_EVERY_S = 10.0
 _STARTS_AGAIN = 5
 """Of all nodes within one start. A node that the kernel kills each time for want of memory is not started for ever."""
 _KILLED = 128 + signal.SIGKILL
-_CRASHED = frozenset(128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
+_CRASHED = frozenset(
+    128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+)
 Say = Callable[[str], None]
 
 
@@ -143,9 +153,13 @@ class EmbeddedBroker:
     @property
     def exit_codes(self) -> dict[int, int]:
         """Node to exit code (128 + signal number for a killed one), of the nodes that have died."""
-        return {node: jvm.exit_code for node, jvm in self._jvms.items() if jvm.exit_code is not None}
+        return {
+            node: jvm.exit_code for node, jvm in self._jvms.items() if jvm.exit_code is not None
+        }
 
-    def start(self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None) -> None:
+    def start(
+        self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None
+    ) -> None:
         """Format the data directory if it is new, start every node, return when all serve clients.
 
         With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
@@ -164,7 +178,10 @@ class EmbeddedBroker:
             for plan in down:
                 check_free(config.LOOPBACK, plan.port, f"broker node {plan.node}", "broker.port")
                 check_free(
-                    config.LOOPBACK, plan.controller_port, f"the controller of broker node {plan.node}", "broker.port"
+                    config.LOOPBACK,
+                    plan.controller_port,
+                    f"the controller of broker node {plan.node}",
+                    "broker.port",
                 )
             self._cluster_id = claim_directory(self.data_dir, self.plans)
             self._format(down, cache)
@@ -195,7 +212,9 @@ class EmbeddedBroker:
     def stop(self) -> None:
         """SIGTERM every node, wait 10 s, SIGKILL what is left. Nothing to stop is fine."""
         for jvm in self._jvms.values():
-            jvm.signal(signal.SIGTERM)  # all at once: the last ones would wait for a quorum that is gone
+            jvm.signal(
+                signal.SIGTERM
+            )  # all at once: the last ones would wait for a quorum that is gone
         for node, jvm in self._jvms.items():
             jvm.end(STOP_TIMEOUT_S)
             self.plans[node].pid_file.unlink(missing_ok=True)
@@ -206,13 +225,18 @@ class EmbeddedBroker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
     def _jvm(self, node: int) -> Jvm:
         if node not in self._jvms:
-            raise BrokerError(f"node {node} of {self.data_dir} was not started by this EmbeddedBroker")
+            raise BrokerError(
+                f"node {node} of {self.data_dir} was not started by this EmbeddedBroker"
+            )
         return self._jvms[node]
 
     def _nodes_down(self, some_may_run: bool) -> list[NodePlan]:
@@ -253,12 +277,18 @@ class EmbeddedBroker:
         jvm = self._jvms[plan.node] = Jvm(command, plan.output, at_parents_death=at_parents_death)
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
-    def _await_ready(self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None) -> None:
+    def _await_ready(
+        self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None
+    ) -> None:
         """Until the node itself says that every broker of `everyone` serves, and that it is of this cluster."""
         started = said = time.monotonic()
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
-            if view is not None and view.cluster_id == self._cluster_id and everyone <= view.brokers:
+            if (
+                view is not None
+                and view.cluster_id == self._cluster_id
+                and everyone <= view.brokers
+            ):
                 return
             self._check_alive(everyone)
             now = time.monotonic()
@@ -272,16 +302,24 @@ class EmbeddedBroker:
                     )
                 if say is not None:
                     said = now
-                    say(f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}")
+                    say(
+                        f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}"
+                    )
             time.sleep(_POLL_S)
 
     def _check_alive(self, everyone: frozenset[int]) -> None:
         """Raises when one of `everyone` is gone and does not come back: it would be waited for in vain."""
         for node in sorted(everyone):
             if node not in self._jvms and read_pid(self.plans[node]) is None:
-                raise BrokerError(f"broker node {node}, which ran already, has ended meanwhile. Start the broker again")
-            if node in self.exit_codes and not self._start_again(node, code := self.exit_codes[node]):
-                raise JvmDied(f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code)
+                raise BrokerError(
+                    f"broker node {node}, which ran already, has ended meanwhile. Start the broker again"
+                )
+            if node in self.exit_codes and not self._start_again(
+                node, code := self.exit_codes[node]
+            ):
+                raise JvmDied(
+                    f"broker node {node} exited with {code}:\n{last_lines(self.plans[node])}", code
+                )
 
     def _start_again(self, node: int, code: int) -> bool:
         """Start a node once more that died while it was started; False if it would only die again.
@@ -328,7 +366,9 @@ def status(data_dir: Path) -> tuple[NodeStatus, ...]:
 def _node_status(plan: NodePlan) -> NodeStatus:
     pid = read_pid(plan)
     view = ask_cluster(config.LOOPBACK, plan.port) if pid is not None else None
-    return NodeStatus(plan.node, plan.port, pid, ready=view is not None and plan.node in view.brokers)
+    return NodeStatus(
+        plan.node, plan.port, pid, ready=view is not None and plan.node in view.brokers
+    )
 
 
 class _StopAskedFor(BaseException):

@@ -145,11 +145,15 @@ def find_java(executable: str | None = None) -> Java:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise JavaError(f"broker.java names {executable!r}, which does not run as a Java: {error}") from error
+        raise JavaError(
+            f"broker.java names {executable!r}, which does not run as a Java: {error}"
+        ) from error
     told = done.stderr + done.stdout
     version = java_feature_version(told)
     if version is None or version < OLDEST_JAVA:
-        raise JavaError(f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} or newer")
+        raise JavaError(
+            f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} or newer"
+        )
     return Java(executable, version, java_build(told))
 
 
@@ -162,7 +166,10 @@ def java_feature_version(settings: str) -> int | None:
 def java_build(settings: str) -> str:
     """Home, maker and exact version in the output of `java -XshowSettings:properties -version`."""
     told = _properties(settings)
-    return " ".join(told.get(name, "") for name in ("java.home", "java.vm.vendor", "java.vm.name", "java.vm.version"))
+    return " ".join(
+        told.get(name, "")
+        for name in ("java.home", "java.vm.vendor", "java.vm.name", "java.vm.version")
+    )
 
 
 def _properties(settings: str) -> dict[str, str]:
@@ -176,7 +183,9 @@ def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:
         from jgo.config import GlobalSettings
         from jgo.maven import MavenContext
     except ImportError as error:
-        raise JarsError("Kafka's jars are not here and jgo is not installed: install the `broker` extra") from error
+        raise JarsError(
+            "Kafka's jars are not here and jgo is not installed: install the `broker` extra"
+        ) from error
     maven = MavenContext(
         repo_cache=directory,
         remote_repos=GlobalSettings.load().repositories or None,
@@ -189,7 +198,9 @@ def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:
 def _replace(bad: list[PinnedJar], directory: Path, fetch: Fetch) -> None:
     """Fetch `bad` into a staging directory, verify, move into place. Called with the lock held."""
     for leftover in directory.glob(".staging-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed; the lock says it is not running
+        shutil.rmtree(
+            leftover, ignore_errors=True
+        )  # of a process that was killed; the lock says it is not running
     with tempfile.TemporaryDirectory(prefix=".staging-", dir=directory) as staging:
         with ThreadPoolExecutor(_FETCH_THREADS) as pool:
             outcomes = list(pool.map(lambda jar: _fetch_verified(jar, Path(staging), fetch), bad))
@@ -211,7 +222,10 @@ def _fetch_verified(jar: PinnedJar, staging: Path, fetch: Fetch) -> Path | str:
         own = staging / f"{jar.name}.{attempt}"
         try:
             path = fetch(jar, own)
-        except (OSError, RuntimeError) as error:  # requests' errors are OSErrors, jgo raises RuntimeError
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # requests' errors are OSErrors, jgo raises RuntimeError
             reason = f"{jar.name}: {error}"
             continue
         found = _sha256(path)

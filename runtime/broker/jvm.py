@@ -44,7 +44,9 @@ class Jvm:
     at_parents_death: what the JVM gets then; None: it lives on. Processes that the JVM has started end with it.
     """
 
-    def __init__(self, command: list[str], output: Path, *, at_parents_death: signal.Signals | None) -> None:
+    def __init__(
+        self, command: list[str], output: Path, *, at_parents_death: signal.Signals | None
+    ) -> None:
         self._command = command if at_parents_death is None else bonded(command, at_parents_death)
         self._output = output
         self._spawned = threading.Event()
@@ -61,7 +63,11 @@ class Jvm:
         try:
             with self._output.open("wb") as output:
                 self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
         except OSError as error:
             self._failure = error
@@ -99,7 +105,9 @@ class Jvm:
             self._exited.wait(patience_s)
         self.signal(signal.SIGKILL)
         if not self._exited.wait(KILL_TIMEOUT_S):
-            raise BrokerError(f"broker process {self.pid} does not die of SIGKILL (is its disk stuck?)")
+            raise BrokerError(
+                f"broker process {self.pid} does not die of SIGKILL (is its disk stuck?)"
+            )
 
 
 def recorded_pid(plan: NodePlan) -> int | None:
@@ -174,7 +182,11 @@ class ClusterView:
 def ask_cluster(host: str, port: int, timeout_s: float = 5.0) -> ClusterView | None:
     """One Kafka Metadata request without topics; None if nothing that speaks Kafka answers in time."""
     client = b"clawstream"
-    request = struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client)) + client + struct.pack(">i?", 0, False)
+    request = (
+        struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client))
+        + client
+        + struct.pack(">i?", 0, False)
+    )
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(struct.pack(">i", len(request)) + request)

@@ -67,7 +67,9 @@ class NodePlan:
         return self.directory / "broker.pid"
 
 
-def plan_nodes(data_dir: Path, port: int, nodes: int, advertised_host: str = LOOPBACK) -> dict[int, NodePlan]:
+def plan_nodes(
+    data_dir: Path, port: int, nodes: int, advertised_host: str = LOOPBACK
+) -> dict[int, NodePlan]:
     return {i: NodePlan(data_dir, i, nodes, port, advertised_host) for i in range(1, nodes + 1)}
 
 
@@ -81,7 +83,9 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
         {
             "process.roles": "broker,controller",
             "node.id": plan.node,
-            "controller.quorum.voters": ",".join(f"{v.node}@{LOOPBACK}:{v.controller_port}" for v in voters),
+            "controller.quorum.voters": ",".join(
+                f"{v.node}@{LOOPBACK}:{v.controller_port}" for v in voters
+            ),
             "listeners": f"PLAINTEXT://{bind}:{plan.port},CONTROLLER://{LOOPBACK}:{plan.controller_port}",
             "advertised.listeners": f"PLAINTEXT://{plan.advertised_host}:{plan.port}",
             "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
@@ -123,7 +127,9 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
 
 def render_log4j2(log: Path) -> str:
     """Warnings and errors to `log`, and how far the reading of Kafka's logs is. Started anew with each JVM, three files of 10 MB at most."""
-    of_one_partition = "(Created|Deleted) log for .*|Log for .* is renamed .*|.*leaning for partition .*"
+    of_one_partition = (
+        "(Created|Deleted) log for .*|Log for .* is renamed .*|.*leaning for partition .*"
+    )
     return render_properties(
         {
             "rootLogger.level": "WARN",
@@ -184,7 +190,9 @@ def server_options(java: Java, heap_mb: int) -> list[str]:
     ]
 
 
-def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()) -> list[str]:
+def server_command(
+    java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()
+) -> list[str]:
     """The command line that runs one node; it names the node's server.properties, which identifies the process.
 
     options: more of them for the JVM.
@@ -204,7 +212,14 @@ def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, opt
 
 def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str]) -> list[str]:
     """The command line of a JVM as a broker's that only says its version; exits with 0 if it takes the options."""
-    return [java.executable, *server_options(java, heap_mb), *options, "-cp", str(jars_dir / "*"), "-version"]
+    return [
+        java.executable,
+        *server_options(java, heap_mb),
+        *options,
+        "-cp",
+        str(jars_dir / "*"),
+        "-version",
+    ]
 
 
 def format_command(
@@ -227,4 +242,8 @@ def format_command(
 
 def _quiet(java: Java) -> list[str]:
     """Newer Javas warn about what Kafka's libraries do by design."""
-    return ["--sun-misc-unsafe-memory-access=allow", "--enable-native-access=ALL-UNNAMED"] if java.version >= 24 else []
+    return (
+        ["--sun-misc-unsafe-memory-access=allow", "--enable-native-access=ALL-UNNAMED"]
+        if java.version >= 24
+        else []
+    )

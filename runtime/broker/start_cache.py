@@ -73,9 +73,19 @@ class StartCache:
 
 def start_cache(java: Java, jars_dir: Path) -> StartCache:
     """That of the jars which `ensure_jars` has put there."""
-    basis = [java.executable, java.build, jars_stamp(jars_dir), str(jars_dir), config.server_options(java, _HEAP_MB)]
+    basis = [
+        java.executable,
+        java.build,
+        jars_stamp(jars_dir),
+        str(jars_dir),
+        config.server_options(java, _HEAP_MB),
+    ]
     key = hashlib.sha256(json.dumps(basis).encode()).hexdigest()[:12]
-    return StartCache(java, jars_dir, jars_dir / f"start-java{java.version}-{key}.{'aot' if _aot(java) else 'jsa'}")
+    return StartCache(
+        java,
+        jars_dir,
+        jars_dir / f"start-java{java.version}-{key}.{'aot' if _aot(java) else 'jsa'}",
+    )
 
 
 def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
@@ -96,14 +106,18 @@ def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
 
 def _make(cache: StartCache, niceness: int) -> None:
     for leftover in cache.jars_dir.glob(".training-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed; the lock says it is not running
+        shutil.rmtree(
+            leftover, ignore_errors=True
+        )  # of a process that was killed; the lock says it is not running
     if cache.made and _accepted(cache, cache.path, niceness):
         return
     if shutil.disk_usage(cache.jars_dir).free < NEEDED_BYTES:
         raise StartCacheError(
             f"no start cache is made with less than {NEEDED_BYTES >> 20} MiB free in {cache.jars_dir}"
         )
-    with tempfile.TemporaryDirectory(prefix=".training-", dir=cache.jars_dir, ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix=".training-", dir=cache.jars_dir, ignore_cleanup_errors=True
+    ) as directory:
         draft = _train(cache, Path(directory), niceness)
         fsync_path(draft)
         draft.replace(cache.path)
@@ -112,7 +126,9 @@ def _make(cache: StartCache, niceness: int) -> None:
 
 def make_in_background(cache: StartCache, after_s: float = 30.0) -> None:
     """Have it made for the next start: `after_s` from now, when those that waited for the broker have started. A thread logs how it went."""
-    threading.Thread(target=_make_later, args=(cache, after_s), name="start-cache", daemon=True).start()
+    threading.Thread(
+        target=_make_later, args=(cache, after_s), name="start-cache", daemon=True
+    ).start()
 
 
 def _make_later(cache: StartCache, after_s: float) -> None:
@@ -131,13 +147,18 @@ def _aot(java: Java) -> bool:
 
 
 def _use(java: Java, path: Path) -> list[str]:
-    return ["-XX:+VerifySharedSpaces", f"-XX:AOTCache={path}" if _aot(java) else f"-XX:SharedArchiveFile={path}"]
+    return [
+        "-XX:+VerifySharedSpaces",
+        f"-XX:AOTCache={path}" if _aot(java) else f"-XX:SharedArchiveFile={path}",
+    ]
 
 
 def _train(cache: StartCache, directory: Path, niceness: int) -> Path:
     """The finished file below `directory`, accepted by Java."""
     draft = directory / cache.path.name
-    write = f"-XX:AOTCacheOutput={draft}" if _aot(cache.java) else f"-XX:ArchiveClassesAtExit={draft}"
+    write = (
+        f"-XX:AOTCacheOutput={draft}" if _aot(cache.java) else f"-XX:ArchiveClassesAtExit={draft}"
+    )
     plan = config.plan_nodes(directory, _free_port(), 1)[1]
     format_new([plan], cache.java, cache.jars_dir, new_cluster_id(), wrapper=_nice(niceness))
     command = write_node(plan, cache.java, cache.jars_dir, _HEAP_MB, [write])
@@ -149,7 +170,9 @@ def _train(cache: StartCache, directory: Path, niceness: int) -> Path:
     finally:
         jvm.end(0.0)
     if not draft.exists() or not _accepted(cache, draft, niceness):
-        raise StartCacheError(f"no start cache: Java did not write one that it takes:\n{last_lines(plan)}")
+        raise StartCacheError(
+            f"no start cache: Java did not write one that it takes:\n{last_lines(plan)}"
+        )
     return draft
 
 
@@ -160,9 +183,16 @@ def _nice(niceness: int) -> list[str]:
 def _accepted(cache: StartCache, path: Path, niceness: int) -> bool:
     """Whether Java starts when it must use the file; a start that may use it does not tell."""
     strict = "-XX:AOTMode=on" if _aot(cache.java) else "-Xshare:on"
-    look = config.look_command(cache.java, cache.jars_dir, _HEAP_MB, [*_use(cache.java, path), strict])
+    look = config.look_command(
+        cache.java, cache.jars_dir, _HEAP_MB, [*_use(cache.java, path), strict]
+    )
     try:
-        return subprocess.run([*_nice(niceness), *look], capture_output=True, timeout=_READY_TIMEOUT_S).returncode == 0
+        return (
+            subprocess.run(
+                [*_nice(niceness), *look], capture_output=True, timeout=_READY_TIMEOUT_S
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -174,9 +204,13 @@ def _await_ready(plan: config.NodePlan, jvm: Jvm) -> None:
         if view is not None and plan.node in view.brokers:
             return
         if jvm.exit_code is not None:
-            raise StartCacheError(f"no start cache: its training run ended with {jvm.exit_code}:\n{last_lines(plan)}")
+            raise StartCacheError(
+                f"no start cache: its training run ended with {jvm.exit_code}:\n{last_lines(plan)}"
+            )
         if time.monotonic() > deadline:
-            raise StartCacheError(f"no start cache: its training run is not ready after {_READY_TIMEOUT_S:.0f} s")
+            raise StartCacheError(
+                f"no start cache: its training run is not ready after {_READY_TIMEOUT_S:.0f} s"
+            )
         time.sleep(0.2)
 
 
@@ -189,13 +223,18 @@ def _free_port() -> int:
         except PortTaken:
             continue
         return port
-    raise StartCacheError(f"no start cache: found no free port for its training run in {_PORT_TRIES} tries")
+    raise StartCacheError(
+        f"no start cache: found no free port for its training run in {_PORT_TRIES} tries"
+    )
 
 
 def _remove_unused(kept: StartCache) -> None:
     """Those of jars and Javas that are gone: nothing has read them for a month."""
     for path in kept.jars_dir.glob("start-java*"):
-        if path != kept.path and time.time() - max(path.stat().st_atime, path.stat().st_mtime) > _UNUSED_S:
+        if (
+            path != kept.path
+            and time.time() - max(path.stat().st_atime, path.stat().st_mtime) > _UNUSED_S
+        ):
             path.unlink(missing_ok=True)
 
 

@@ -44,7 +44,11 @@ class FunctionPool:
 
     def __init__(self, settings: FunctionSettings) -> None:
         """Nothing is started before the first function is asked for."""
-        self.processes, self._timeout_s, self._folders = settings.processes, settings.timeout_s, settings.folders
+        self.processes, self._timeout_s, self._folders = (
+            settings.processes,
+            settings.timeout_s,
+            settings.folders,
+        )
         # The kernel kills a child when the thread that started it ends: one thread starts them all.
         self._starter = ThreadPoolExecutor(1, "function-pool")
         self._slots: queue.LifoQueue[_Child | None] = queue.LifoQueue()
@@ -98,7 +102,9 @@ class FunctionPool:
                 child.load(target)
                 kind, said = child.ask(("call", target, argument), self._timeout_s)
         except _Lost as e:
-            logger().warning("function_gave_no_answer", function=target, reason=e.reason, detail=e.detail)
+            logger().warning(
+                "function_gave_no_answer", function=target, reason=e.reason, detail=e.detail
+            )
             raise NoAnswer(e.reason) from e
         except FunctionNotFound as e:  # it was there at the start
             raise NoAnswer(str(e)) from e
@@ -172,7 +178,14 @@ class _Child:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            words = [sys.executable, "-P", "-m", "runtime.functions.worker", str(theirs.fileno()), *map(str, folders)]
+            words = [
+                sys.executable,
+                "-P",
+                "-m",
+                "runtime.functions.worker",
+                str(theirs.fileno()),
+                *map(str, folders),
+            ]
             self._process = subprocess.Popen(
                 bonded(words),
                 stdin=subprocess.DEVNULL,

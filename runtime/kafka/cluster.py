@@ -36,7 +36,11 @@ _LEADER_MOVES = (
     *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
 )
 _FORBIDDEN = (Code.TOPIC_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED)
-_COORDINATOR_STARTS = (Code.COORDINATOR_LOAD_IN_PROGRESS, Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
+_COORDINATOR_STARTS = (
+    Code.COORDINATOR_LOAD_IN_PROGRESS,
+    Code.COORDINATOR_NOT_AVAILABLE,
+    Code.NOT_COORDINATOR,
+)
 
 
 class Cluster:
@@ -45,7 +49,9 @@ class Cluster:
     client_options: librdkafka options for every client, such as security.protocol and sasl.*.
     """
 
-    def __init__(self, bootstrap_servers: str, client_options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, bootstrap_servers: str, client_options: Mapping[str, str] | None = None
+    ) -> None:
         self.bootstrap_servers = bootstrap_servers
         self._options: dict[str, Any] = {
             "bootstrap.servers": bootstrap_servers,
@@ -61,28 +67,50 @@ class Cluster:
     @property
     def admin(self) -> AdminClient:
         if self._admin is None:
-            self._admin = AdminClient({"topic.metadata.refresh.interval.ms": REFRESH_MS, **self._options})
+            self._admin = AdminClient(
+                {"topic.metadata.refresh.interval.ms": REFRESH_MS, **self._options}
+            )
         return self._admin
 
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
         """A producer. With a transactional id it fences the older ones at once. overrides: librdkafka options, `_` for `.`"""
-        return Producer(self._options, transactional_id, **{k.replace("_", "."): v for k, v in overrides.items()})
+        return Producer(
+            self._options,
+            transactional_id,
+            **{k.replace("_", "."): v for k, v in overrides.items()},
+        )
 
-    def outbox(self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any) -> Outbox:
+    def outbox(
+        self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
+    ) -> Outbox:
         """A producer for one event loop. timeout_s: how long an acknowledgement may take. overrides: as for `producer`"""
-        return Outbox(self._options, timeout_s, on_bug, **{k.replace("_", "."): v for k, v in overrides.items()})
+        return Outbox(
+            self._options,
+            timeout_s,
+            on_bug,
+            **{k.replace("_", "."): v for k, v in overrides.items()},
+        )
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """A reader of given partitions. overrides: librdkafka options, `_` for `.`"""
-        return Reader(self._options, group, start, **{k.replace("_", "."): v for k, v in overrides.items()})
+        return Reader(
+            self._options, group, start, **{k.replace("_", "."): v for k, v in overrides.items()}
+        )
 
     # -- topics
 
     def create_topic(
-        self, name: str, partitions: int, config: Mapping[str, str], replication: int = 1, min_insync: int = 1
+        self,
+        name: str,
+        partitions: int,
+        config: Mapping[str, str],
+        replication: int = 1,
+        min_insync: int = 1,
     ) -> bool:
         """Make a topic; False when it was there. Returns once it can be written."""
-        new = NewTopic(name, partitions, replication, config={**config, "min.insync.replicas": str(min_insync)})
+        new = NewTopic(
+            name, partitions, replication, config={**config, "min.insync.replicas": str(min_insync)}
+        )
         try:
             self.admin.create_topics([new], operation_timeout=READ_TIMEOUT_S)[name].result()
         except KafkaException as e:
@@ -97,7 +125,9 @@ class Cluster:
         deadline = time.monotonic() + READ_TIMEOUT_S
         while self.topics(name).get(name) is None:
             if time.monotonic() > deadline:
-                raise Unavailable(f"topic {name} was made, but is not in the metadata after {READ_TIMEOUT_S:g} s")
+                raise Unavailable(
+                    f"topic {name} was made, but is not in the metadata after {READ_TIMEOUT_S:g} s"
+                )
             time.sleep(0.02)
 
     def ask(self, timeout_s: float) -> None:
@@ -150,7 +180,9 @@ class Cluster:
             return {}
         asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
         out: dict[str, dict[str, str] | None] = {}
-        for resource, future in self.admin.describe_configs(asked, request_timeout=READ_TIMEOUT_S).items():
+        for resource, future in self.admin.describe_configs(
+            asked, request_timeout=READ_TIMEOUT_S
+        ).items():
             try:
                 out[resource.name] = {name: entry.value for name, entry in future.result().items()}
             except KafkaException as e:
@@ -164,7 +196,9 @@ class Cluster:
         """Kafka's UUID of a topic; KafkaError when there is none of that name."""
         found = self.topic_ids([name]).get(name)
         if found is None:
-            raise KafkaError(f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream topics create`")
+            raise KafkaError(
+                f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream topics create`"
+            )
         return found
 
     def delete_topic(self, name: str) -> None:
@@ -176,7 +210,9 @@ class Cluster:
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
         """Drop everything below an offset."""
-        for future in self.admin.delete_records([TopicPartition(topic, partition, before)]).values():
+        for future in self.admin.delete_records(
+            [TopicPartition(topic, partition, before)]
+        ).values():
             try:
                 future.result()
             except KafkaException as e:
@@ -202,7 +238,9 @@ class Cluster:
                     raise translated(e) from e
             time.sleep(0.1)
 
-    def _watermarks(self, topic: str, partitions: Iterable[int], isolation: str) -> dict[int, tuple[int, int]]:
+    def _watermarks(
+        self, topic: str, partitions: Iterable[int], isolation: str
+    ) -> dict[int, tuple[int, int]]:
         """With a client of its own: a request that went to a broker that then dies is not sent to the next leader, only a new one is."""
         consumer = Consumer(
             {
@@ -213,7 +251,10 @@ class Cluster:
             }
         )
         try:
-            return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=ASK_S) for p in partitions}
+            return {
+                p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=ASK_S)
+                for p in partitions
+            }
         finally:
             consumer.close()
 
@@ -221,17 +262,23 @@ class Cluster:
         """The end that `watermarks` tells, without a client of its own: about a millisecond, for who asks often."""
         at = TopicPartition(topic, partition)
         asked = self.admin.list_offsets(
-            {at: OffsetSpec.latest()}, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ASK_S
+            {at: OffsetSpec.latest()},
+            isolation_level=IsolationLevel.READ_COMMITTED,
+            request_timeout=ASK_S,
         )
         try:
             return int(asked[at].result().offset)
-        except KafkaException:  # its leader moves, or it is not there: a new client waits for it, and says which
+        except (
+            KafkaException
+        ):  # its leader moves, or it is not there: a new client waits for it, and says which
             return self.watermarks(topic, [partition])[partition][1]
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Partition to one past its last record, transactions that are open included; by one request, for who asks often."""
         asked = {TopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
-        found = self.admin.list_offsets(asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S)
+        found = self.admin.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S
+        )
         try:
             return {tp.partition: int(future.result().offset) for tp, future in found.items()}
         except KafkaException as e:
@@ -248,14 +295,18 @@ class Cluster:
         try:
             while len(found) < len(offsets) and not reader.at_end:
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"{topic}: its records could not be read within {READ_TIMEOUT_S:g} s")
+                    raise Unavailable(
+                        f"{topic}: its records could not be read within {READ_TIMEOUT_S:g} s"
+                    )
                 for record in reader.poll(100, 0.1):
                     found.setdefault(record.partition, record.timestamp_ms)
         finally:
             reader.close()
         return found
 
-    def offsets_at(self, topic: str, timestamp_ms: int, isolation: str = "read_committed") -> dict[int, int]:
+    def offsets_at(
+        self, topic: str, timestamp_ms: int, isolation: str = "read_committed"
+    ) -> dict[int, int]:
         """Partition to the first offset whose log timestamp is at or after this one; the end where there is none."""
         asked = {
             TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
@@ -292,7 +343,9 @@ class Cluster:
         """Every committed record with first <= offset <= last, in order. Waits for those not yet readable, 30 s at most."""
         return self.read_ranges(topic, partition, [(first, last)])
 
-    def read_ranges(self, topic: str, partition: int, ranges: Iterable[tuple[int, int]]) -> Iterator[Record]:
+    def read_ranges(
+        self, topic: str, partition: int, ranges: Iterable[tuple[int, int]]
+    ) -> Iterator[Record]:
         """As `read_range`, of several ranges (first, last), in ascending order and apart, by one client."""
         wanted = [r for r in ranges if r[0] <= r[1]]
         if not wanted:
@@ -349,14 +402,18 @@ class Cluster:
         request, deadline = [ConsumerGroupTopicPartitions(group)], time.monotonic() + READ_TIMEOUT_S
         while True:
             try:
-                found = self.admin.list_consumer_group_offsets(request, request_timeout=READ_TIMEOUT_S)[group].result()
+                found = self.admin.list_consumer_group_offsets(
+                    request, request_timeout=READ_TIMEOUT_S
+                )[group].result()
                 break
             except KafkaException as e:
                 # A broker that has just started is still reading its groups; the client does not wait for that.
                 if e.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
                     raise translated(e) from e
             time.sleep(0.1)
-        return {(tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0}
+        return {
+            (tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0
+        }
 
 
 def _is_led(topic: TopicMetadata) -> bool:
@@ -401,7 +458,9 @@ def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Reco
         if not batch and reader.at_end and reader.positions[at] > last:
             return
         if idle > READ_TIMEOUT_S / 0.1:
-            raise Unavailable(f"{at[0]}-{at[1]}: offset {last} could not be read within {READ_TIMEOUT_S:g} s")
+            raise Unavailable(
+                f"{at[0]}-{at[1]}: offset {last} could not be read within {READ_TIMEOUT_S:g} s"
+            )
 
 
 def _ignore_error(_: Code) -> None:

@@ -71,10 +71,16 @@ class Outbox:
     """
 
     def __init__(
-        self, options: Mapping[str, Any], timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
+        self,
+        options: Mapping[str, Any],
+        timeout_s: float,
+        on_bug: Callable[[Exception], object],
+        **overrides: Any,
     ) -> None:
         self.on_bug = on_bug
-        self._options = producer_options(options, **{"message.timeout.ms": max(1, int(timeout_s * 1000)), **overrides})
+        self._options = producer_options(
+            options, **{"message.timeout.ms": max(1, int(timeout_s * 1000)), **overrides}
+        )
         self._timeout_s = timeout_s
         self._client = _Producer(self._options)
         self._pending: deque[_Post] = deque()
@@ -155,7 +161,9 @@ class Outbox:
         pending, self._pending = self._pending, deque()
         for post in pending:
             post.finish(Unavailable(f"the producer was renewed: {why}"))
-        threading.Thread(target=_retire, args=(old,), name="kafka-producer-ends", daemon=True).start()
+        threading.Thread(
+            target=_retire, args=(old,), name="kafka-producer-ends", daemon=True
+        ).start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for what is in flight. From any thread, when nothing is posted any more."""

@@ -47,12 +47,16 @@ class Producer:
     flight as Unavailable; `send` then goes on with a client of a new producer id.
     """
 
-    def __init__(self, options: Mapping[str, Any], transactional_id: str | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], transactional_id: str | None = None, **overrides: Any
+    ) -> None:
         config = producer_options(options, **overrides)
         if transactional_id is not None:
             config |= {
                 "transactional.id": transactional_id,
-                "transaction.timeout.ms": overrides.get("transaction.timeout.ms", TRANSACTION_TIMEOUT_MS),
+                "transaction.timeout.ms": overrides.get(
+                    "transaction.timeout.ms", TRANSACTION_TIMEOUT_MS
+                ),
                 "retry.backoff.ms": 5,
             }
         self._config, self._transactional = config, transactional_id is not None
@@ -206,7 +210,12 @@ class Producer:
             more["timestamp"] = timestamp_ms
         try:
             self._producer.produce(
-                topic, value, key, on_delivery=delivered, headers=dict(headers) if headers else None, **more
+                topic,
+                value,
+                key,
+                on_delivery=delivered,
+                headers=dict(headers) if headers else None,
+                **more,
             )
         except BufferError as e:
             raise Unavailable(f"the producer's queue is full: {e}") from e

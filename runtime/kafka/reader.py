@@ -66,7 +66,11 @@ class Reader:
     """
 
     def __init__(
-        self, options: Mapping[str, Any], group: str, start: Mapping[tuple[str, int], int], **overrides: Any
+        self,
+        options: Mapping[str, Any],
+        group: str,
+        start: Mapping[tuple[str, int], int],
+        **overrides: Any,
     ) -> None:
         self._consumer = Consumer(
             {
@@ -91,7 +95,9 @@ class Reader:
 
     def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
         if start:
-            self._consumer.incremental_assign([TopicPartition(t, p, o) for (t, p), o in start.items()])
+            self._consumer.incremental_assign(
+                [TopicPartition(t, p, o) for (t, p), o in start.items()]
+            )
 
     def add(self, start: Mapping[tuple[str, int], int]) -> None:
         """Read further partitions too."""
@@ -121,7 +127,9 @@ class Reader:
                 self._ends.discard((m.topic(), m.partition()))
             elif err.code() == Code._PARTITION_EOF:
                 # Control records take offsets: only the end of the partition tells how far a reader has really come.
-                self._next[m.topic(), m.partition()] = max(self._next[m.topic(), m.partition()], m.offset())
+                self._next[m.topic(), m.partition()] = max(
+                    self._next[m.topic(), m.partition()], m.offset()
+                )
                 self._ends.add((m.topic(), m.partition()))
             elif err.code() in _ENDS_READING or err.fatal():
                 raise translated(KafkaException(err))
@@ -150,7 +158,9 @@ class Reader:
         What Kafka has not taken, such as while its coordinator was away, is told again by the next call, also by one without positions.
         """
         if due := self._advice.due(positions):
-            self._consumer.commit(offsets=[TopicPartition(t, p, o) for (t, p), o in due.items()], asynchronous=True)
+            self._consumer.commit(
+                offsets=[TopicPartition(t, p, o) for (t, p), o in due.items()], asynchronous=True
+            )
 
     def _on_commit(self, error: Code | None, partitions: Iterable[TopicPartition]) -> None:
         """Called inside of `poll`: what became of a commit."""

@@ -30,5 +30,11 @@ class Ack(NamedTuple):
 def record_of(m: Message) -> Record:
     headers = m.headers()
     return Record(
-        m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), dict(headers) if headers else {}
+        m.topic(),
+        m.partition(),
+        m.offset(),
+        m.timestamp()[1],
+        m.key(),
+        m.value(),
+        dict(headers) if headers else {},
     )

@@ -6,7 +6,9 @@ from runtime.kafka.cluster import Cluster
 from runtime.kafka.errors import SourceTruncated
 
 
-def refuse_truncated(cluster: Cluster, topic: str, partition: int, expected: int, came: int) -> None:
+def refuse_truncated(
+    cluster: Cluster, topic: str, partition: int, expected: int, came: int
+) -> None:
     """Offset `came` was delivered where `expected` was due (blocking). Raises SourceTruncated when retention took what was due.
 
     Control records of transactions leave holes, too: those lie where the log still has its place. The consumer says nothing: out of

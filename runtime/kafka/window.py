@@ -48,14 +48,20 @@ class Window:
     def check(self, cluster: Cluster) -> None:
         """Raises WindowGone unless the topic still has all of it."""
         if cluster.topic_ids([self.topic]).get(self.topic) != self.topic_id:
-            raise WindowGone(f"{self.topic} was made anew since the window was chosen (it had id {self.topic_id})")
+            raise WindowGone(
+                f"{self.topic} was made anew since the window was chosen (it had id {self.topic_id})"
+            )
         for p, (low, _) in cluster.watermarks(self.topic, self.ranges).items():
             first, end = self.ranges[p]
             if first < end and low > first:
-                raise WindowGone(f"{self.topic}-{p} begins at {low}, the window at {first}: retention has taken it")
+                raise WindowGone(
+                    f"{self.topic}-{p} begins at {low}, the window at {first}: retention has taken it"
+                )
 
 
-def window_of(cluster: Cluster, topic: str, since_ms: int | None = None, until_ms: int | None = None) -> Window:
+def window_of(
+    cluster: Cluster, topic: str, since_ms: int | None = None, until_ms: int | None = None
+) -> Window:
     """Everything that a topic has now, or of that only what came in [since, until) by log time."""
     topic_id = cluster.topic_id(topic)
     whole = cluster.watermarks(topic)
@@ -82,14 +88,18 @@ def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
     """
     for window in windows:
         window.check(cluster)
-    options = read_ahead(sum(first < end for window in windows for first, end in window.ranges.values()))
+    options = read_ahead(
+        sum(first < end for window in windows for first, end in window.ranges.values())
+    )
     readers: list[Reader] = []
     parts: list[Iterator[tuple[int, int, int, Timed]]] = []
     try:
         for index, window in enumerate(windows):
             for p, (first, end) in sorted(window.ranges.items()):
                 if first < end:
-                    readers.append(cluster.reader("clawstream-window", {(window.topic, p): first}, **options))
+                    readers.append(
+                        cluster.reader("clawstream-window", {(window.topic, p): first}, **options)
+                    )
                     parts.append(_partition(readers[-1], window.topic, p, end, index))
         for _, _, _, timed in heapq.merge(*parts, key=lambda part: part[:3]):
             yield timed
@@ -117,4 +127,6 @@ def _partition(
                 yield time, partition, index, Timed(time, record)
         idle = 0 if batch else idle + 1
         if idle > READ_TIMEOUT_S / 0.1:
-            raise Unavailable(f"{topic}-{partition}: its end {end} could not be read within {READ_TIMEOUT_S:g} s")
+            raise Unavailable(
+                f"{topic}-{partition}: its end {end} could not be read within {READ_TIMEOUT_S:g} s"
+            )

@@ -16,7 +16,9 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
-_SECRET = re.compile(r"secret|password|credential|client_options|storage_options|upstreams", re.IGNORECASE)
+_SECRET = re.compile(
+    r"secret|password|credential|client_options|storage_options|upstreams", re.IGNORECASE
+)
 """Paths whose values are not repeated in an error: it ends on a terminal or in a log."""
 
 
@@ -49,12 +51,16 @@ def value_of(text: str, path: str) -> Any:
 STANDARD_INPUT = Path("-")
 
 
-def explicit(file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def explicit(
+    file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What the sources say, as a tree that is not judged yet. file `-`: standard input. Raises SettingsError."""
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            loaded = yaml.safe_load(sys.stdin.read() if file == STANDARD_INPUT else file.read_text())
+            loaded = yaml.safe_load(
+                sys.stdin.read() if file == STANDARD_INPUT else file.read_text()
+            )
         except (OSError, yaml.YAMLError) as e:
             raise SettingsError(f"settings file {file}: {e}") from e
         if loaded is not None and not isinstance(loaded, dict):
@@ -72,7 +78,9 @@ def explicit(file: Path | None, words: Iterable[str], environ: Mapping[str, str]
     return tree
 
 
-def load(file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+def load(
+    file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Settings:
     """The settings. Raises SettingsError with one line for each wrong path."""
     return with_folders(judged(explicit(file, words, environ)), file)
 
@@ -100,12 +108,19 @@ def judged(tree: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(tree)
     except ValidationError as e:
         found = [(".".join(map(str, i["loc"])), i) for i in e.errors()]
-        lines = [f"setting {path or '(all)'}: {i['msg']}{_got(i['input'], path)}" for path, i in found]
-        raise SettingsError("\n".join(lines)) from (None if any(_SECRET.search(path) for path, _ in found) else e)
+        lines = [
+            f"setting {path or '(all)'}: {i['msg']}{_got(i['input'], path)}" for path, i in found
+        ]
+        raise SettingsError("\n".join(lines)) from (
+            None if any(_SECRET.search(path) for path, _ in found) else e
+        )
 
 
 def words_of(settings: Settings) -> list[str]:
     """Words that give a child process exactly these settings."""
     import json
 
-    return [f"{k}={json.dumps(v)}" for k, v in settings.model_dump(mode="json", exclude_defaults=True).items()]
+    return [
+        f"{k}={json.dumps(v)}"
+        for k, v in settings.model_dump(mode="json", exclude_defaults=True).items()
+    ]

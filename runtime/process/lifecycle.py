@@ -25,12 +25,16 @@ def die(error: BaseException) -> None:
 
     An error whose message says what to do is logged without its traceback.
     """
-    while isinstance(error, BaseExceptionGroup):  # of a task group: what its first task has failed with
+    while isinstance(
+        error, BaseExceptionGroup
+    ):  # of a task group: what its first task has failed with
         error = error.exceptions[0]
     code = exit_code(error)
     try:
         trace = None if is_foreseen(error) else error
-        logger().error("process_died", exit_code=code, error=str(error) or type(error).__name__, exc_info=trace)
+        logger().error(
+            "process_died", exit_code=code, error=str(error) or type(error).__name__, exc_info=trace
+        )
         sys.stderr.flush()
     finally:
         os._exit(code)
@@ -49,7 +53,9 @@ def _settle_memory() -> None:
     gc.set_threshold(*GC_THRESHOLD)
 
 
-def run_async(process: str, settings: Settings, main: Callable[[Settings, asyncio.Event], Awaitable[None]]) -> None:
+def run_async(
+    process: str, settings: Settings, main: Callable[[Settings, asyncio.Event], Awaitable[None]]
+) -> None:
     """Run `main(settings, stop)`; SIGTERM and SIGINT set `stop`. Never returns: exits 0, or with the error's code."""
 
     async def body() -> None:
@@ -67,7 +73,9 @@ def run_async(process: str, settings: Settings, main: Callable[[Settings, asynci
     sys.exit(0)
 
 
-def run_sync(process: str, settings: Settings, main: Callable[[Settings, threading.Event], None]) -> None:
+def run_sync(
+    process: str, settings: Settings, main: Callable[[Settings, threading.Event], None]
+) -> None:
     """As run_async, for processes with a plain loop."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -51,4 +51,6 @@ def _error_of(line: str) -> str | None:
     if record.get("level") not in ("error", "critical"):
         return None
     event, error = str(record.get("event", "")), record.get("error")
-    return str(error) if error and event == "process_died" else f"{event}: {error}" if error else event
+    return (
+        str(error) if error and event == "process_died" else f"{event}: {error}" if error else event
+    )

@@ -22,13 +22,23 @@ from schemas.settings import Settings
 FILE = "settings.json"
 FIXED = (("kafka", "partitions"), ("broker", "nodes"))
 """What the data was made with: it cannot change while its topics are the same."""
-TELLING = ("run_id", "kafka.topic_prefix", "kafka.bootstrap_servers", "broker.data_dir", "lake.uri", "gateway.blob_uri")
+TELLING = (
+    "run_id",
+    "kafka.topic_prefix",
+    "kafka.bootstrap_servers",
+    "broker.data_dir",
+    "lake.uri",
+    "gateway.blob_uri",
+)
 """What may change, but leaves data behind: `up` says so."""
 _SECRET = re.compile(
-    r"(secret|password|passphrase|token|credential|key|jaas|connection_string|\bsas\b)(?!.*location$)", re.IGNORECASE
+    r"(secret|password|passphrase|token|credential|key|jaas|connection_string|\bsas\b)(?!.*location$)",
+    re.IGNORECASE,
 )
 """Names of options, of libraries that are not ours, whose values are not written."""
-_SECRET_WORD = re.compile(r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE)
+_SECRET_WORD = re.compile(
+    r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE
+)
 """How the name of a secret vLLM argument ends: `--api-key`, and not `--tokenizer` or `--max-num-batched-tokens`."""
 _ARGUMENTS = ("rollout", "extra_args")
 _JSON_NAME = re.compile(r'"([^"]+)"\s*:')
@@ -61,7 +71,9 @@ def forget(directory: Path, before: bytes | None) -> None:
         write_durably(directory / FILE, before, 0o600)
 
 
-def recalled(file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+def recalled(
+    file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None
+) -> Settings:
     """Return what the sources say, on top of what their data directory remembers.
 
     Raises SettingsError with one line for each wrong path, and for a setting that the data directory does not allow to change.
@@ -80,12 +92,19 @@ def recalled(file: Path | None, words: Iterable[str], environ: Mapping[str, str]
         return with_folders(settings, file)
     # Functions that are named now are looked for here first, then where those of before were found.
     here = with_folders(changed(settings, {"functions.dirs": ()}), file).functions.dirs
-    return changed(settings, {"functions.dirs": tuple(dict.fromkeys([*here, *before.functions.dirs]))})
+    return changed(
+        settings, {"functions.dirs": tuple(dict.fromkeys([*here, *before.functions.dirs]))}
+    )
 
 
 def _functions(settings: Settings) -> tuple[object, ...]:
     jobs, gateway = settings.jobs, settings.gateway
-    return jobs.reward_functions, jobs.quality_functions, gateway.compute_reward, gateway.redaction.rules
+    return (
+        jobs.reward_functions,
+        jobs.quality_functions,
+        gateway.compute_reward,
+        gateway.redaction.rules,
+    )
 
 
 def withheld_from(settings: Settings) -> list[str]:
@@ -100,7 +119,8 @@ def withheld_from(settings: Settings) -> list[str]:
     return [
         ".".join(path)
         for path in paths
-        if _at(now, path) is None and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
+        if _at(now, path) is None
+        and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
     ]
 
 
@@ -108,7 +128,10 @@ def changes(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, value before and value now of what leaves data behind when it changes."""
     kept, _ = _read(settings.data_dir)
     if kept:
-        before, now = judged(kept).model_dump(mode="json"), _absolute(settings.model_dump(mode="python"))
+        before, now = (
+            judged(kept).model_dump(mode="json"),
+            _absolute(settings.model_dump(mode="python")),
+        )
         for path in TELLING:
             was, value = _at(before, path.split(".")), _at(now, path.split("."))
             if was != value:
@@ -128,7 +151,9 @@ def _read(directory: Path) -> tuple[dict[str, Any], list[list[str]]]:
         ) from error
 
 
-def _merged(section: type[BaseModel], below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(
+    section: type[BaseModel], below: Mapping[str, Any], above: Mapping[str, Any]
+) -> dict[str, Any]:
     """Sections are merged; values, also those that are mappings, are replaced."""
     merged = dict(below) | dict(above)
     for name, field in section.model_fields.items():
@@ -188,10 +213,15 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
     tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
     paths = [["gateway", "session_secret"]]
     paths += [
-        ["gateway", "upstreams", str(n), "api_key"] for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))
+        ["gateway", "upstreams", str(n), "api_key"]
+        for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))
     ]
     for section, options in _OPTIONS:
-        paths += [[section, options, name] for name in _at(tree, (section, options)) or () if _SECRET.search(name)]
+        paths += [
+            [section, options, name]
+            for name in _at(tree, (section, options)) or ()
+            if _SECRET.search(name)
+        ]
     withheld = [path for path in paths if _at(tree, path) is not None]
     for path in withheld:
         del _at(tree, path[:-1])[path[-1]]

@@ -108,13 +108,17 @@ class Supervisor:
     <dir>/up.lock is locked while one works, and holds its pid. Full disks are waited out.
     """
 
-    def __init__(self, directory: Path, restart_delay_s: float = 1.0, stop_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, directory: Path, restart_delay_s: float = 1.0, stop_timeout_s: float = 20.0
+    ) -> None:
         self._dir, self._delay, self._stop_timeout = directory, restart_delay_s, stop_timeout_s
         self._children: dict[str, Child] = {}
         self._lock: IO[str] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._file = ProcessTable(directory / "up.json", lambda: {"supervisor": os.getpid(), "processes": self.table})
+        self._file = ProcessTable(
+            directory / "up.json", lambda: {"supervisor": os.getpid(), "processes": self.table}
+        )
         self._news = asyncio.Event()
 
     def acquire(self) -> None:
@@ -148,7 +152,10 @@ class Supervisor:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop what still runs, all at once. Raises an ExceptionGroup when a task of the block has failed."""
         assert self._tasks is not None and self._writing is not None
@@ -157,11 +164,15 @@ class Supervisor:
                 await self.stop_all()
             finally:
                 self._writing.cancel()
-                with suppress(OSError):  # the lock tells that nobody supervises any more, whatever the table says
+                with suppress(
+                    OSError
+                ):  # the lock tells that nobody supervises any more, whatever the table says
                     self._file.write()
                 # The group has to see that it cancelled the block itself. Any other error leaves the block as it is.
                 cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
-                await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+                await self._tasks.__aexit__(
+                    *((kind, error, trace) if cancelled else (None, None, None))
+                )
         finally:
             self.release()
 
@@ -191,7 +202,9 @@ class Supervisor:
     async def wait_settled(self, names: Iterable[str]) -> None:
         """Wait until each of these processes is ready or stays down, or one of them has wrong settings."""
         waited = [self._children[n] for n in names]
-        while not any(c.exit_code == EXIT_SETTINGS for c in waited) and not all(c.is_settled for c in waited):
+        while not any(c.exit_code == EXIT_SETTINGS for c in waited) and not all(
+            c.is_settled for c in waited
+        ):
             self._news.clear()
             await self._news.wait()
 
@@ -257,7 +270,13 @@ class Supervisor:
             child.state = "stopped"
         else:
             level = logger().info if child.exit_code == 0 else logger().error
-            level("stays_down", name=child.spec.name, why=child.state, exit_code=child.exit_code, error=child.error)
+            level(
+                "stays_down",
+                name=child.spec.name,
+                why=child.state,
+                exit_code=child.exit_code,
+                error=child.error,
+            )
         self._file.changed()
 
     async def _run_once(self, child: Child) -> int:
@@ -267,17 +286,26 @@ class Supervisor:
         finally:
             listener.close()
             child.ready, child.status = False, ""
-            if child.process is not None and child.process.returncode is None:  # this task was cancelled
+            if (
+                child.process is not None and child.process.returncode is None
+            ):  # this task was cancelled
                 child.kill()
                 await child.process.wait()
         return child.exit_code
 
     async def _run(self, child: Child, notify: str) -> int:
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)} | {VARIABLE: notify}
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)} | {
+            VARIABLE: notify
+        }
         try:
             with child.log.open() as log, _readable(child.spec.stdin) as stdin:
                 child.process = await asyncio.create_subprocess_exec(
-                    *bonded(child.spec.argv), stdin=stdin, stdout=log, stderr=log, env=environ, start_new_session=True
+                    *bonded(child.spec.argv),
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                    start_new_session=True,
                 )
         except OSError as e:  # no memory or no disk just now: tried again like any other crash
             child.error = f"not started: {e}"
@@ -287,7 +315,9 @@ class Supervisor:
         child.state, child.error = "running", None
         self._file.changed()
         code = await child.process.wait()
-        child.error = None if code == 0 or code in KILLED or child.stopping else child.log.last_error()
+        child.error = (
+            None if code == 0 or code in KILLED or child.stopping else child.log.last_error()
+        )
         return code
 
     def _heard(self, child: Child, ready: bool, status: str) -> None:

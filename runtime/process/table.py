@@ -47,7 +47,10 @@ class ProcessTable:
                 raise
             if not self._full:
                 logger().error(
-                    "disk_full", path=str(self._path), error=error.strerror, action="make room; all goes on by itself"
+                    "disk_full",
+                    path=str(self._path),
+                    error=error.strerror,
+                    action="make room; all goes on by itself",
                 )
             self._full = True
         else:

@@ -37,7 +37,9 @@ class Misfit:
     wanted: str
 
 
-def refuse_unfit(cluster: Cluster, settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int]) -> None:
+def refuse_unfit(
+    cluster: Cluster, settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int]
+) -> None:
     """Raises SettingsError for topics that can't be worked on; it names each, what was found and what to do.
 
     there: partitions of the topics that exist. Topics whose configuration may not be described are told of and let be.
@@ -46,9 +48,13 @@ def refuse_unfit(cluster: Cluster, settings: Settings, specs: Iterable[TopicSpec
     configs = cluster.topic_configs([spec.name for spec in mine])
     if hidden := sorted(name for name, config in configs.items() if config is None):
         logger().warning(
-            "topic_config_unknown", topics=hidden, action="allow DescribeConfigs on them; nobody checks their times"
+            "topic_config_unknown",
+            topics=hidden,
+            action="allow DescribeConfigs on them; nobody checks their times",
         )
-    found = list(misfits(settings, mine, there, {n: c for n, c in configs.items() if c is not None}))
+    found = list(
+        misfits(settings, mine, there, {n: c for n, c in configs.items() if c is not None})
+    )
     if found:
         raise SettingsError("\n".join(_told(found, cluster.bootstrap_servers)))
 
@@ -79,7 +85,9 @@ def misfits(
 
 def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> int:
     """How many partitions a topic must have. there: partitions of the topics that exist."""
-    return there.get(topics.steps, spec.partitions) if spec.name in keyed(topics) else spec.partitions
+    return (
+        there.get(topics.steps, spec.partitions) if spec.name in keyed(topics) else spec.partitions
+    )
 
 
 def keyed(topics: Topics) -> frozenset[str]:
@@ -100,7 +108,9 @@ def _told(found: list[Misfit], servers: str) -> Iterator[str]:
         more = " or more" if m.setting in AT_LEAST and int(m.wanted) != FOREVER else ""
         yield f"topic {m.topic}: {m.setting} is {m.found}, must be {m.wanted}{more}"
     for topic in dict.fromkeys(m.topic for m in found if m.setting != PARTITIONS):
-        wanted = ",".join(f"{m.setting}={m.wanted}" for m in found if m.topic == topic and m.setting != PARTITIONS)
+        wanted = ",".join(
+            f"{m.setting}={m.wanted}" for m in found if m.topic == topic and m.setting != PARTITIONS
+        )
         yield (
             f"mend it: kafka-configs --bootstrap-server {servers} --alter --entity-type topics --entity-name {topic} "
             f"--add-config {wanted}"

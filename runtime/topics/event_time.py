@@ -10,7 +10,9 @@ TICK_WINDOW = 64
 """Offsets for each source partition that are looked through first for its last Tick; each time twice as many."""
 
 
-def first_tick_needed(cluster: Cluster, decoder: Decoder, at: tuple[str, int], low: int, to: int, tickers: int) -> int:
+def first_tick_needed(
+    cluster: Cluster, decoder: Decoder, at: tuple[str, int], low: int, to: int, tickers: int
+) -> int:
     """Lowest offset of the last Ticks of all source partitions before `to`, of those that have ever ticked; `to` without any.
 
     at: topic and partition; low: its first offset. Admission begins to read here, and trimming removes what is below: both must agree.

@@ -30,7 +30,9 @@ def cluster_of(settings: Settings) -> Cluster:
     return Cluster(settings.bootstrap_servers, settings.kafka.client_options)
 
 
-def create_topics(cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()) -> list[str]:
+def create_topics(
+    cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()
+) -> list[str]:
     """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race.
 
     Raises SettingsError, before anything is made, when those that are there can't be worked on.
@@ -112,12 +114,16 @@ class Decoder:
                 if isinstance(announced, SchemaPublished):
                     self.codec.announce(announced.schema_json, announced.confluent_id)
             except (Undecodable, UnknownSchema) as e:
-                logger().warning("schema_unreadable", offset=record.offset, error=str(e))  # the lake buries it
+                logger().warning(
+                    "schema_unreadable", offset=record.offset, error=str(e)
+                )  # the lake buries it
         self._read_to = end
         return True
 
 
-def dead_letter(record: Record, topic_id: str, process: str, reason: str, detail: str) -> DeadLetter:
+def dead_letter(
+    record: Record, topic_id: str, process: str, reason: str, detail: str
+) -> DeadLetter:
     """The dead letter of a record: all that is needed to repair and replay it. To be sent under its own key.
 
     What would not fit into a record beside the rest stays where it lies: the place and the detail say so.

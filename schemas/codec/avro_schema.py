@@ -45,7 +45,11 @@ def _check_type(schema: dict[str, Any]) -> None:
             names = set[str]()
             for field in _list_of(dict, schema, "fields"):
                 _check_texts(field)
-                if not isinstance(name := field.get("name"), str) or not is_name(name) or name in names:
+                if (
+                    not isinstance(name := field.get("name"), str)
+                    or not is_name(name)
+                    or name in names
+                ):
                     raise ValueError(f"{name!r:.40} is no name of a field, or of two")
                 names.add(name)
                 check(field.get("type"))
@@ -74,7 +78,9 @@ def _check_texts(part: dict[str, Any]) -> None:
     for key in _TEXTS:
         if not isinstance(part.get(key, ""), str | None):
             raise ValueError(f"{key} is text, not {part[key]!r:.40}")
-        (part.get(key) or "").encode()  # half a surrogate pair is a ValueError here rather than in whoever shows it
+        (
+            part.get(key) or ""
+        ).encode()  # half a surrogate pair is a ValueError here rather than in whoever shows it
     if "aliases" in part:
         for alias in _list_of(str, part, "aliases"):
             _check_name(alias)
@@ -101,7 +107,9 @@ def _extent(schema: Schema, named: dict[str, int]) -> int:
     if isinstance(schema, list):
         inner: list[Schema] = schema
     else:
-        inner = [f["type"] for f in schema.get("fields", ())] + [schema[k] for k in ("items", "values") if k in schema]
+        inner = [f["type"] for f in schema.get("fields", ())] + [
+            schema[k] for k in ("items", "values") if k in schema
+        ]
     extent = 1 + sum(_extent(one, named) for one in inner)
     if isinstance(schema, dict):
         extent += len(schema.get("symbols", ()))

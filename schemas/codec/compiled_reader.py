@@ -41,7 +41,9 @@ class Made(Protocol):
     empty: str
     strict: bool
 
-    def record(self, code: Code, schema: Schema, depth: int) -> tuple[str, dict[str, str], list[str]]:
+    def record(
+        self, code: Code, schema: Schema, depth: int
+    ) -> tuple[str, dict[str, str], list[str]]:
         """Code of it; where each wanted field goes; lines behind them."""
 
     def array(self, found: str) -> str:
@@ -63,14 +65,20 @@ class Records:
     def __init__(self, class_of: ClassOf) -> None:
         self._class_of = class_of
 
-    def record(self, code: Code, schema: Schema, depth: int) -> tuple[str, dict[str, str], list[str]]:
+    def record(
+        self, code: Code, schema: Schema, depth: int
+    ) -> tuple[str, dict[str, str], list[str]]:
         name, cls = plain_name(schema["name"]), self._class_of(plain_name(schema["name"]))
         names = [f["name"] for f in schema["fields"]]
         if names != [f.name for f in fields(cls)]:
             raise ValueError(f"{cls.__name__} and its schema have other fields")
         record, twin = code.name(), code.constant(type(name, (), {"__slots__": tuple(names)}))
         code.add(depth, f"{record} = new({twin})")
-        return record, {n: f"{record}.{identifier(n)}" for n in names}, [f"{record}.__class__ = {code.constant(cls)}"]
+        return (
+            record,
+            {n: f"{record}.{identifier(n)}" for n in names},
+            [f"{record}.__class__ = {code.constant(cls)}"],
+        )
 
     def array(self, found: str) -> str:
         return f"tuple({found})"
@@ -83,14 +91,18 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
     """Compile. writer, wanted: record schemas, `expanded`. Raises ValueError for a pair that is not read here."""
     code = Code(made)
     record = code.record(writer, wanted, 1)
-    code.add(1, "if at != len(data): raise ValueError(f'the record ends at byte {at} of {len(data)}')")
+    code.add(
+        1, "if at != len(data): raise ValueError(f'the record ends at byte {at} of {len(data)}')"
+    )
     code.add(1, f"return {record}")
     names: dict[str, Any] = code.constants | {
         "long": long, "size": size, "items": items, "bad": _bad, "float_at": _float, "double_at": _double, "new": object.__new__,
     }  # fmt: skip
     source = "def read(data, at):\n" + "\n".join(code.lines)
     try:
-        exec(compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names)
+        exec(
+            compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names
+        )
     # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that is full a MemoryError
     except (SyntaxError, RecursionError, MemoryError) as e:
         raise ValueError(f"types nested so deeply are not read here: {e}") from e
@@ -205,9 +217,15 @@ class Code:
         if isinstance(writer, list):
             if len(writer) != 1 + ("null" in writer):
                 raise ValueError(f"a union of {[kind_of(b) for b in writer]} is not read here")
-            if self._made.strict and "null" in writer and not (isinstance(wanted, list) and "null" in wanted):
+            if (
+                self._made.strict
+                and "null" in writer
+                and not (isinstance(wanted, list) and "null" in wanted)
+            ):
                 raise ValueError("what can be null is not read as what can't")
-            self._union(writer, depth, lambda branch, d: self._value(branch, wanted, to, d), f"{to} = None")
+            self._union(
+                writer, depth, lambda branch, d: self._value(branch, wanted, to, d), f"{to} = None"
+            )
             return
         kind, aim = kind_of(writer), not_null(wanted)
         if kind != kind_of(aim) and (kind, kind_of(aim)) != ("int", "long"):
@@ -252,7 +270,9 @@ class Code:
             self._value(writer, wanted, item, d)
             self.add(d, f"{found}.append({item})")
 
-        self._blocks(writer, depth + 1, one, found if kind_of(not_null(writer)) == "record" else None)
+        self._blocks(
+            writer, depth + 1, one, found if kind_of(not_null(writer)) == "record" else None
+        )
         self.add(depth + 1, f"{to} = {self._made.array(found)}")
 
     def _map(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
@@ -289,16 +309,26 @@ class Code:
             case "array":
                 self._blocks(writer["items"], depth, lambda d: self._skip(writer["items"], d), None)
             case "map":
-                pair = {"type": "record", "fields": [{"type": "string"}, {"type": writer["values"]}]}
+                pair = {
+                    "type": "record",
+                    "fields": [{"type": "string"}, {"type": writer["values"]}],
+                }
                 self._blocks(pair, depth, lambda d: self._skip(pair, d), None)
             case other:
                 raise ValueError(f"Avro type {other} is not read here")
 
     def _size(self, depth: int) -> None:
         """Leaves a length in `n`."""
-        self.add(depth, "n = data[at]", "if n > 127 or n & 1: n, at = size(data, at)", "else: n >>= 1; at += 1")
+        self.add(
+            depth,
+            "n = data[at]",
+            "if n > 127 or n & 1: n, at = size(data, at)",
+            "else: n >>= 1; at += 1",
+        )
 
-    def _union(self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], None], null: str) -> None:
+    def _union(
+        self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], None], null: str
+    ) -> None:
         self.add(depth, "n = data[at]", "at += 1")
         for at, branch in enumerate(writer):
             self.add(depth, f"{'elif' if at else 'if'} n == {2 * at}:")
@@ -308,10 +338,14 @@ class Code:
                 inner(branch, depth + 1)
         self.add(depth, "else: bad('a union branch that is not there', at)")
 
-    def _blocks(self, one: Schema, depth: int, item: Callable[[int], None], found: str | None) -> None:
+    def _blocks(
+        self, one: Schema, depth: int, item: Callable[[int], None], found: str | None
+    ) -> None:
         """Lines for the blocks of an array or a map. found: the list whose length has a bound; None: what is there bounds it."""
         if takes_nothing(one):
-            raise ValueError("items that take no bytes are not read here: nothing bounds their number")
+            raise ValueError(
+                "items that take no bytes are not read here: nothing bounds their number"
+            )
         left = self.name()
         self.add(depth, f"{left}, at = items(data, at)", f"while {left}:")
         if found is not None:
@@ -321,7 +355,9 @@ class Code:
             )
         self.add(depth + 1, f"for _ in range({left}):")
         item(depth + 2)
-        self.add(depth + 1, f"if data[at]: {left}, at = items(data, at)", f"else: {left} = 0; at += 1")
+        self.add(
+            depth + 1, f"if data[at]: {left}, at = items(data, at)", f"else: {left} = 0; at += 1"
+        )
 
     def _default(self, field: Mapping[str, Any]) -> str:
         """Code of what a field is that nobody wrote. Raises ValueError when its schema has no default that is read here."""
@@ -331,4 +367,6 @@ class Code:
             return self.constant(value)
         if kind in ("array", "map") and not value:
             return self._made.empty if kind == "array" else self._made.map()[0]
-        raise ValueError(f"field {field['name']} has no default that is read here, and the writer did not write it")
+        raise ValueError(
+            f"field {field['name']} has no default that is read here, and the writer did not write it"
+        )

@@ -56,7 +56,12 @@ class _Compiler:
 
     def __init__(self) -> None:
         self._types: dict[str, Any] = {}
-        self._globals: dict[str, Any] = {"small": _SMALL, "varint": _varint, "whole": _whole, "refuse": _refuse}
+        self._globals: dict[str, Any] = {
+            "small": _SMALL,
+            "varint": _varint,
+            "whole": _whole,
+            "refuse": _refuse,
+        }
         self._numbers = count()
 
     def record(self, schema: Any) -> Write:
@@ -66,14 +71,19 @@ class _Compiler:
         lines: list[str] = []
         for field in schema["fields"]:
             value = self._new("value")
-            lines += [f"{value} = record.{identifier(field['name'])}", *self._value(value, field["type"])]
+            lines += [
+                f"{value} = record.{identifier(field['name'])}",
+                *self._value(value, field["type"]),
+            ]
         source = "\n ".join([f"def write_{name}(record, append):", *lines])
         exec(compile(source, f"<writer of {name}>", "exec"), self._globals)
         return self._globals[f"write_{name}"]  # type: ignore[no-any-return]
 
     def _define(self, schema: Any) -> None:
         if self._types.setdefault(plain_name(schema["name"]), schema) is not schema:
-            raise ValueError(f"two types of the name {plain_name(schema['name'])} are not written here")
+            raise ValueError(
+                f"two types of the name {plain_name(schema['name'])} are not written here"
+            )
 
     def _new(self, word: str) -> str:
         return f"{word}{next(self._numbers)}"
@@ -87,7 +97,9 @@ class _Compiler:
         """Lines that write the value of a variable."""
         if isinstance(schema, list):
             if len(schema) != 2 or schema[0] != "null":
-                raise ValueError(f"the only unions written here are of null and a type, not {schema}")
+                raise ValueError(
+                    f"the only unions written here are of null and a type, not {schema}"
+                )
             inner = [" " + line for line in ["append(b'\\2')", *self._value(of, schema[1])]]
             return [f"if {of} is None:", " append(b'\\0')", "else:", *inner]
         if isinstance(schema, str):
@@ -121,7 +133,10 @@ class _Compiler:
                 item = self._new("item")
                 one = [
                     " " + line
-                    for line in [f"for {item} in {of}:", *(" " + x for x in self._value(item, schema["items"]))]
+                    for line in [
+                        f"for {item} in {of}:",
+                        *(" " + x for x in self._value(item, schema["items"])),
+                    ]
                 ]
                 return [f"if {of}:", *(" " + x for x in _length(of)), *one, "append(b'\\0')"]
             case "map":

@@ -66,7 +66,9 @@ class _Walk:
         left, at = long(self._data, at)
         while left:
             end = None
-            if left < 0:  # then the block's size follows, by which it is skipped where it is not wanted
+            if (
+                left < 0
+            ):  # then the block's size follows, by which it is skipped where it is not wanted
                 left, (n, at) = -left, size(self._data, at)
                 end = at + n
             for _ in range(left):

@@ -24,7 +24,12 @@ from schemas.errors import NotARecord
 _WIDTH = 4
 _PACKED = {"i32le": "i", "f32le": "f"}
 _ABSENT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_CODEC_TYPES: Mapping[str, tuple[type, ...]] = {"string": (str,), "boolean": (bool,), "int": (int,), "long": (int,)}
+_CODEC_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "int": (int,),
+    "long": (int,),
+}
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -101,7 +106,9 @@ class _Schema(NamedTuple):
         found: dict[str, Any] = {}
 
         def collect(node: Any) -> None:
-            for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            for child in (
+                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            ):
                 collect(child)
             if isinstance(node, dict) and node.get("type") in ("record", "enum"):
                 found[node["name"]] = node
@@ -111,7 +118,9 @@ class _Schema(NamedTuple):
         return cls(root, found)
 
     @staticmethod
-    def fields(record: Mapping[str, Any], plain: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Any]]:
+    def fields(
+        record: Mapping[str, Any], plain: Mapping[str, Any]
+    ) -> list[tuple[Mapping[str, Any], Any]]:
         return [(f, plain[f["name"]]) for f in record["fields"]]
 
     def kind(self, node: Any) -> Any:
@@ -119,8 +128,16 @@ class _Schema(NamedTuple):
         if isinstance(node, list):
             return self.kind(next(k for k in node if k != "null"))
         if isinstance(node, str):
-            return self.kind(self.named[node.rpartition(".")[2]]) if node.rpartition(".")[2] in self.named else node
-        return self.kind(node["type"]) if isinstance(node["type"], dict | list) or "logicalType" in node else node
+            return (
+                self.kind(self.named[node.rpartition(".")[2]])
+                if node.rpartition(".")[2] in self.named
+                else node
+            )
+        return (
+            self.kind(node["type"])
+            if isinstance(node["type"], dict | list) or "logicalType" in node
+            else node
+        )
 
     # -- showing
 
@@ -134,7 +151,9 @@ class _Schema(NamedTuple):
             return _bytes_shown(value, field)
         if kind in ("float", "double"):
             return (
-                value if math.isfinite(value) else next(n for n, v in _ABSENT_NUMBERS.items() if str(v) == str(value))
+                value
+                if math.isfinite(value)
+                else next(n for n, v in _ABSENT_NUMBERS.items() if str(v) == str(value))
             )
         match kind:
             case {"type": "array", "items": items}:
@@ -147,12 +166,18 @@ class _Schema(NamedTuple):
 
     # -- reading
 
-    def read_record(self, record: Mapping[str, Any], said: Any, path: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+    def read_record(
+        self, record: Mapping[str, Any], said: Any, path: str, kept: Mapping[str, Any]
+    ) -> dict[str, Any]:
         if not isinstance(said, Mapping):
-            raise NotARecord(f"{path.rstrip('.') or record['name']}: an object was expected, not {said!r:.60}")
+            raise NotARecord(
+                f"{path.rstrip('.') or record['name']}: an object was expected, not {said!r:.60}"
+            )
         fields = {f["name"]: f for f in record["fields"]}
         if unknown := sorted(said.keys() - fields.keys()):
-            raise NotARecord(f"{path}{unknown[0]}: no field of {record['name']}; there are {', '.join(fields)}")
+            raise NotARecord(
+                f"{path}{unknown[0]}: no field of {record['name']}; there are {', '.join(fields)}"
+            )
         out = {}
         for name, field in fields.items():
             if name in kept:
@@ -181,24 +206,36 @@ class _Schema(NamedTuple):
                 raise NotARecord(f"{path}: {e}") from e
         match kind:
             case {"type": "array", "items": items}:
-                return [self._read(items, v, f"{path}.{i}", {}) for i, v in enumerate(_a(list, said, path))]
+                return [
+                    self._read(items, v, f"{path}.{i}", {})
+                    for i, v in enumerate(_a(list, said, path))
+                ]
             case {"type": "map", "values": values}:
-                return {n: self._read(values, v, f"{path}.{n}", {}) for n, v in _a(dict, said, path).items()}
+                return {
+                    n: self._read(values, v, f"{path}.{n}", {})
+                    for n, v in _a(dict, said, path).items()
+                }
             case {"type": "record"}:
                 return self.read_record(kind, said, f"{path}.", {})
             case {"type": "enum", "symbols": symbols}:
                 if said not in symbols:
-                    raise NotARecord(f"{path}: must be one of {', '.join(symbols)}, not {said!r:.60}")
+                    raise NotARecord(
+                        f"{path}: must be one of {', '.join(symbols)}, not {said!r:.60}"
+                    )
                 return said
         name = kind["type"] if isinstance(kind, dict) else kind
-        if isinstance(said, bool) != (name == "boolean") or not isinstance(said, _CODEC_TYPES[name]):
+        if isinstance(said, bool) != (name == "boolean") or not isinstance(
+            said, _CODEC_TYPES[name]
+        ):
             raise NotARecord(f"{path}: {name} was expected, not {said!r:.60}")
         return said
 
 
 def _a(kind: type, said: Any, path: str) -> Any:
     if not isinstance(said, kind):
-        raise NotARecord(f"{path}: a {'list' if kind is list else 'object'} was expected, not {said!r:.60}")
+        raise NotARecord(
+            f"{path}: a {'list' if kind is list else 'object'} was expected, not {said!r:.60}"
+        )
     return said
 
 
@@ -230,7 +267,9 @@ def _bytes_read(said: Any, path: str, field: Mapping[str, Any]) -> bytes:
         try:
             return struct.pack(f"<{len(said)}{packing}", *said)
         except (struct.error, TypeError, OverflowError) as e:
-            raise NotARecord(f"{path}: no list of {'whole ' if packing == 'i' else ''}numbers: {e}") from e
+            raise NotARecord(
+                f"{path}: no list of {'whole ' if packing == 'i' else ''}numbers: {e}"
+            ) from e
     if field.get("name", "").endswith("_json"):
         return _json_read(said, path)
     raise NotARecord(f'{path}: bytes are {{"base64": "..."}}, not {said!r:.60}')

@@ -90,8 +90,14 @@ def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
     names = tuple(f.name for f in fields(cls))
     get = attrgetter(*names) if len(names) > 1 else lambda v, g=attrgetter(names[0]): (g(v),)
     # fastavro takes a tuple inside a union for (branch, value).
-    plain_lists = [n for n in names if _is_list(hints[n]) and type(None) in typing.get_args(hints[n])]
-    nested = [(n, _flattener(r), _is_list(hints[n])) for n in names if (r := _record_type(hints[n])) is not None]
+    plain_lists = [
+        n for n in names if _is_list(hints[n]) and type(None) in typing.get_args(hints[n])
+    ]
+    nested = [
+        (n, _flattener(r), _is_list(hints[n]))
+        for n in names
+        if (r := _record_type(hints[n])) is not None
+    ]
 
     def flatten(record: Any) -> dict[str, Any]:
         d = dict(zip(names, get(record), strict=True))
@@ -170,7 +176,12 @@ def _reading_of(writer: Schema, named: Mapping[str, Schema], cls: type) -> Read:
 
 
 def _by_fastavro(
-    writer: Schema, named: Mapping[str, Schema], wanted: Schema, build: Callable[[Any], Any], data: bytes, at: int
+    writer: Schema,
+    named: Mapping[str, Schema],
+    wanted: Schema,
+    build: Callable[[Any], Any],
+    data: bytes,
+    at: int,
 ) -> Any:
     check_items(writer, named, data, at)
     stream = io.BytesIO(data)
@@ -315,7 +326,9 @@ class Codec:
             if header is None:
                 raise UnknownSchema(f"confluent id {number}")
             return self._writers[header], 5
-        raise Undecodable(f"{len(value)} bytes that begin with {value[:10].hex()}: no Avro single-object header")
+        raise Undecodable(
+            f"{len(value)} bytes that begin with {value[:10].hex()}: no Avro single-object header"
+        )
 
 
 def plain_of(event: Event) -> Mapping[str, Any]:

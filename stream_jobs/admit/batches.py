@@ -75,7 +75,9 @@ class OpenBatches:
         most, most_tokens = policy.val_groups, None
         if self._channel == "train":
             most, most_tokens = policy.batch_groups, policy.batch_tokens
-        enough = len(batch.groups) >= most or (most_tokens is not None and batch.tokens >= most_tokens)
+        enough = len(batch.groups) >= most or (
+            most_tokens is not None and batch.tokens >= most_tokens
+        )
         if not (all_of_it or enough or batch.size > MAX_RECORD_BYTES):
             return []
         chosen, tokens, size = list[Group](), 0, 0
@@ -92,7 +94,10 @@ class OpenBatches:
     def overdue(self, key: int, policy: AdmissionPolicy, now: int) -> bool:
         """Whether a batch of channel val has waited long enough for more groups. now: event time."""
         batch = self._open.get(key)
-        return batch is not None and next(iter(batch.groups.values())).entered_at + policy.val_deadline_ms <= now
+        return (
+            batch is not None
+            and next(iter(batch.groups.values())).entered_at + policy.val_deadline_ms <= now
+        )
 
     def waiting(self) -> Iterator[Group]:
         """Every group in an open batch."""

@@ -61,13 +61,19 @@ class Readiness:
 
 
 def compute_readiness(
-    candidate: Candidate, policy: AdmissionPolicy, newest_sync_index: int | None, has_payload: bool = True
+    candidate: Candidate,
+    policy: AdmissionPolicy,
+    newest_sync_index: int | None,
+    has_payload: bool = True,
 ) -> Readiness:
     """How ready a trajectory is, and each of its steps. newest_sync_index: of the version to be trained; None: there is none yet.
 
     has_payload: whether the candidate names a place of its payload. What depends on a group or a batch is not judged here.
     """
-    part, limit = trained_part(candidate, policy), policy.max_staleness if candidate.channel == "train" else None
+    part, limit = (
+        trained_part(candidate, policy),
+        policy.max_staleness if candidate.channel == "train" else None,
+    )
     lacks = list(flaws(part, policy, has_payload))
     waits = awaited(part, policy)
     staleness = age(part.oldest_sync_index, newest_sync_index)
@@ -81,9 +87,20 @@ def compute_readiness(
         old = age(step.oldest_sync_index, newest_sync_index)
         if limit is not None and old is not None and old > limit:
             found.append(Lack("stale", f"{old} versions, limit {limit}"))
-        steps.append(StepReadiness(step.step_id, not found, 1 - len(found) / len(STEP_CONDITIONS), tuple(found)))
+        steps.append(
+            StepReadiness(
+                step.step_id, not found, 1 - len(found) / len(STEP_CONDITIONS), tuple(found)
+            )
+        )
     score = 1 - len({lack.reason for lack in lacks}) / len(CONDITIONS)
-    return Readiness(not lacks, waits is not None and len(lacks) == 1, score, tuple(lacks), staleness, tuple(steps))
+    return Readiness(
+        not lacks,
+        waits is not None and len(lacks) == 1,
+        score,
+        tuple(lacks),
+        staleness,
+        tuple(steps),
+    )
 
 
 def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
@@ -98,7 +115,11 @@ def step_flaws(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Lack]:
     tagged = [tag for tag in policy.untrained_tags if tag in step.tags]
     if tagged:
         yield Lack("tagged", f"tagged {min(tagged)}")
-    if policy.min_step_quality is not None and step.quality is not None and step.quality < policy.min_step_quality:
+    if (
+        policy.min_step_quality is not None
+        and step.quality is not None
+        and step.quality < policy.min_step_quality
+    ):
         yield Lack("quality", f"quality {step.quality:g} below {policy.min_step_quality:g}")
 
 
@@ -109,21 +130,31 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
     """
     tagged = [tag for tag in policy.untrained_tags if tag in candidate.tags]
     if tagged and candidate.trainable:
-        return replace(candidate, trainable=False, reason=f"tagged {min(tagged)}", trainable_tokens=0)
+        return replace(
+            candidate, trainable=False, reason=f"tagged {min(tagged)}", trainable_tokens=0
+        )
     if policy.min_step_quality is None and not any(s.tags for s in candidate.steps):
         return candidate
-    left_out = {s.step_id: lack for s in candidate.steps if s.trainable and (lack := next(step_flaws(s, policy), None))}
+    left_out = {
+        s.step_id: lack
+        for s in candidate.steps
+        if s.trainable and (lack := next(step_flaws(s, policy), None))
+    }
     if not left_out:
         return candidate
     steps = tuple(
-        replace(s, trainable=False, reason=left_out[s.step_id].detail) if s.step_id in left_out else s
+        replace(s, trainable=False, reason=left_out[s.step_id].detail)
+        if s.step_id in left_out
+        else s
         for s in candidate.steps
     )
     trained = [s for s in steps if s.trainable]
     tokens = sum(s.response_tokens for s in trained)
     if not trained:
         reason = candidate.reason or "no trainable step"
-        return replace(candidate, steps=steps, trainable_tokens=tokens, trainable=False, reason=reason)
+        return replace(
+            candidate, steps=steps, trainable_tokens=tokens, trainable=False, reason=reason
+        )
     known = [s.oldest_sync_index for s in trained if s.oldest_sync_index is not None]
     # Candidates of an older release name no sync index for single steps: then that of all steps counts.
     oldest = min(known) if len(known) == len(trained) else candidate.oldest_sync_index
@@ -139,13 +170,20 @@ def flaws(candidate: Candidate, policy: AdmissionPolicy, has_payload: bool) -> I
         or not has_payload
         or (candidate.channel == "train" and candidate.oldest_sync_index is None)
     ):
-        yield Lack("untrainable", candidate.reason or ("no version of this run" if has_payload else "no payload"))
+        yield Lack(
+            "untrainable",
+            candidate.reason or ("no version of this run" if has_payload else "no payload"),
+        )
     if candidate.trainable_tokens < policy.min_trainable_tokens:
-        yield Lack("too_short", f"{candidate.trainable_tokens} trainable tokens, {policy.min_trainable_tokens} needed")
+        yield Lack(
+            "too_short",
+            f"{candidate.trainable_tokens} trainable tokens, {policy.min_trainable_tokens} needed",
+        )
     limit = policy.max_trajectory_tokens
     if (
         limit is not None
-        and (size := candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps)) > limit
+        and (size := candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps))
+        > limit
     ):
         yield Lack("too_long", f"{size} tokens, {limit} at most")
     least = policy.min_quality

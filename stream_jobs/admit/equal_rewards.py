@@ -38,7 +38,11 @@ class EqualRewards:
         if isinstance(decision, ReadyBatch):
             self.admitted_groups += len(decision.groups)
             self._in_a_row, self._said_at = 0, FIRST
-        if not isinstance(decision, Refused) or not decision.whole_group or decision.reason != REASON:
+        if (
+            not isinstance(decision, Refused)
+            or not decision.whole_group
+            or decision.reason != REASON
+        ):
             return None
         self.refused_groups += 1
         self._in_a_row += 1

@@ -23,7 +23,14 @@ from schemas.records import (
     Tick,
 )
 from stream_jobs.admit.batches import OpenBatches
-from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source, content_hash
+from stream_jobs.admit.decisions.journal import (
+    Decision,
+    Entry,
+    Invalid,
+    Journaled,
+    Source,
+    content_hash,
+)
 from stream_jobs.admit.decisions.state import Decided, Past
 from stream_jobs.admit.group import Group, Member, batch_group, judge, record_sized
 from stream_jobs.admit.open_groups import OpenGroups
@@ -37,7 +44,9 @@ class Admission:
     A candidate costs O(1) amortised, however many groups are open; a change of policy looks at every open group once.
     """
 
-    def __init__(self, run_id: str, channel: Channel, source: Source, past: Past | None = None) -> None:
+    def __init__(
+        self, run_id: str, channel: Channel, source: Source, past: Past | None = None
+    ) -> None:
         past = Past() if past is None else past
         self.run_id, self.channel, self.source = run_id, channel, source
         self.policy = past.policy
@@ -47,10 +56,14 @@ class Admission:
         self._input_to, self._step = past.input_to, past.resume_from - 1
         self._ticks: dict[int, int] = {}
         self._groups = OpenGroups(self.ledger)
-        self._pending: OrderedDict[str, Group] = OrderedDict()  # by first offset: its head is where a restart reads on
+        self._pending: OrderedDict[str, Group] = (
+            OrderedDict()
+        )  # by first offset: its head is where a restart reads on
         self._batches = OpenBatches(channel)
         self._deadlines = Deadlines()
-        self._early: dict[str, tuple[Candidate, Entry]] = {}  # newest revisions from before the run's first policy
+        self._early: dict[
+            str, tuple[Candidate, Entry]
+        ] = {}  # newest revisions from before the run's first policy
         self._ended: int | None = None
         self._out: list[Decision] = []
 
@@ -102,7 +115,9 @@ class Admission:
     def _tick(self, tick: Tick) -> None:
         if not 0 <= tick.partition < self.source.tickers or tick.event_time is None:
             what = f"tick of partition {tick.partition} of {self.source.tickers} with event time {tick.event_time}"
-            self._out.append(Invalid(self._step, f"{what}: must name a source partition and its event time"))
+            self._out.append(
+                Invalid(self._step, f"{what}: must name a source partition and its event time")
+            )
             return
         if tick.event_time <= self._ticks.get(tick.partition, -1):
             return
@@ -153,7 +168,9 @@ class Admission:
         if self.replaying:
             return
         if c.opened_at > decided.at:
-            self._refuse_one(c, None, "duplicate", f"opened at {c.opened_at}, decided at {decided.at}")
+            self._refuse_one(
+                c, None, "duplicate", f"opened at {c.opened_at}, decided at {decided.at}"
+            )
         elif c.revision > decided.revision:
             late = Late(
                 run_id=self.run_id, channel=self.channel, trajectory_id=c.trajectory_id, revision=c.revision,
@@ -221,7 +238,9 @@ class Admission:
         if group.first_closed_at != before:
             self._plan(Deadline(group.deadline(policy), False, group.key))
         if member.awaits:
-            self._plan(Deadline(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key))
+            self._plan(
+                Deadline(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key)
+            )
         self._consider(group)
 
     def _consider(self, group: Group, close: bool = True) -> None:
@@ -236,14 +255,20 @@ class Admission:
         if verdict.refusal is not None:
             self._refuse(group, verdict.refusal, verdict.detail)
             return
-        is_new = self._batches.put(group, verdict, self._log_time(m.candidate for m in verdict.usable))
+        is_new = self._batches.put(
+            group, verdict, self._log_time(m.candidate for m in verdict.usable)
+        )
         # A step of the past was judged for a lower batch number, and passed.
         stale = None if self.replaying else self._stale(group)
         if stale is not None:
             self._refuse(group, "stale", stale)
         elif group.batch is not None:
             if is_new and self.channel == "val":
-                self._plan(Deadline(group.entered_at + self._in_force.val_deadline_ms, True, ("", group.batch)))
+                self._plan(
+                    Deadline(
+                        group.entered_at + self._in_force.val_deadline_ms, True, ("", group.batch)
+                    )
+                )
             if close:
                 self._close(group.batch)
 
@@ -274,7 +299,11 @@ class Admission:
             due += [Deadline(at, False, group.key) for at in group.reward_deadlines(policy)]
         if self.channel == "val":
             for group in self._batches.waiting():
-                due.append(Deadline(group.entered_at + policy.val_deadline_ms, True, ("", group.batch or 0)))
+                due.append(
+                    Deadline(
+                        group.entered_at + policy.val_deadline_ms, True, ("", group.batch or 0)
+                    )
+                )
         self._deadlines.replace(due)
 
     # -- decisions
@@ -324,10 +353,14 @@ class Admission:
             self._journal(self._refused(group.key, some, reason, detail, at, None))
         self._journal(self._refused(group.key, last, reason, detail, at, group.n))
 
-    def _refuse_one(self, c: Candidate, number: int | None, reason: str, detail: str | None) -> None:
+    def _refuse_one(
+        self, c: Candidate, number: int | None, reason: str, detail: str | None
+    ) -> None:
         """Refuse one trajectory. number: the round in which it counts as one of its members; None: in none."""
         self._pending.pop(c.trajectory_id, None)
-        self._journal(self._refused((c.group_id, number), [c], reason, detail, self._log_time([c]), None))
+        self._journal(
+            self._refused((c.group_id, number), [c], reason, detail, self._log_time([c]), None)
+        )
 
     def _forget(self, group: Group) -> None:
         self._groups.remove(group)

@@ -50,13 +50,22 @@ class Member:
         """Bytes that it takes in a batch at the most; with many step rewards a tenth less."""
         if self._size is None:
             c = self.candidate
-            texts = [c.trajectory_id, c.trajectory_key, self.place.topic_id if self.place is not None else ""]
+            texts = [
+                c.trajectory_id,
+                c.trajectory_key,
+                self.place.topic_id if self.place is not None else "",
+            ]
             untrained = [s.step_id for s in c.steps if not s.trainable]
             revisions = 0
             for r in c.rewards:
                 revisions += r.reward_revision.bit_length() // 7 + 1
                 texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
-            counted = _MEMBER_BYTES + _REWARD_BYTES * len(c.rewards) + _STEP_BYTES * len(untrained) + revisions
+            counted = (
+                _MEMBER_BYTES
+                + _REWARD_BYTES * len(c.rewards)
+                + _STEP_BYTES * len(untrained)
+                + revisions
+            )
             self._size = counted + sum(map(_bytes, texts)) + sum(map(_bytes, untrained))
         return self._size
 
@@ -82,7 +91,10 @@ class Verdict(NamedTuple):
     @property
     def oldest_sync_index(self) -> int | None:
         """Lowest sync index among the trainable tokens of the usable members; None when none has one."""
-        return min((s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None), default=None)
+        return min(
+            (s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None),
+            default=None,
+        )
 
 
 @dataclass(slots=True)
@@ -141,7 +153,11 @@ class Group:
 
     def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
         """Event times from which it no longer waits for the rewards of a member."""
-        return [m.candidate.closed_at + policy.reward_deadline_ms for m in self.members.values() if m.awaits]
+        return [
+            m.candidate.closed_at + policy.reward_deadline_ms
+            for m in self.members.values()
+            if m.awaits
+        ]
 
 
 def judge(
@@ -151,7 +167,9 @@ def judge(
 
     Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
     """
-    sealed = group.sealed_at is not None or ended or (now is not None and now >= group.deadline(policy))
+    sealed = (
+        group.sealed_at is not None or ended or (now is not None and now >= group.deadline(policy))
+    )
     if not sealed and group.arrived < group.n:
         return None
     if not sealed and group.awaiting:
@@ -181,9 +199,17 @@ def judge(
             detail += f"; {absent} never came"
         return Verdict((), (), _too_few(group, reasons, ended), detail)
     if channel == "train" and policy.drop_zero_variance and group.n > 1:
-        rewards = {r for m in usable if (r := training_reward(policy.reward_weights, m.candidate.rewards)) is not None}
+        rewards = {
+            r
+            for m in usable
+            if (r := training_reward(policy.reward_weights, m.candidate.rewards)) is not None
+        }
         if len(rewards) <= 1:
-            what = f"all {rewards.pop():g}" if rewards else "none: name what is trained on in required_rewards"
+            what = (
+                f"all {rewards.pop():g}"
+                if rewards
+                else "none: name what is trained on in required_rewards"
+            )
             return Verdict((), (), "zero_variance", f"rewards of {len(usable)} members: {what}")
     verdict = Verdict(tuple(usable), tuple(dropped))
     if (size := group.size_with(verdict)) > MAX_GROUP_BYTES:
@@ -220,7 +246,12 @@ def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
 
 def batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
     """The group as a batch has it."""
-    return BatchGroup(group_id=group.key[0], round=group.key[1], n=group.n, members=tuple(map(_batch_member, members)))
+    return BatchGroup(
+        group_id=group.key[0],
+        round=group.key[1],
+        n=group.n,
+        members=tuple(map(_batch_member, members)),
+    )
 
 
 def _batch_member(member: Member) -> BatchMember:

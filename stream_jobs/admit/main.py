@@ -26,7 +26,14 @@ from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.readiness import ready
 from runtime.topics.event_time import first_tick_needed
-from runtime.topics.records import Decoder, cluster_of, create_topics, dead_letter, now_micros, reason_of
+from runtime.topics.records import (
+    Decoder,
+    cluster_of,
+    create_topics,
+    dead_letter,
+    now_micros,
+    reason_of,
+)
 from schemas.errors import SettingsError, Undecodable, UnknownSchema
 from schemas.ids import is_run
 from schemas.records import (
@@ -43,12 +50,25 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.decisions.checkpoint import CheckpointFile, Mark
-from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source, journaled_by
+from stream_jobs.admit.decisions.journal import (
+    Decision,
+    Entry,
+    Invalid,
+    Journaled,
+    Source,
+    journaled_by,
+)
 from stream_jobs.admit.decisions.journal_start import check_not_anew, check_whole
 from stream_jobs.admit.decisions.state import Ledger, Past, past_of
 from stream_jobs.admit.equal_rewards import EqualRewards
 from stream_jobs.admit.fold import Admission
-from stream_jobs.admit.policy import Published, flaw_of_policy, is_of_settings, next_policy, policy_of
+from stream_jobs.admit.policy import (
+    Published,
+    flaw_of_policy,
+    is_of_settings,
+    next_policy,
+    policy_of,
+)
 from stream_jobs.admit.policy_log import RunLog
 from stream_jobs.errors import PolicyRefused, TopicReplaced
 
@@ -67,7 +87,12 @@ class Desk:
     """Admission of one channel: what it has decided, what it reads, where it writes."""
 
     def __init__(
-        self, settings: Settings, channel: Channel, cluster: Cluster, decoder: Decoder, other: Desk | None = None
+        self,
+        settings: Settings,
+        channel: Channel,
+        cluster: Cluster,
+        decoder: Decoder,
+        other: Desk | None = None,
     ) -> None:
         """other: that of the other channel; what it has read of the candidates is not read again."""
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
@@ -75,13 +100,17 @@ class Desk:
         self._journal_topic = self._topics.ready_batches(self._run, channel)
         self._name = f"{settings.kafka.topic_prefix}-admit.{self._run}.{channel}"
         self._log = logger().bind(run=self._run, channel=channel)
-        self._producer = cluster.producer(self._name)  # first of all: from here on no one else writes the journal
+        self._producer = cluster.producer(
+            self._name
+        )  # first of all: from here on no one else writes the journal
         topic = self._topics.candidates
         partition = partition_of(self._run.encode(), cluster.topics(topic)[topic])
         tickers = cluster.topics(self._topics.steps)[self._topics.steps]
         self._source = Source(cluster.topic_id(topic), partition, tickers)
         self._at = (topic, partition)
-        self._ahead: RunLog = other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
+        self._ahead: RunLog = (
+            other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
+        )
         low = cluster.watermarks(topic, [partition])[partition][0]
         self._journal_id = cluster.topic_id(self._journal_topic)
         path = settings.data_dir / "admit" / f"{self._name}.ledger"
@@ -109,10 +138,22 @@ class Desk:
             self._mark = Mark.of(self._journal_id, last.offset, last.value)
         elif self._mark is None and self._channel == "train":  # `val` has no staleness gate
             weights = self._topics.weights
-            check_not_anew(self._cluster, self._decoder, weights, self._run, self._journal_topic, self._journal_id)
+            check_not_anew(
+                self._cluster,
+                self._decoder,
+                weights,
+                self._run,
+                self._journal_topic,
+                self._journal_id,
+            )
         topic, partition = self._at
         if past.renewed:
-            self._log.warning("candidates_made_anew", topic=topic, topic_id=self._source.topic_id, next=past.next_seq)
+            self._log.warning(
+                "candidates_made_anew",
+                topic=topic,
+                topic_id=self._source.topic_id,
+                next=past.next_seq,
+            )
         elif ledger.topic_id is not None:
             for position in (past.resume_from, past.input_to):
                 self._cluster.check_position(topic, self._source.topic_id, partition, position)
@@ -124,7 +165,10 @@ class Desk:
         found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
         if found is not None:
             at = found[1].offset
-            there = [Mark.of(self._journal_id, r.offset, r.value) for r in self._cluster.read_range(topic, 0, at, at)]
+            there = [
+                Mark.of(self._journal_id, r.offset, r.value)
+                for r in self._cluster.read_range(topic, 0, at, at)
+            ]
             if there == [found[1]]:
                 return found
             self._checkpoint.refuse(f"the journal has another record at offset {at}")
@@ -149,7 +193,9 @@ class Desk:
         topic, partition = self._at
         low = self._cluster.watermarks(topic, [partition])[partition][0]
         tickers = self._source.tickers
-        start = first_tick_needed(self._cluster, self._decoder, self._at, low, max(low, first), tickers)
+        start = first_tick_needed(
+            self._cluster, self._decoder, self._at, low, max(low, first), tickers
+        )
         committed = self._cluster.committed(self._name).get(self._at, 0)
         self._buried_below = 0 if self.past.renewed else committed
         self._reader = self._cluster.reader(self._name, {self._at: start})
@@ -222,7 +268,11 @@ class Desk:
             )
 
     def _sort(
-        self, found: list[Decision], record: Record, decisions: list[Journaled], buried: list[DeadLetter]
+        self,
+        found: list[Decision],
+        record: Record,
+        decisions: list[Journaled],
+        buried: list[DeadLetter],
     ) -> None:
         for decision in found:
             if isinstance(decision, Invalid):
@@ -241,7 +291,11 @@ class Desk:
                 raise ValueError(f"a {type(event).__name__} does not belong on {record.topic}")
             if mine and not isinstance(event, Tick) and event.run_id != self._run:
                 raise ValueError(f"key is run {self._run}, record is of run {event.run_id}")
-            return Entry(record.offset, event, place_of(record.headers) if isinstance(event, Candidate) else None)
+            return Entry(
+                record.offset,
+                event,
+                place_of(record.headers) if isinstance(event, Candidate) else None,
+            )
         except (Undecodable, UnknownSchema) as e:
             self._bury(record, reason_of(e), str(e), buried)
         except ValueError as e:
@@ -255,7 +309,9 @@ class Desk:
         self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
         buried.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
 
-    def _write(self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None) -> None:
+    def _write(
+        self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None
+    ) -> None:
         """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
         encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
         pace = Pace(self._producer.flush)
@@ -285,7 +341,12 @@ class Desk:
                     tokens=decision.trainable_tokens, policy=decision.policy_version,
                 )  # fmt: skip
             elif isinstance(decision, Refused):
-                self._log.debug("refused", group=decision.group_id, reason=decision.reason, detail=decision.detail)
+                self._log.debug(
+                    "refused",
+                    group=decision.group_id,
+                    reason=decision.reason,
+                    detail=decision.detail,
+                )
 
     def _keep(self) -> None:
         if self._mark is not None:
@@ -330,7 +391,12 @@ def place_of(headers: Mapping[str, bytes]) -> Place | None:
         return None
     try:
         topic_id, partition, first, last = (headers[name].decode("ascii") for name in _PLACE)
-        return Place(topic_id=topic_id, partition=int(partition), first_offset=int(first), last_offset=int(last))
+        return Place(
+            topic_id=topic_id,
+            partition=int(partition),
+            first_offset=int(first),
+            last_offset=int(last),
+        )
     except (KeyError, ValueError) as e:
         raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
 
@@ -355,16 +421,22 @@ def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk:
         producer.put(topic, due.run_id.encode(), decoder.codec.encode(due))
         producer.flush()
         producer.close()
-        logger().info("policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by)
+        logger().info(
+            "policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by
+        )
         # Whoever sets a policy at the same time may have taken the version: then it is said again, with the next one.
-    raise PolicyRefused(f"others set the policy of run {settings.run_id} at the same time, {PUBLISHED_MOST} times")
+    raise PolicyRefused(
+        f"others set the policy of run {settings.run_id} at the same time, {PUBLISHED_MOST} times"
+    )
 
 
 def serve(settings: Settings, stop: threading.Event) -> None:
     """Admit until `stop`. Raises Fenced when another admission of the run and channel has begun."""
     cluster, topics = cluster_of(settings), settings.kafka.topics
     channels = settings.admit.channels
-    create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels])
+    create_topics(
+        cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels]
+    )
     decoder = Decoder(cluster, topics.schemas)
     desks = list[Desk]()
     for channel in channels:

@@ -49,7 +49,10 @@ class OpenGroups:
         rounds = self._ledger.rounds.of(c.group_id)
         if c.round is not None:
             return c.round, not rounds.closed(c.round)
-        if opened_at is not None and (missed := self._missed_by(opened_at, rounds, ids)) is not None:
+        if (
+            opened_at is not None
+            and (missed := self._missed_by(opened_at, rounds, ids)) is not None
+        ):
             return missed, False
         if ids is None:
             return self._first_open(rounds, rounds.floor, {}), True
@@ -61,14 +64,20 @@ class OpenGroups:
         missed = rounds.missed_by(opened_at)
         for number, group in ids.sealed.items() if ids is not None else ():
             owed = group.n - group.arrived - self._ledger.turned.get(group.key, 0)
-            if owed > 0 and opened_at < (group.sealed_at or 0) and (missed is None or number < missed):
+            if (
+                owed > 0
+                and opened_at < (group.sealed_at or 0)
+                and (missed is None or number < missed)
+            ):
                 missed = number
         return missed
 
     @staticmethod
     def _first_open(rounds: Rounds, number: int, open_groups: dict[int, Group]) -> int:
         """The first round from `number` on that takes members."""
-        while rounds.closed(number) or ((group := open_groups.get(number)) is not None and group.closed_to_more):
+        while rounds.closed(number) or (
+            (group := open_groups.get(number)) is not None and group.closed_to_more
+        ):
             number += 1
         return number
 

@@ -14,7 +14,9 @@ SETTINGS = "settings"
 """`published_by` of what an admission process publishes at its start."""
 
 
-def policy_of(settings: Settings, version: int, created_at: int, published_by: str = SETTINGS) -> AdmissionPolicy:
+def policy_of(
+    settings: Settings, version: int, created_at: int, published_by: str = SETTINGS
+) -> AdmissionPolicy:
     """The policy that the settings describe. created_at: wall clock, microseconds."""
     p = settings.admit.policy
     return AdmissionPolicy(
@@ -48,9 +50,13 @@ def policy_of(settings: Settings, version: int, created_at: int, published_by: s
 
 def settings_of(policy: AdmissionPolicy) -> PolicySettings:
     """The settings that describe a policy, not validated: `policy_of` the other way round."""
-    same = {name: getattr(policy, name) for name in PolicySettings.model_fields if hasattr(policy, name)}
+    same = {
+        name: getattr(policy, name) for name in PolicySettings.model_fields if hasattr(policy, name)
+    }
     seconds = {
-        name: getattr(policy, f"{name[:-2]}_ms") / 1000 for name in PolicySettings.model_fields if name not in same
+        name: getattr(policy, f"{name[:-2]}_ms") / 1000
+        for name in PolicySettings.model_fields
+        if name not in same
     }
     return PolicySettings.model_construct(**same, **seconds)
 
@@ -77,12 +83,18 @@ def next_policy(published: Published, of_settings: AdmissionPolicy) -> Admission
         return of_settings
     if here:
         return None
-    return dataclasses.replace(newest, policy_version=of_settings.policy_version, created_at=of_settings.created_at)
+    return dataclasses.replace(
+        newest, policy_version=of_settings.policy_version, created_at=of_settings.created_at
+    )
 
 
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
     """Whether they demand the same, whoever published them and when."""
-    told = {"policy_version": b.policy_version, "created_at": b.created_at, "published_by": b.published_by}
+    told = {
+        "policy_version": b.policy_version,
+        "created_at": b.created_at,
+        "published_by": b.published_by,
+    }
     return dataclasses.replace(a, **told) == b  # type: ignore[arg-type]
 
 
@@ -96,10 +108,14 @@ def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> s
     name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
     if flaw is not None:
         return f"{name}: {flaw}"
-    if before is None or (policy.policy_version == before.policy_version and same_content(policy, before)):
+    if before is None or (
+        policy.policy_version == before.policy_version and same_content(policy, before)
+    ):
         return None
     if policy.sync_every != before.sync_every:
-        return f"{name}: sync_every is {before.sync_every} for the whole run, not {policy.sync_every}"
+        return (
+            f"{name}: sync_every is {before.sync_every} for the whole run, not {policy.sync_every}"
+        )
     if policy.policy_version <= before.policy_version:
         return f"{name}: policy {before.policy_version} is in force, versions must rise"
     return None

@@ -44,7 +44,9 @@ class RunLog:
     A run that lives holds all of that log since its beginning, and the Ticks are most of it: of what is not the run's own the key is looked at, no more.
     """
 
-    def __init__(self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str) -> None:
+    def __init__(
+        self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str
+    ) -> None:
         self._cluster, self._decoder, self._at = cluster, decoder, at
         self._run, self._key = run_id, run_id.encode()
         self._runs, self._ticks = set[bytes](), set[bytes]()
@@ -112,7 +114,11 @@ class RunLog:
 
     def _stray(self, record: Record) -> None:
         """Keep it for admission, which buries it. The log is read from the first one on that is not kept, as if it were the run's."""
-        size = len(record.key or b"") + len(record.value or b"") + sum(map(len, record.headers.values()))
+        size = (
+            len(record.key or b"")
+            + len(record.value or b"")
+            + sum(map(len, record.headers.values()))
+        )
         if len(self.strays) < STRAYS_MOST and self._strays_bytes + size <= STRAYS_BYTES:
             self.strays.append(record)
             self._strays_bytes += size
@@ -168,7 +174,9 @@ class PolicyLog:
             found[channel] = None if position is None else max(0, entry.offset + 1 - position)
         return found
 
-    def set(self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()) -> Entry:
+    def set(
+        self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()
+    ) -> Entry:
         """Publish the newest policy with some fields changed. The arguments are those of `changed_policy`.
 
         Raises PolicyRefused, or SettingsError that names the setting.
@@ -206,12 +214,16 @@ class PolicyLog:
         self._put(RunEnded(run_id=run, reason=reason, created_at=now_micros()))
         self.read()
         if self.ended is None:
-            raise PolicyRefused(f"the end of run {run} is not on {self.topic}: was the topic made anew?")
+            raise PolicyRefused(
+                f"the end of run {run} is not on {self.topic}: was the topic made anew?"
+            )
         return self.ended
 
     def _still_open(self) -> None:
         if self.ended is not None:
-            raise PolicyRefused(f"run {self._settings.run_id} has ended, at offset {self.ended} of {self.topic}")
+            raise PolicyRefused(
+                f"run {self._settings.run_id} has ended, at offset {self.ended} of {self.topic}"
+            )
 
     def _put(self, event: AdmissionPolicy | RunEnded) -> None:
         publish_schemas(self._cluster, self._topics.schemas)
@@ -260,8 +272,12 @@ def _following(settings: Settings, policy: AdmissionPolicy) -> Iterator[str]:
     A policy does not record whether a field was set. A field follows when its value is empty, or is what the functions
     give under this policy and the settings do not say the same.
     """
-    derived = settings_of(policy).model_copy(update=dict.fromkeys(("required_rewards", "require_assessment")))
-    unset = settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": derived})})
+    derived = settings_of(policy).model_copy(
+        update=dict.fromkeys(("required_rewards", "require_assessment"))
+    )
+    unset = settings.model_copy(
+        update={"admit": settings.admit.model_copy(update={"policy": derived})}
+    )
     for name in ("required_rewards", "require_assessment"):
         value = getattr(policy, name)
         is_set = getattr(settings.admit.policy, name) == value

@@ -31,7 +31,8 @@ READ = (1, 2, FORMAT)
 """What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences,
 `messages` and `call_id`."""
 HASHES = tuple(
-    StepEntry._fields.index(name) for name in ("end_hash", "asked", "idem", "leads", "repeats", "messages", "call_id")
+    StepEntry._fields.index(name)
+    for name in ("end_hash", "asked", "idem", "leads", "repeats", "messages", "call_id")
 )
 """Places in the entry of a step."""
 
@@ -96,7 +97,11 @@ class StateLog:
     def _snapshot(self, piece: AssemblySnapshot) -> None:
         if piece.index == 0:
             self._pieces = []
-        elif not self._pieces or self._pieces[-1].snapshot_id != piece.snapshot_id or piece.index != len(self._pieces):
+        elif (
+            not self._pieces
+            or self._pieces[-1].snapshot_id != piece.snapshot_id
+            or piece.index != len(self._pieces)
+        ):
             return
         self._pieces.append(piece)
         if len(self._pieces) == piece.count:
@@ -193,4 +198,6 @@ def _packed(entries: Iterable[Entry]) -> tuple[bytes, bytes]:
         while step[-1] is None:  # up to `reply` at most, the first that may be left out
             step.pop()
         plain.append([op.STEP, entry[1], step])
-    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(f"<{len(hashes)}q", *hashes)
+    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(
+        f"<{len(hashes)}q", *hashes
+    )

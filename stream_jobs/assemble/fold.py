@@ -48,7 +48,9 @@ class Fold:
         self._changed: dict[Key, None] = {}
         self._oldest_closed: tuple[Key, int] | None = None
 
-    def record(self, source: Source, offset: int, timestamp: int, key: bytes | None, event: Any) -> Kept | None:
+    def record(
+        self, source: Source, offset: int, timestamp: int, key: bytes | None, event: Any
+    ) -> Kept | None:
         """Fold one record. event: a record of `schemas.records`, or Bad. Returns the payload to keep for its trajectory.
 
         Offsets at or below what was applied fold to nothing.
@@ -68,7 +70,10 @@ class Fold:
         except MemoryError:
             raise  # the machine's fault, not the record's: the next process may have more
         except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
-            entries, kept = [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]], None
+            entries, kept = (
+                [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]],
+                None,
+            )
         self._do(entries)
         if source == STEPS and self.state.waiting_for:
             self._meet(entries)
@@ -117,14 +122,26 @@ class Fold:
         state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
         for source in (STEPS, REWARDS):
             side = state.waiting[source]
-            while side and elapsed((waiting := next(iter(side.values()))).at, now) > self.limits.orphan_after:
-                self._do(self._judge.give_up(source, waiting.offset, "its target did not come in time"))
+            while (
+                side
+                and elapsed((waiting := next(iter(side.values()))).at, now)
+                > self.limits.orphan_after
+            ):
+                self._do(
+                    self._judge.give_up(source, waiting.offset, "its target did not come in time")
+                )
         timeout = self.limits.trajectory_timeout
-        self._close_idle(state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive")
-        self._close_idle(state.agents, min(self.limits.agent_inactivity, timeout), "completed", "inactive")
+        self._close_idle(
+            state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive"
+        )
+        self._close_idle(
+            state.agents, min(self.limits.agent_inactivity, timeout), "completed", "inactive"
+        )
         self._close_idle(state.opened, timeout, "timed_out", None)
 
-    def _close_idle(self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None) -> None:
+    def _close_idle(
+        self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None
+    ) -> None:
         """Close those whose last record is longer ago than `limit`. by_last: in the order of their last records."""
         now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
         while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
@@ -137,10 +154,17 @@ class Fold:
             key = next(iter(state.closed))
             if self._oldest_closed is None or self._oldest_closed[0] != key:
                 self._oldest_closed = (key, state.closed[key].closed_at)
-            expired = state.silences.elapsed(self._oldest_closed[1], state.event_time) > self.limits.closed_horizon
+            expired = (
+                state.silences.elapsed(self._oldest_closed[1], state.event_time)
+                > self.limits.closed_horizon
+            )
             if not expired and state.closed.counted <= self.limits.closed_max:
                 return
-            if key in self._changed or key in state.pending.closings or key in state.pending.revised:
+            if (
+                key in self._changed
+                or key in state.pending.closings
+                or key in state.pending.revised
+            ):
                 return
             self._do([[op.FORGOTTEN, *key]])
             self._oldest_closed = None  # the same key may open and close once more
@@ -155,7 +179,11 @@ class Fold:
         key: Key = (named[1], named[2]) if named is not None else self.state.numbered[came[1]]
         tails = [None, *(e[2][2] for e in entries if e[0] == op.STEP)]
         names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
-        found = [self.state.waiting_for.get((REWARDS, name, tail), ()) for name in names for tail in tails]
+        found = [
+            self.state.waiting_for.get((REWARDS, name, tail), ())
+            for name in names
+            for tail in tails
+        ]
         for offset in sorted(offset for offsets in found for offset in offsets):
             waiting = self.state.waiting[REWARDS][offset]
             if self._judge.target(waiting.key, waiting.tail) == key:
@@ -176,6 +204,7 @@ class Fold:
             self.state.apply(entry)
             self._entries.append(entry)
             if entry[0] == op.CLOSED or (
-                entry[0] in (op.REWARD, op.CURATED, op.ASSESSED) and (entry[1], entry[2]) in self.state.closed
+                entry[0] in (op.REWARD, op.CURATED, op.ASSESSED)
+                and (entry[1], entry[2]) in self.state.closed
             ):
                 self._changed[entry[1], entry[2]] = None

@@ -19,9 +19,21 @@ from schemas.ids import (
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step
 from schemas.topics import MAX_MESSAGE_BYTES
 from stream_jobs.assemble import state as op
-from stream_jobs.assemble.matching.anonymous_sessions import NAMED, Bucket, Choice, choose, in_session
+from stream_jobs.assemble.matching.anonymous_sessions import (
+    NAMED,
+    Bucket,
+    Choice,
+    choose,
+    in_session,
+)
 from stream_jobs.assemble.matching.conversation import said_in, turns_of
-from stream_jobs.assemble.matching.retries import Retry, idempotency_hash, mended, request_hash, retry_of
+from stream_jobs.assemble.matching.retries import (
+    Retry,
+    idempotency_hash,
+    mended,
+    request_hash,
+    retry_of,
+)
 from stream_jobs.assemble.matching.token_prefix import hash_of, measure
 from stream_jobs.assemble.model import (
     PAYLOAD_MAX,
@@ -101,19 +113,27 @@ class Judge:
         self.state = state
         self.limits = limits
 
-    def changes(self, source: Source, offset: int, key: bytes | None, event: Any) -> tuple[list[Entry], Kept | None]:
+    def changes(
+        self, source: Source, offset: int, key: bytes | None, event: Any
+    ) -> tuple[list[Entry], Kept | None]:
         """What a record changes, and the payload to keep. Raises Refusal, InvalidId or ValueError when it can't be folded."""
         if isinstance(event, Bad):
             raise Refusal(event.reason, event.detail)
-        if not isinstance(event, Step | SessionEvent if source == STEPS else Reward | Curation | Assessment):
-            raise Refusal("invalid", f"a {type(event).__name__} does not belong on {TOPIC_WORD[source]}")
+        if not isinstance(
+            event, Step | SessionEvent if source == STEPS else Reward | Curation | Assessment
+        ):
+            raise Refusal(
+                "invalid", f"a {type(event).__name__} does not belong on {TOPIC_WORD[source]}"
+            )
         run, name = check_run_id(event.run_id), check_trajectory_key(event.trajectory_key)
         if key != name.encode():
             raise Refusal("invalid", f"Kafka key {key!r:.250} is not the trajectory key {name!r}")
         if isinstance(event, Assessment):
             return self._assessment(offset, (run, name), event), None
         if event.step_id is not None and key_of_step(event.step_id) != name:
-            raise Refusal("invalid", f"step id {event.step_id!r:.250} is not of trajectory key {name!r}")
+            raise Refusal(
+                "invalid", f"step id {event.step_id!r:.250} is not of trajectory key {name!r}"
+            )
         match event:
             case Step():
                 return self._step(offset, (run, name), event)
@@ -135,7 +155,9 @@ class Judge:
         if not is_unnamed(key[1]):
             return key if key in self.state.opened or key in self.state.closed else None
         bucket = self.state.buckets.get(key)
-        trajectory = bucket.calls.get(call_of(tail)) if bucket is not None and tail is not None else None
+        trajectory = (
+            bucket.calls.get(call_of(tail)) if bucket is not None and tail is not None else None
+        )
         return (key[0], trajectory) if trajectory is not None else None
 
     def appeared(self, key: Key, tail: str | None, at: int) -> int | None:
@@ -163,7 +185,11 @@ class Judge:
         folded = (trajectory if trajectory is not None else self.state.closed[key]).folded
         if entry[0] == op.ASSESSED:
             return [entry] if folded.supersedes(entry[3]) else []
-        if not (folded.beats(RewardEntry(*entry[3])) if entry[0] == op.REWARD else entry[3] not in folded.seen):
+        if not (
+            folded.beats(RewardEntry(*entry[3]))
+            if entry[0] == op.REWARD
+            else entry[3] not in folded.seen
+        ):
             return []
         if (full := folded.full(entry)) is None:
             return [entry]
@@ -186,7 +212,9 @@ class Judge:
         side = self.state.waiting[source]
         if len(side) < self.limits.waiting_max:
             return []
-        return self.give_up(source, next(iter(side)), f"more than {self.limits.waiting_max} wait in this partition")
+        return self.give_up(
+            source, next(iter(side)), f"more than {self.limits.waiting_max} wait in this partition"
+        )
 
     # -- steps and session events
 
@@ -203,7 +231,9 @@ class Judge:
         now = self.state.time[STEPS]
         origin = provenance(step, self.limits.train_truncated)
         measured = measure(steps, step)
-        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, step.channel or "train", offset]]
+        entries: list[Entry] = (
+            [] if trajectory else [[op.OPENED, *key, now, step.channel or "train", offset]]
+        )
         if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
             entries.append([op.ATTRIBUTES, *key, now, {"group_id": check_group_id(step.group_id)}])
         entry = StepEntry(
@@ -253,18 +283,23 @@ class Judge:
         evidence = f"closed as {closed.outcome} at {closed.closed_at}"
         return [[op.MARKED, *key, step.step_id, "late", evidence, offset, hashed]]
 
-    def _session(self, offset: int, name: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
+    def _session(
+        self, offset: int, name: Key, event: SessionEvent
+    ) -> tuple[list[Entry], Kept | None]:
         if len(event.metadata_json or b"") > PAYLOAD_BYTES:
             raise Refusal("invalid", f"metadata has more than {PAYLOAD_BYTES} bytes")
         if is_unnamed(name[1]) and (event.kind == "opened" or event.step_id is None):
             raise Refusal(
-                "invalid", f"{name[1]} was made by the gateway: only a completion that names a step has a target there"
+                "invalid",
+                f"{name[1]} was made by the gateway: only a completion that names a step has a target there",
             )
         if event.kind == "opened":
             return self._opened(offset, name, event)
         return self._ended(offset, name, event), None
 
-    def _opened(self, offset: int, key: Key, event: SessionEvent) -> tuple[list[Entry], Kept | None]:
+    def _opened(
+        self, offset: int, key: Key, event: SessionEvent
+    ) -> tuple[list[Entry], Kept | None]:
         if key in self.state.closed:
             return [], None
         now, trajectory = self.state.time[STEPS], self.state.opened.get(key)
@@ -274,15 +309,23 @@ class Judge:
             "round": event.round,
             "meta": offset if event.metadata_json is not None else None,
         }
-        new = {n: v for n, v in said.items() if v is not None and getattr(trajectory, n, None) is None}
-        entries: list[Entry] = [] if trajectory else [[op.OPENED, *key, now, event.channel or "train", offset]]
+        new = {
+            n: v for n, v in said.items() if v is not None and getattr(trajectory, n, None) is None
+        }
+        entries: list[Entry] = (
+            [] if trajectory else [[op.OPENED, *key, now, event.channel or "train", offset]]
+        )
         if new:
             entries.append([op.ATTRIBUTES, *key, now, new])
         return entries, metadata_of(event) if "meta" in new else None
 
     def _ended(self, offset: int, name: Key, event: SessionEvent) -> list[Entry]:
         now, reason = self.state.time[STEPS], event.reason[:REASON_CHARS] if event.reason else None
-        tail = event.step_id[len(name[1]) + 1 :] if event.step_id is not None and is_unnamed(name[1]) else None
+        tail = (
+            event.step_id[len(name[1]) + 1 :]
+            if event.step_id is not None and is_unnamed(name[1])
+            else None
+        )
         found = self.target(name, tail)
         if found in self.state.closed:
             return []
@@ -300,9 +343,13 @@ class Judge:
 
     def _reward(self, offset: int, name: Key, reward: Reward) -> list[Entry]:
         if len(reward.name) > NAME_CHARS or len(reward.function_version) > NAME_CHARS:
-            raise Refusal("invalid", f"name and function_version have at most {NAME_CHARS} characters")
+            raise Refusal(
+                "invalid", f"name and function_version have at most {NAME_CHARS} characters"
+            )
         if reward.value is not None and not math.isfinite(reward.value):
-            raise Refusal("invalid", f"value {reward.value} is not finite; no reward is null, with a reason")
+            raise Refusal(
+                "invalid", f"value {reward.value} is not finite; no reward is null, with a reason"
+            )
         tail = _step_meant(name, reward)
         reason = reward.reason[:REASON_CHARS] if reward.reason else None
         entry = RewardEntry(
@@ -321,7 +368,9 @@ class Judge:
         if mark.quality is not None and not 0 <= mark.quality <= 1:
             raise Refusal("invalid", f"quality {mark.quality} is not in [0, 1]")
         if len(mark.tags or ()) > TAGS_MAX or any(len(tag) > NAME_CHARS for tag in mark.tags or ()):
-            raise Refusal("invalid", f"there are at most {TAGS_MAX} tags of at most {NAME_CHARS} characters")
+            raise Refusal(
+                "invalid", f"there are at most {TAGS_MAX} tags of at most {NAME_CHARS} characters"
+            )
         said = {
             "quality": mark.quality,
             "trainable": mark.trainable,
@@ -339,12 +388,15 @@ class Judge:
             raise Refusal("invalid", "a quality is not in [0, 1]")
         if key_of_trajectory(said.trajectory_id) != name[1] or is_unnamed(said.trajectory_id):
             raise Refusal(
-                "invalid", f"{said.trajectory_id!r:.250} is not the id of a trajectory of trajectory key {name[1]!r}"
+                "invalid",
+                f"{said.trajectory_id!r:.250} is not the id of a trajectory of trajectory key {name[1]!r}",
             )
         what = [said.assessment_revision, said.quality, list(said.step_quality)]
         return self._aim(offset, (name[0], said.trajectory_id), None, op.ASSESSED, [what])
 
-    def _aim(self, offset: int, key: Key, tail: str | None, kind: str, what: list[Any]) -> list[Entry]:
+    def _aim(
+        self, offset: int, key: Key, tail: str | None, kind: str, what: list[Any]
+    ) -> list[Entry]:
         """Apply to a known target, wait for one that may come, or bury. key, tail: as in `target`."""
         at = self.state.time[REWARDS]
         since = self.appeared(key, tail, at)
@@ -353,7 +405,10 @@ class Judge:
             entry: Entry = [kind, *(self.target(key, tail) or key), *what]
             return self.applied(offset, entry)
         if since is None and elapsed(at, self.state.time[STEPS]) <= patience:
-            return [*self._make_room(REWARDS), [op.WAITS, REWARDS, offset, at, *key, tail, [kind, *key, *what]]]
+            return [
+                *self._make_room(REWARDS),
+                [op.WAITS, REWARDS, offset, at, *key, tail, [kind, *key, *what]],
+            ]
         detail = f"no {'step' if tail else 'trajectory'} {_name(key, tail)} in time"
         return [[op.BURIED, REWARDS, offset, "unknown_target", detail]]
 
@@ -383,15 +438,21 @@ def _target_of(name: Key, event: Reward | Curation) -> tuple[Key, str | None]:
 
     Where the gateway made the key a trajectory is known by its id; else by the key, and the step says which. Raises Refusal.
     """
-    given, tail = event.trajectory_id, event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None
+    given, tail = (
+        event.trajectory_id,
+        event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None,
+    )
     if given is None or given == name[1]:
         if is_unnamed(name[1]) and event.step_id is None:
             raise Refusal(
-                "invalid", f"{name[1]} was made by the gateway: the trajectory must be named, or a step of it"
+                "invalid",
+                f"{name[1]} was made by the gateway: the trajectory must be named, or a step of it",
             )
         return name, tail
     if not (is_unnamed(name[1]) and given.startswith(f"{name[1]}~")):
-        raise Refusal("invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}")
+        raise Refusal(
+            "invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}"
+        )
     return (name[0], given), tail
 
 
@@ -400,10 +461,18 @@ def _check_sizes(step: Step, tail: str) -> None:
     names = [tail, step.finish_reason, step.version_first, step.version_last]
     names += [s.version for s in step.versions] + [t.name for t in step.tags]
     if max([len(name) for name in names if name is not None]) > NAME_CHARS:
-        raise Refusal("invalid", f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters")
+        raise Refusal(
+            "invalid",
+            f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters",
+        )
     if len(step.tags) > TAGS_MAX:
         raise Refusal("invalid", f"a step has at most {TAGS_MAX} tags")
-    packed = (step.prompt_token_ids, step.response_token_ids, step.response_logprobs, step.response_json)
+    packed = (
+        step.prompt_token_ids,
+        step.response_token_ids,
+        step.response_logprobs,
+        step.response_json,
+    )
     tags = sum([len(t.evidence) for t in step.tags])
     if sum([len(part) for part in packed if part is not None]) + 4 * tags > PAYLOAD_BYTES:
         raise Refusal("invalid", f"tokens, reply and tags have more than {PAYLOAD_BYTES} bytes")

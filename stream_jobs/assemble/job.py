@@ -63,7 +63,9 @@ class Assembler:
         """Take the partitions over; returns where to read on. Raises Overtaken only when nothing else was wrong."""
         situations = await asyncio.to_thread(self._situations, partitions)
         owners = {p: Owner(p, self._shared, s) for p, s in situations.items()}
-        taken = await asyncio.gather(*(owner.take_over() for owner in owners.values()), return_exceptions=True)
+        taken = await asyncio.gather(
+            *(owner.take_over() for owner in owners.values()), return_exceptions=True
+        )
         for failed in taken:  # all have ended: none writes on while it is decided what that means
             if isinstance(failed, BaseException) and not isinstance(failed, Overtaken):
                 raise failed
@@ -71,12 +73,16 @@ class Assembler:
             if isinstance(failed, Overtaken):
                 raise failed
         self._owners = owners
-        return {place: offset for owner in owners.values() for place, offset in owner.positions.items()}
+        return {
+            place: offset for owner in owners.values() for place, offset in owner.positions.items()
+        }
 
     def _situations(self, partitions: Sequence[int]) -> dict[int, Situation]:
         """Today's topic ids and ends (blocking), once for all partitions."""
         topics, cluster = self._shared.topics, self._shared.cluster
-        ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
+        ids = cluster.topic_ids(
+            [topics.steps, topics.rewards, topics.assembly, topics.trajectories]
+        )
         ends = {t: cluster.watermarks(t, partitions) for t in self.inputs}
         return {p: Situation(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
 
@@ -93,7 +99,9 @@ class Assembler:
         async with owner.lock:
             if owner.released:
                 return {}
-            await owner.process((STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records)
+            await owner.process(
+                (STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records
+            )
             self._watch_clock(owner)
         return {r.topic: r.offset for r in records}
 
@@ -115,7 +123,10 @@ class Assembler:
         places = [(topic, p) for p in self._owners for topic in self.inputs]
         self._ticking = True
         results = await asyncio.gather(
-            *(send(topic, None, codec.encode(Tick(partition=p)), partition=p) for topic, p in places),
+            *(
+                send(topic, None, codec.encode(Tick(partition=p)), partition=p)
+                for topic, p in places
+            ),
             return_exceptions=True,
         )
         self._ticking = False

@@ -100,7 +100,18 @@ class Steps(list[StepEntry]):
     key. size: bytes of payload, about.
     """
 
-    __slots__ = ("asked", "continued", "ended", "ends", "failed", "keyed", "prompts", "size", "tails", "unread")
+    __slots__ = (
+        "asked",
+        "continued",
+        "ended",
+        "ends",
+        "failed",
+        "keyed",
+        "prompts",
+        "size",
+        "tails",
+        "unread",
+    )
 
     def __init__(self, entries: Iterable[StepEntry] = ()) -> None:
         super().__init__()
@@ -143,7 +154,11 @@ class Steps(list[StepEntry]):
 
     def size_of(self, entry: StepEntry) -> int:
         """About how many bytes the payload of a step has, that is one of them or comes next."""
-        return WIDTH * (entry.prompt - self.start_of(entry) + 2 * entry.response) + (entry.reply << 10) + STEP_BYTES
+        return (
+            WIDTH * (entry.prompt - self.start_of(entry) + 2 * entry.response)
+            + (entry.reply << 10)
+            + STEP_BYTES
+        )
 
 
 def _insert(numbers: array[int], number: int) -> None:
@@ -218,9 +233,17 @@ class Folded:
 
     def full(self, entry: Entry) -> str | None:
         """What there is too much of for the reward or mark of an entry; None: there is room. What replaces another always has room."""
-        if len(self.rewards) >= REWARDS_MAX and entry[0] == REWARD and RewardEntry(*entry[3]).slot not in self.rewards:
+        if (
+            len(self.rewards) >= REWARDS_MAX
+            and entry[0] == REWARD
+            and RewardEntry(*entry[3]).slot not in self.rewards
+        ):
             return f"{REWARDS_MAX} rewards by source, name and step"
-        return f"{MARKS_MAX} curation marks" if len(self.seen) >= MARKS_MAX and entry[0] == CURATED else None
+        return (
+            f"{MARKS_MAX} curation marks"
+            if len(self.seen) >= MARKS_MAX and entry[0] == CURATED
+            else None
+        )
 
     def forget_offsets(self) -> None:
         """They are of a topic that is no more: what comes now comes later than all of it."""

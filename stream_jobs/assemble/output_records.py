@@ -12,7 +12,15 @@ from typing import TypeVar
 
 from schemas.codec.single_object import Codec
 from schemas.ids import key_of_trajectory, parse_version, stable_id
-from schemas.records import Candidate, CandidateStep, RewardValue, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.records import (
+    Candidate,
+    CandidateStep,
+    RewardValue,
+    Segment,
+    StepMark,
+    Trajectory,
+    TrajectoryStep,
+)
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.assemble.matching.conversation import reply_of, said_in
 from stream_jobs.assemble.model import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
@@ -60,7 +68,11 @@ def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
 
 def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, Kept]) -> Assembled:
     """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
-    kept = [None] * len(trajectory.steps) if closed.outcome == "lost" else _payloads(trajectory, payload)
+    kept = (
+        [None] * len(trajectory.steps)
+        if closed.outcome == "lost"
+        else _payloads(trajectory, payload)
+    )
     name = key_of_trajectory(key[1])
     tree = build(
         [_sampled(entry, what) for entry, what in zip(trajectory.steps, kept, strict=True)],
@@ -89,7 +101,11 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
             logprobs_temperature=what.logprobs_temperature if what else None,
         )
     done = tuple(s for s in steps if s is not None)
-    metadata = payload.get(trajectory.meta) if trajectory.meta is not None and closed.outcome != "lost" else None
+    metadata = (
+        payload.get(trajectory.meta)
+        if trajectory.meta is not None and closed.outcome != "lost"
+        else None
+    )
     whole = Trajectory(
         run_id=key[0],
         trajectory_key=name,
@@ -115,14 +131,23 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
 
 def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
     """The trajectory in records of at most about `limit` bytes: first the segments, then the steps. Metadata is in the first."""
-    size = sum(map(_segment_size, whole.segments)) + sum(map(_step_size, whole.steps)) + len(whole.metadata_json or b"")
+    size = (
+        sum(map(_segment_size, whole.segments))
+        + sum(map(_step_size, whole.steps))
+        + len(whole.metadata_json or b"")
+    )
     if size <= limit:
         yield whole
         return
     segments = _batches(
-        whole.segments, limit, [_segment_size(s) for s in whole.segments], len(whole.metadata_json or b"")
+        whole.segments,
+        limit,
+        [_segment_size(s) for s in whole.segments],
+        len(whole.metadata_json or b""),
     )
-    left = sum(map(_segment_size, segments[-1])) + (len(whole.metadata_json or b"") if len(segments) == 1 else 0)
+    left = sum(map(_segment_size, segments[-1])) + (
+        len(whole.metadata_json or b"") if len(segments) == 1 else 0
+    )
     steps = _batches(whole.steps, limit, [_step_size(s) for s in whole.steps], left)
     count = len(segments) + len(steps) - 1
     for part in range(count):
@@ -143,7 +168,11 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     whole, assessed = folded.marks.get("", _UNMARKED), folded.assessed
     name = key_of_trajectory(key[1])
     steps, synced = list[CandidateStep](), set[int]()
-    scores = assessed.steps if assessed is not None and len(assessed.steps) == len(closed.steps) else None
+    scores = (
+        assessed.steps
+        if assessed is not None and len(assessed.steps) == len(closed.steps)
+        else None
+    )
     for index, s in enumerate(closed.steps):
         marks = folded.marks.get(s.tail, _UNMARKED)
         reason = s.reason or ("curation" if marks.trainable is False else None)
@@ -198,17 +227,30 @@ def step_mark(mark: Mark) -> StepMark:
 
 def _sync_indexes(*versions: str | None) -> list[int]:
     """Of those that are versions of a run."""
-    return [found.sync_index for v in versions if v is not None and (found := parse_version(v)) is not None]
+    return [
+        found.sync_index
+        for v in versions
+        if v is not None and (found := parse_version(v)) is not None
+    ]
 
 
 def _small(record: Candidate, codec: Codec) -> Candidate:
     """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
-    if at_most(record) <= MAX_RECORD_BYTES or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES:
+    if (
+        at_most(record) <= MAX_RECORD_BYTES
+        or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES
+    ):
         return record
     reason = f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
     rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
     return replace(
-        record, steps=(), rewards=rewards, tags=record.tags[:50], trainable=False, reason=reason, trainable_tokens=0
+        record,
+        steps=(),
+        rewards=rewards,
+        tags=record.tags[:50],
+        trainable=False,
+        reason=reason,
+        trainable_tokens=0,
     )
 
 
@@ -270,7 +312,9 @@ def _sampled(entry: StepEntry, what: Payload | None) -> Sampled | None:
         return None
     base = entry.base if what.start else None
     # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
-    return Sampled(what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None)
+    return Sampled(
+        what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None
+    )
 
 
 def _repeats(step: StepEntry, earlier: Payload | None) -> bool:
@@ -289,7 +333,9 @@ def _segment_size(s: Segment) -> int:
 def _step_size(s: TrajectoryStep) -> int:
     tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
     names = len(s.step_id) + len(s.finish_reason or "") + tags
-    return len(s.response_json) + 4 * names + 2 * STEP_BYTES  # UTF-8 has at most 4 bytes a character
+    return (
+        len(s.response_json) + 4 * names + 2 * STEP_BYTES
+    )  # UTF-8 has at most 4 bytes a character
 
 
 def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:

@@ -21,7 +21,14 @@ from stream_jobs.assemble.changelog import StateLog, counts, state_record
 from stream_jobs.assemble.fold import Fold
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS, Burial, Entry, Key, Open, Source
-from stream_jobs.assemble.output_records import assembled, candidate, payload_bytes, slices, starts_of, step_mark
+from stream_jobs.assemble.output_records import (
+    assembled,
+    candidate,
+    payload_bytes,
+    slices,
+    starts_of,
+    step_mark,
+)
 from stream_jobs.assemble.payload.cache import Kept, PayloadCache
 from stream_jobs.assemble.payload.input_log import InputLog, decoded
 from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
@@ -78,12 +85,16 @@ class Owner:
         self._situation = situation
         self._encode = shared.decoder.codec.encode
         inputs = (shared.topics.steps, shared.topics.rewards)
-        self._inputs = tuple(InputLog(shared.cluster, shared.decoder, topic, partition) for topic in inputs)
+        self._inputs = tuple(
+            InputLog(shared.cluster, shared.decoder, topic, partition) for topic in inputs
+        )
         self._cache = PayloadCache(shared.cache_bytes)
         self._log = StateLog()
         self._fold = Fold(self._log.state, shared.limits)
         self._epoch = self._last = -1
-        self._carry: list[Entry] = []  # what the acknowledged outputs changed: rides in the next delta
+        self._carry: list[
+            Entry
+        ] = []  # what the acknowledged outputs changed: rides in the next delta
         self._delta_at = 0
         self._batch: dict[tuple[Source, int], Record] = {}
         self._came = [-1, -1]  # the last offset that was delivered, of each input
@@ -113,7 +124,9 @@ class Owner:
             worker=shared.worker, steps_topic_id=ids[shared.topics.steps], rewards_topic_id=ids[shared.topics.rewards],
             created_at=now_micros(),
         )  # fmt: skip
-        ack = await shared.producer.send(shared.topics.assembly, None, self._encode(marker), partition=self.partition)
+        ack = await shared.producer.send(
+            shared.topics.assembly, None, self._encode(marker), partition=self.partition
+        )
         self._epoch = self._last = ack.offset
         await asyncio.to_thread(self._read_log)
         self._fold = Fold(self._log.state, shared.limits)
@@ -137,8 +150,14 @@ class Owner:
             left -= 1
             self._log = StateLog()
             try:
-                for record in self._shared.cluster.read_range(topic, self.partition, BEGINNING, self._epoch):
-                    self._log.read(record.offset, state_record(self._shared.decoder, record), len(record.value or b""))
+                for record in self._shared.cluster.read_range(
+                    topic, self.partition, BEGINNING, self._epoch
+                ):
+                    self._log.read(
+                        record.offset,
+                        state_record(self._shared.decoder, record),
+                        len(record.value or b""),
+                    )
                 return
             except SourceTruncated as e:
                 if isinstance(e, UnreadableStateLog) or not left:
@@ -155,7 +174,9 @@ class Owner:
             low, high = ends[self.partition]
         if state.topic_ids[source] != today:
             if self._log.known:
-                logger().warning("source_replaced", topic=topic, partition=self.partition, open=len(state.opened))
+                logger().warning(
+                    "source_replaced", topic=topic, partition=self.partition, open=len(state.opened)
+                )
             self._fold.replaced(source, today, low)
         elif not low <= state.applied[source] + 1 <= high:
             raise SourceTruncated(
@@ -180,7 +201,9 @@ class Owner:
         async with self.lock:
             self.released = True
             if self._carry:
-                with suppress(Overtaken):  # then there is an owner already, and it has sent it again
+                with suppress(
+                    Overtaken
+                ):  # then there is an owner already, and it has sent it again
                     await self._append_delta([])
 
     # -- 2 to 5: a batch
@@ -196,11 +219,17 @@ class Owner:
                 await self._refuse_disorder(source, record)
             self._came[source] = record.offset
             self._batch[source, record.offset] = record
-            kept = self._fold.record(source, record.offset, record.timestamp_ms, record.key, decoded(codec, record))
+            kept = self._fold.record(
+                source, record.offset, record.timestamp_ms, record.key, decoded(codec, record)
+            )
             if kept is not None:
                 self._cache.put(record.offset, kept)
         entries = self._fold.seal()
-        if entries or self._carry or self._log.state.time[STEPS] - self._delta_at > DELTA_AT_LEAST_EVERY_MS:
+        if (
+            entries
+            or self._carry
+            or self._log.state.time[STEPS] - self._delta_at > DELTA_AT_LEAST_EVERY_MS
+        ):
             await self._append_delta(entries)
         await self._emit()
         self._batch.clear()
@@ -223,9 +252,16 @@ class Owner:
         if record.offset <= expected:
             return
         await asyncio.to_thread(
-            refuse_truncated, self._shared.cluster, record.topic, self.partition, expected, record.offset
+            refuse_truncated,
+            self._shared.cluster,
+            record.topic,
+            self.partition,
+            expected,
+            record.offset,
         )
-        if await asyncio.to_thread(lambda: any(self._inputs[source].records(range(expected, record.offset)))):
+        if await asyncio.to_thread(
+            lambda: any(self._inputs[source].records(range(expected, record.offset)))
+        ):
             raise InputDisorder(
                 f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
             )
@@ -241,13 +277,17 @@ class Owner:
         self._delta_at = log.state.time[STEPS]
 
     async def _append_snapshot(self) -> None:
-        pieces = [self._encode(p) for p in changelog.snapshot(self._epoch, self._log.seq, self._log.state)]
+        pieces = [
+            self._encode(p) for p in changelog.snapshot(self._epoch, self._log.seq, self._log.state)
+        ]
         first = await self._append(pieces)
         self._carry = []  # the snapshot has it
         self._log.bytes_since_snapshot, self._log.snapshot_bytes = 0, sum(map(len, pieces))
         topic = self._shared.topics.assembly
         await asyncio.to_thread(self._shared.cluster.delete_records, topic, self.partition, first)
-        logger().info("snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, pieces=len(pieces))
+        logger().info(
+            "snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, pieces=len(pieces)
+        )
 
     async def _append(self, values: Sequence[bytes]) -> int:
         """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record.
@@ -255,12 +295,16 @@ class Owner:
         Only what a worker wrote that we have fenced may lie between: no reader takes it. In a log that was made anew ours lands before our last.
         """
         topic = self._shared.topics.assembly
-        sent = [self._shared.producer.send_soon(topic, None, v, partition=self.partition) for v in values]
+        sent = [
+            self._shared.producer.send_soon(topic, None, v, partition=self.partition)
+            for v in values
+        ]
         acks = await asyncio.gather(*sent)
         for ack in acks:
             due = self._last + 1
             if ack.offset < due or (
-                ack.offset > due and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
+                ack.offset > due
+                and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
             ):
                 raise Overtaken(
                     f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {due}: another worker owns the "
@@ -271,8 +315,12 @@ class Owner:
 
     def _all_fenced(self, first: int, last: int) -> bool:
         """Whether the state log has only records there that no reader takes (blocking)."""
-        records = self._shared.cluster.read_range(self._shared.topics.assembly, self.partition, first, last)
-        return not any(counts(r.offset, state_record(self._shared.decoder, r), self._epoch) for r in records)
+        records = self._shared.cluster.read_range(
+            self._shared.topics.assembly, self.partition, first, last
+        )
+        return not any(
+            counts(r.offset, state_record(self._shared.decoder, r), self._epoch) for r in records
+        )
 
     # -- 4: outputs
 
@@ -283,10 +331,16 @@ class Owner:
         if not pending:
             return
         facts: list[Entry] = []
-        for keys in slices({k: payload_bytes(t) for k, t in pending.closings.items()}, self._shared.slice_bytes):
+        for keys in slices(
+            {k: payload_bytes(t) for k, t in pending.closings.items()}, self._shared.slice_bytes
+        ):
             facts += await self._send_closings(keys)
         acks = [
-            send(topics.trajectories, key_of_trajectory(mark.key[1]).encode(), self._encode(step_mark(mark)))
+            send(
+                topics.trajectories,
+                key_of_trajectory(mark.key[1]).encode(),
+                self._encode(step_mark(mark)),
+            )
             for mark in pending.marks
         ]
         await asyncio.gather(*acks)
@@ -299,18 +353,34 @@ class Owner:
 
     async def _send_closings(self, keys: Sequence[Key]) -> list[Entry]:
         """Send some of the trajectories that close; returns what became known of them by that."""
-        state, topic, send = self._log.state, self._shared.topics.trajectories, self._shared.producer.send_soon
+        state, topic, send = (
+            self._log.state,
+            self._shared.topics.trajectories,
+            self._shared.producer.send_soon,
+        )
         closings = {k: state.pending.closings[k] for k in keys}
         payload = await self._payload(closings)
         sent: list[list[asyncio.Future[Ack]]] = []
         facts: list[Entry] = []
         for key, trajectory in closings.items():
             done = assembled(key, trajectory, state.closed[key], payload)
-            sent.append([send(topic, key_of_trajectory(key[1]).encode(), self._encode(part)) for part in done.parts])
+            sent.append(
+                [
+                    send(topic, key_of_trajectory(key[1]).encode(), self._encode(part))
+                    for part in done.parts
+                ]
+            )
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
         for entry, futures in zip(facts, sent, strict=True):
             places = await asyncio.gather(*futures)
-            entry.append([self._situation.topic_ids[topic], places[0].partition, places[0].offset, places[-1].offset])
+            entry.append(
+                [
+                    self._situation.topic_ids[topic],
+                    places[0].partition,
+                    places[0].offset,
+                    places[-1].offset,
+                ]
+            )
             state.apply(entry)
         for offset in {offset for t in closings.values() for offset in starts_of(t)}:
             self._cache.drop(offset)
@@ -322,7 +392,9 @@ class Owner:
         for key in keys:
             value, headers = self._candidate(key)
             sent.append(
-                self._shared.producer.send_soon(self._shared.topics.candidates, key[0].encode(), value, headers)
+                self._shared.producer.send_soon(
+                    self._shared.topics.candidates, key[0].encode(), value, headers
+                )
             )
             size += len(value)
             if size >= self._shared.slice_bytes:
@@ -342,10 +414,19 @@ class Owner:
         """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
         state = self._log.state
         whole = {k: starts_of(t) for k, t in closings.items() if state.closed[k].outcome != "lost"}
-        found = {o: kept for starts in whole.values() for o in starts if (kept := self._cache.get(o)) is not None}
-        missing = {o: start for starts in whole.values() for o, start in starts.items() if o not in found}
+        found = {
+            o: kept
+            for starts in whole.values()
+            for o in starts
+            if (kept := self._cache.get(o)) is not None
+        }
+        missing = {
+            o: start for starts in whole.values() for o, start in starts.items() if o not in found
+        }
         if missing:
-            found.update(await asyncio.to_thread(lambda: list(self._inputs[STEPS].payload(missing))))
+            found.update(
+                await asyncio.to_thread(lambda: list(self._inputs[STEPS].payload(missing)))
+            )
         lost = [k for k, starts in whole.items() if any(o not in found for o in starts)]
         if lost:
             logger().error("payload_lost", partition=self.partition, trajectories=len(lost))
@@ -360,7 +441,11 @@ class Owner:
         out = []
         records = dict(self._batch)
         for source in (STEPS, REWARDS):
-            missing = [b.offset for b in burials if b.source == source and (source, b.offset) not in records]
+            missing = [
+                b.offset
+                for b in burials
+                if b.source == source and (source, b.offset) not in records
+            ]
             again = self._inputs[source].records(sorted(set(missing)))
             records.update({(source, r.offset): r for r in await asyncio.to_thread(list, again)})
         for burial in burials:
@@ -368,11 +453,19 @@ class Owner:
             record = records.get((burial.source, burial.offset))
             if record is None:
                 record = Record(topic, self.partition, burial.offset, 0, None, None, {})
-            letter = dead_letter(record, self._situation.topic_ids[topic], PROCESS, burial.reason, burial.detail)
+            letter = dead_letter(
+                record, self._situation.topic_ids[topic], PROCESS, burial.reason, burial.detail
+            )
             # Not the clock: a dead letter that is sent again has the same bytes.
-            out.append((letter.key, self._encode(replace(letter, created_at=record.timestamp_ms * 1000))))
+            out.append(
+                (letter.key, self._encode(replace(letter, created_at=record.timestamp_ms * 1000)))
+            )
             logger().warning(
-                "dead_letter", topic=topic, partition=self.partition, offset=burial.offset, reason=burial.reason
+                "dead_letter",
+                topic=topic,
+                partition=self.partition,
+                offset=burial.offset,
+                reason=burial.reason,
             )
         return out
 
@@ -384,4 +477,6 @@ class Owner:
         self._ticked = (event_time, time.monotonic())
         value = self._encode(Tick(partition=self.partition, event_time=event_time))
         topic, send = self._shared.topics.candidates, self._shared.producer.send_soon
-        await asyncio.gather(*(send(topic, None, value, partition=p) for p in range(CANDIDATE_PARTITIONS)))
+        await asyncio.gather(
+            *(send(topic, None, value, partition=p) for p in range(CANDIDATE_PARTITIONS))
+        )

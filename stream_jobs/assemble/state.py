@@ -140,9 +140,21 @@ class Assembly:
             if s.retried is not None:
                 was.steps[i] = s._replace(reason=why_retried(was.steps, i))
         self.pending.closings[run, key] = was
-        steps = [ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags) for s in was.steps]
+        steps = [
+            ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags)
+            for s in was.steps
+        ]
         closed = Closed(
-            was.opened_at, at, outcome, reason, was.channel, was.group_id, was.group_size, was.round, steps, was.folded
+            was.opened_at,
+            at,
+            outcome,
+            reason,
+            was.channel,
+            was.group_id,
+            was.group_size,
+            was.round,
+            steps,
+            was.folded,
         )
         self.closed.add((run, key), closed)
 
@@ -150,7 +162,9 @@ class Assembly:
         closed = self.closed.change((run, key))
         closed.outcome, closed.reason = "lost", reason
 
-    def _facts(self, run: str, key: str, prompt_tokens: int, order: list[int], place: list[Any]) -> None:
+    def _facts(
+        self, run: str, key: str, prompt_tokens: int, order: list[int], place: list[Any]
+    ) -> None:
         closed = self.closed.change((run, key))
         if order:
             closed.steps = [closed.steps[at] for at in order]
@@ -175,7 +189,13 @@ class Assembly:
             folded.rewards[entry.slot] = entry
 
     def _curated(
-        self, run: str, key: str, event: int, target: str, fields: Mapping[str, Any], offset: int = -1
+        self,
+        run: str,
+        key: str,
+        event: int,
+        target: str,
+        fields: Mapping[str, Any],
+        offset: int = -1,
     ) -> None:
         folded = self._folded((run, key))
         if event not in folded.seen:
@@ -187,8 +207,19 @@ class Assembly:
         if folded.supersedes(assessed):
             folded.assessed = Assessed(*assessed)
 
-    def _waits(self, source: Source, offset: int, at: int, run: str, key: str, tail: str | None, entry: Entry) -> None:
-        self.waiting[source][offset] = waiting = Waiting(source, offset, at, (run, key), tail, entry)
+    def _waits(
+        self,
+        source: Source,
+        offset: int,
+        at: int,
+        run: str,
+        key: str,
+        tail: str | None,
+        entry: Entry,
+    ) -> None:
+        self.waiting[source][offset] = waiting = Waiting(
+            source, offset, at, (run, key), tail, entry
+        )
         self.waiting_for.setdefault(waiting.awaited, {})[offset] = None
 
     def _waits_no_more(self, source: Source, offset: int) -> None:
@@ -199,7 +230,14 @@ class Assembly:
             del self.waiting_for[awaited]
 
     def _marked(
-        self, run: str, key: str, step_id: str, kind: StepMarkKind, why: str | None, offset: int, hashed: int
+        self,
+        run: str,
+        key: str,
+        step_id: str,
+        kind: StepMarkKind,
+        why: str | None,
+        offset: int,
+        hashed: int,
     ) -> None:
         self.pending.marks.append(Mark((run, key), step_id, kind, why, offset))
         closed = self.closed.change((run, key))
@@ -229,7 +267,11 @@ class Assembly:
         # An offset of the former topic: in this one another record lies there.
         self.pending.burials = [b for b in self.pending.burials if b.source != source]
         if source == STEPS:
-            for key in [k for k in self.closed if k not in self.pending.closings and k not in self.pending.revised]:
+            for key in [
+                k
+                for k in self.closed
+                if k not in self.pending.closings and k not in self.pending.revised
+            ]:
                 self._forgotten(*key)
         else:
             for key in [*self.opened, *self.closed]:
@@ -268,19 +310,33 @@ class Assembly:
         """The state of `dump`."""
         plain = orjson.loads(packed)
         state = cls(
-            plain["applied"], plain["time"], plain["topic_ids"], Silences.load(plain.get("silences", [[], [], []]))
+            plain["applied"],
+            plain["time"],
+            plain["topic_ids"],
+            Silences.load(plain.get("silences", [[], [], []])),
         )
         for run, key, trajectory in plain["opened"]:
             state.opened[run, key] = opened = Open.load(trajectory)
             state.numbered[opened.number] = (run, key)
-        state.closed = Archive(((run, key), orjson.dumps(trajectory)) for run, key, trajectory in plain["closed"])
+        state.closed = Archive(
+            ((run, key), orjson.dumps(trajectory)) for run, key, trajectory in plain["closed"]
+        )
         state._find_buckets()
         for w in plain["waiting"]:
             state._waits(*w)
         return state
 
 
-OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = "o", "a", "s", "c", "l", "f", "v", "z"
+OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = (
+    "o",
+    "a",
+    "s",
+    "c",
+    "l",
+    "f",
+    "v",
+    "z",
+)
 RETRIED, ASSESSED, SILENT = "y", "e", "h"
 WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "w", "x", "m", "d", "D", "t", "n"
 

@@ -10,7 +10,16 @@ import orjson
 
 from schemas.codec.single_object import Codec
 from schemas.ids import key_of_trajectory
-from schemas.records import Assessment, Candidate, Curation, FailedCall, Reward, SessionEvent, Step, Trajectory
+from schemas.records import (
+    Assessment,
+    Candidate,
+    Curation,
+    FailedCall,
+    Reward,
+    SessionEvent,
+    Step,
+    Trajectory,
+)
 from schemas.replies import texts_of
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.trajectory_parts import joined
@@ -25,13 +34,17 @@ from stream_jobs.assemble.payload.cache import Kept
 from stream_jobs.assemble.state import Assembly
 
 CODEC = Codec()
-LIMITS = Limits(trajectory_timeout=1000, closed_horizon=1_000_000, orphan_after=500, closed_max=10_000)
+LIMITS = Limits(
+    trajectory_timeout=1000, closed_horizon=1_000_000, orphan_after=500, closed_max=10_000
+)
 
 
 BUCKET = "bucket-" + "0" * 32
 
 
-def step(key: str, n: int, prompt: Sequence[int] = (1,), response: Sequence[int] = (2,), **more: Any) -> Step:
+def step(
+    key: str, n: int, prompt: Sequence[int] = (1,), response: Sequence[int] = (2,), **more: Any
+) -> Step:
     """Step C<n>.0 of a trajectory key. more: any field."""
     given: dict[str, Any] = {
         "step_id": f"{key}~C{n}.0", "run_id": "r", "trajectory_key": key, "call_id": f"{key}~C{n}", "choice_index": 0,
@@ -56,24 +69,43 @@ def spoken(
     given: dict[str, Any] = {
         "request_json": orjson.dumps({"messages": messages}),
         "response_json": orjson.dumps(message),
-        **({} if tokens else {"prompt_token_ids": None, "response_token_ids": None, "response_logprobs": None}),
+        **(
+            {}
+            if tokens
+            else {"prompt_token_ids": None, "response_token_ids": None, "response_logprobs": None}
+        ),
     }
-    return step(key, n, _ids(*messages, {"role": "assistant"})[:-1], _ids(message)[1:], **(given | more))
+    return step(
+        key, n, _ids(*messages, {"role": "assistant"})[:-1], _ids(message)[1:], **(given | more)
+    )
 
 
 def _ids(*messages: Mapping[str, Any]) -> list[int]:
     """Of each message its role, its text, its calls, and an end."""
     ids: list[int] = []
     for message in messages:
-        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
-        ids += [1000 + len(message["role"]), *map(ord, "".join(texts_of(message))), *map(ord, str(calls or "")), 2000]
+        calls = [
+            (c["function"]["name"], c["function"]["arguments"])
+            for c in message.get("tool_calls") or ()
+        ]
+        ids += [
+            1000 + len(message["role"]),
+            *map(ord, "".join(texts_of(message))),
+            *map(ord, str(calls or "")),
+            2000,
+        ]
     return ids
 
 
 def session(key: str, kind: Any, event_id: str = "", **more: Any) -> SessionEvent:
     """A session event."""
     return SessionEvent(
-        event_id=event_id or f"{key}-{kind}", run_id="r", trajectory_key=key, kind=kind, created_at=0, **more
+        event_id=event_id or f"{key}-{kind}",
+        run_id="r",
+        trajectory_key=key,
+        kind=kind,
+        created_at=0,
+        **more,
     )
 
 
@@ -86,7 +118,9 @@ def failed_call(key: str | None, n: int = 0, **more: Any) -> FailedCall:
     return FailedCall(**(given | more))
 
 
-def reward(key: str, value: float | None = 1.0, n: int | None = None, name: str = "a", revision: int = 0) -> Reward:
+def reward(
+    key: str, value: float | None = 1.0, n: int | None = None, name: str = "a", revision: int = 0
+) -> Reward:
     """A reward of the trajectory, or of its step C<n>.0."""
     return Reward(
         event_id=f"{key}-{name}-{n}-{revision}-{value}", run_id="r", trajectory_key=key, source="env", name=name,
@@ -153,7 +187,9 @@ class Worker:
         entries = self.fold.seal()
         if entries or self.carry:
             self.seq += 1
-            self.log.append(CODEC.encode(changelog.delta(0, self.seq, self.state, [*self.carry, *entries])))
+            self.log.append(
+                CODEC.encode(changelog.delta(0, self.seq, self.state, [*self.carry, *entries]))
+            )
             self.carry = []
 
     def emit(self) -> None:
@@ -162,12 +198,16 @@ class Worker:
         for key, trajectory in self.state.pending.closings.items():
             done = assembled(key, trajectory, self.state.closed[key], self.payload)
             whole = joined(done.parts)
-            assert self.trajectories.setdefault(key[1], whole) == whole, "sent again with other content"
+            assert self.trajectories.setdefault(key[1], whole) == whole, (
+                "sent again with other content"
+            )
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
             self.state.apply(facts[-1])
         for key in self.state.pending.revised:
             made = candidate(key, self.state.closed[key], CODEC)
-            assert self.candidates.setdefault((key[1], made.revision), made) == made, "sent again with other content"
+            assert self.candidates.setdefault((key[1], made.revision), made) == made, (
+                "sent again with other content"
+            )
         self.marks += self.state.pending.marks
         self.burials += self.state.pending.burials
         if self.state.pending:
@@ -196,6 +236,7 @@ class Worker:
 def content(w: Worker) -> tuple[dict[str, Trajectory], dict[str, Candidate]]:
     """What must not depend on interleaving, duplicates or crashes: trajectories without places, the last candidates without number."""
     trajectories = {
-        k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps)) for k, t in w.trajectories.items()
+        k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps))
+        for k, t in w.trajectories.items()
     }
     return trajectories, {k: replace(w.last(k), revision=0) for k in trajectories}

@@ -43,14 +43,19 @@ class Feed:
     where the process that works on the topic makes the dead letter; where there is none (`_is_ours`), the lake makes it.
     """
 
-    def __init__(self, cluster: Cluster, settings: Settings, schemas: Schemas, decoder: Decoder, lake: Lake) -> None:
+    def __init__(
+        self, cluster: Cluster, settings: Settings, schemas: Schemas, decoder: Decoder, lake: Lake
+    ) -> None:
         self._cluster, self._codec, self._lake, self._share = cluster, schemas, lake, lake.share
         self._parse = Rows(schemas, decoder, lake.tables, self._widen)
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
         self._reader: Reader = cluster.reader(
-            f"{settings.kafka.topic_prefix}-lake", {}, fetch_min_bytes=FETCH_BYTES, fetch_wait_max_ms=FETCH_WAIT_MS
+            f"{settings.kafka.topic_prefix}-lake",
+            {},
+            fetch_min_bytes=FETCH_BYTES,
+            fetch_wait_max_ms=FETCH_WAIT_MS,
         )
         self._producer = cluster.producer()
         self._committed: dict[tuple[str, int], int] = {}
@@ -89,9 +94,16 @@ class Feed:
                 topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
             )
             sources = [(topic_id, p) for p in new[topic]]
-            marks = [m for t in followed.tables for m in [self._lake.marks(t, sources)] if t not in self._lake.damaged]
+            marks = [
+                m
+                for t in followed.tables
+                for m in [self._lake.marks(t, sources)]
+                if t not in self._lake.damaged
+            ]
             for p, (low, high) in ends[topic].items():
-                start[topic, p] = first_offset(topic, p, [m.get((topic_id, p)) for m in marks], low, high)
+                start[topic, p] = first_offset(
+                    topic, p, [m.get((topic_id, p)) for m in marks], low, high
+                )
             positions = {p: o for (t, p), o in start.items() if t == topic}
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
         self._followed |= found
@@ -127,7 +139,9 @@ class Feed:
                 continue
             self.rows[table] += rows
             self._buffered_rows += len(rows)
-            self._buffered_bytes += len(value) // (_PART_KEPT if self._lake.tables[table].omit else 1)
+            self._buffered_bytes += len(value) // (
+                _PART_KEPT if self._lake.tables[table].omit else 1
+            )
 
     def _widen(self, wider: Table) -> bool:
         """Columns for what a newer schema has besides, for the rows that wait as well. False: the lake can't have them."""
@@ -143,14 +157,22 @@ class Feed:
             self._bury(record, reason, detail)
         else:
             logger().warning(
-                "lake_skipped", topic=record.topic, partition=record.partition, offset=record.offset, reason=detail
+                "lake_skipped",
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                reason=detail,
             )
 
     def _is_ours(self, topic: str) -> bool:
         """Topics that no other process reads from a position it keeps, so that the lake is who must bury what is wrong there."""
         run_and_channel = self._topics.parse_ready_batches(topic)
         validation = run_and_channel is not None and run_and_channel[1] == "val"
-        return validation or topic in (self._topics.weights, self._topics.schemas, self._topics.dead_letters)
+        return validation or topic in (
+            self._topics.weights,
+            self._topics.schemas,
+            self._topics.dead_letters,
+        )
 
     def positions(self, table: str) -> Positions:
         """How far the topics of a table were read: all rows below are in `rows`, in the lake, or were none."""
@@ -187,7 +209,11 @@ class Feed:
         self._buffered_rows = self._buffered_bytes = 0
         self._lake.again.clear()
         behind = {t for t, f in self._followed.items() if len(self._written(t)) < len(f.tables)}
-        moved = {s: o for s, o in self._reader.positions.items() if s[0] not in behind and self._committed.get(s) != o}
+        moved = {
+            s: o
+            for s, o in self._reader.positions.items()
+            if s[0] not in behind and self._committed.get(s) != o
+        }
         self._reader.commit(moved)
         self._committed |= moved
 
@@ -213,7 +239,9 @@ def records_of(topics: Topics, topic: str) -> frozenset[str]:
     return frozenset(r.__name__ for spec in specs if spec.name == topic for r in spec.records)
 
 
-def first_offset(topic: str, partition: int, marks: Sequence[int | None], low: int, high: int) -> int:
+def first_offset(
+    topic: str, partition: int, marks: Sequence[int | None], low: int, high: int
+) -> int:
     """Where to begin, given the marks of the topic's tables: at the lowest, or at the log's start when a table has none.
 
     No marks at all: no table takes the topic's rows now.

@@ -42,7 +42,9 @@ def digest(key: Iterable[Any]) -> bytes:
     return blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
 
 
-def fresh(table: Table, rows: Sequence[Row], marks: Positions, window: Window) -> tuple[list[Row], list[bytes]]:
+def fresh(
+    table: Table, rows: Sequence[Row], marks: Positions, window: Window
+) -> tuple[list[Row], list[bytes]]:
     """The rows that the table does not have, and the digests of their keys: offset at or past the mark of their source, key neither in
     the window nor earlier in `rows`. A table without key columns has no digests.
 

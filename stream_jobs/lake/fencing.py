@@ -61,7 +61,9 @@ def writer_id(writer: int) -> str:
     return f"writer:{writer}" if writer else "writer"
 
 
-def claim(share: Share, hold: Hold | None, version_of: Callable[[str], int | None]) -> tuple[Hold, dict[str, int]]:
+def claim(
+    share: Share, hold: Hold | None, version_of: Callable[[str], int | None]
+) -> tuple[Hold, dict[str, int]]:
     """What to commit to a table to claim it, on the snapshot that `version_of` asks; and what then holds for the other tables.
 
     hold: None for the first table. Raises LakeTaken when a newer writer has claimed the table already.
@@ -71,9 +73,13 @@ def claim(share: Share, hold: Hold | None, version_of: Callable[[str], int | Non
         same = layout % _STRIDE == share.writers
         hold = Hold(held + 1, layout if same else (layout // _STRIDE + 1) * _STRIDE + share.writers)
     elif held > hold.epoch or layout > hold.layout:
-        raise LakeTaken(f"lake: another writer took over from {hold.epoch} ({share}) while it was starting")
+        raise LakeTaken(
+            f"lake: another writer took over from {hold.epoch} ({share}) while it was starting"
+        )
     raised: dict[str, int] = {}
     if layout != hold.layout:
-        raised = {name: (version_of(name) or 0) + 1 for name in map(writer_id, range(layout % _STRIDE))}
+        raised = {
+            name: (version_of(name) or 0) + 1 for name in map(writer_id, range(layout % _STRIDE))
+        }
         raised[LAYOUT] = hold.layout
     return hold, {**raised, share.app_id: hold.epoch}

@@ -57,7 +57,9 @@ def in_lake(settings: Settings, events: Sequence[Any]) -> list[bool]:
     return found
 
 
-def _present(settings: Settings, table: Table, keys: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _present(
+    settings: Settings, table: Table, keys: Sequence[tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
     try:
         delta = open_table(settings.lake_uri, table.name, settings.lake.storage_options)
     except LakeMissing:

@@ -51,7 +51,16 @@ REPAIR_LOOK_S = 30.0
 MAX_WAIT_S = 30.0
 """Between two looks whether there is room again."""
 
-__all__ = ["Lake", "LakeError", "LakeMissing", "LakeTaken", "dataset", "main", "open_table", "write"]
+__all__ = [
+    "Lake",
+    "LakeError",
+    "LakeMissing",
+    "LakeTaken",
+    "dataset",
+    "main",
+    "open_table",
+    "write",
+]
 
 
 def main(settings: Settings) -> None:
@@ -66,7 +75,13 @@ def write(settings: Settings, stop: threading.Event) -> None:
     _tell_of_new_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
     share = Share(settings.lake.writer, settings.lake.writers)
-    lake = Lake(settings.lake_uri, settings.lake.storage_options, settings.lake.dedupe_window, history, share)
+    lake = Lake(
+        settings.lake_uri,
+        settings.lake.storage_options,
+        settings.lake.dedupe_window,
+        history,
+        share,
+    )
     if not _with_room(lake.claim, stop):
         return
     schemas = Schemas()
@@ -93,7 +108,9 @@ def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
         )  # fmt: skip
 
 
-def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, stop: threading.Event) -> None:
+def _follow(
+    lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, stop: threading.Event
+) -> None:
     """Read and flush until `stop`, or until a followed topic is another one."""
     flushed_at, recover_at = float("-inf"), time.monotonic() + RECOVER_S
     look_at = time.monotonic() + REPAIR_LOOK_S
@@ -108,7 +125,9 @@ def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, sto
         if feed.full or time.monotonic() - flushed_at >= interval_s:
             same = _topics_same(feed)
             if same is False:
-                logger().warning("lake_topics_changed", dropped={n: len(r) for n, r in feed.rows.items() if r})
+                logger().warning(
+                    "lake_topics_changed", dropped={n: len(r) for n, r in feed.rows.items() if r}
+                )
                 return
             if same is None:
                 stop.wait(1.0)
@@ -119,7 +138,9 @@ def _follow(lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, sto
             caretaker.look()
         try:
             feed.poll()
-        except LakeFull as e:  # no room for new columns: what this feed has read since is read again
+        except (
+            LakeFull
+        ) as e:  # no room for new columns: what this feed has read since is read again
             _tell_full(e)
             stop.wait(MAX_WAIT_S)
             return
@@ -146,7 +167,11 @@ def _with_room(write: Callable[[], None], stop: threading.Event) -> bool:
 
 
 def _tell_full(error: LakeFull) -> None:
-    logger().error("lake_full", error=str(error), action="make room: the lake goes on by itself, nothing is lost")
+    logger().error(
+        "lake_full",
+        error=str(error),
+        action="make room: the lake goes on by itself, nothing is lost",
+    )
 
 
 def _topics_same(feed: Feed) -> bool | None:

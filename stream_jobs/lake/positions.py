@@ -24,7 +24,9 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
     for table in catalog():
         flaw = _flaw(settings, table)
         if flaw is not None:
-            found.append(StoredPosition("lake", f"table {table}", _former(topics, table), None, 0, 0, flaw))
+            found.append(
+                StoredPosition("lake", f"table {table}", _former(topics, table), None, 0, 0, flaw)
+            )
             continue
         for (topic_id, partition), mark in sorted(
             marks_in(settings.lake_uri, table, settings.lake.storage_options).items()
@@ -42,7 +44,9 @@ def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
     for topic, topic_id in cluster.topic_ids(sorted(there)).items():
         tables = tables_of(settings.kafka.topics, topic)
         for partition in range(there[topic]):
-            known = [m for table in tables if (m := marks[table].get((topic_id, partition))) is not None]
+            known = [
+                m for table in tables if (m := marks[table].get((topic_id, partition))) is not None
+            ]
             if len(known) == len(tables):
                 found[topic, partition] = min(known)
     return found
@@ -77,9 +81,15 @@ def _former(topics: Topics, table: str) -> str:
     return f"{topics.prefix}.*" if fixed else f"{topics.ready_batches_prefix}*"
 
 
-def made_anew(stored: Iterable[StoredPosition], topic_ids: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+def made_anew(
+    stored: Iterable[StoredPosition], topic_ids: Mapping[str, str]
+) -> Iterator[tuple[str, list[str]]]:
     """Topics of which the lake has positions, but none of today's topic of that name; with the ids it knows."""
     known: dict[str, set[str]] = {}
     for p in stored:
         known.setdefault(p.topic, set()).add(p.topic_id or "")
-    return ((t, sorted(ids)) for t, ids in sorted(known.items()) if t in topic_ids and topic_ids[t] not in ids)
+    return (
+        (t, sorted(ids))
+        for t, ids in sorted(known.items())
+        if t in topic_ids and topic_ids[t] not in ids
+    )

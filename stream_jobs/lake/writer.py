@@ -100,11 +100,20 @@ class Lake:
         before = []
         for name, table in self.tables.items():
             with self._setting_aside(name):
-                create(self._uri, name, table.schema, (*table.stats, "kafka_timestamp"), self._history, self._options)
+                create(
+                    self._uri,
+                    name,
+                    table.schema,
+                    (*table.stats, "kafka_timestamp"),
+                    self._history,
+                    self._options,
+                )
                 before.append(self._latest(name))
 
         def highest(app: str) -> int | None:
-            return max((v for t in before if (v := t.transaction_version(app)) is not None), default=None)
+            return max(
+                (v for t in before if (v := t.transaction_version(app)) is not None), default=None
+            )
 
         for name in self.tables:
             if name not in self.damaged:
@@ -128,11 +137,13 @@ class Lake:
         except LakeDamaged as e:
             self._forget(name)
             if isinstance(e, LakeRepaired):
-                logger().info("lake_table_repaired", table=name, action="its topics are read again from its marks")
-            elif str(self.damaged.get(name)) != str(e):
-                action = (
-                    "the other tables are written; this one's rows stay on Kafka and are read again after the repair"
+                logger().info(
+                    "lake_table_repaired",
+                    table=name,
+                    action="its topics are read again from its marks",
                 )
+            elif str(self.damaged.get(name)) != str(e):
+                action = "the other tables are written; this one's rows stay on Kafka and are read again after the repair"
                 logger().error("lake_table_damaged", table=name, error=str(e), action=action)
             self.damaged[name] = e
 
@@ -182,7 +193,11 @@ class Lake:
     def _latest(self, name: str) -> Delta:
         """The table at its newest version. To go on from the last version is cheaper than to open."""
         opened = self._opened.pop(name, None)
-        if opened is None or opened.commits >= REOPEN_COMMITS or time.monotonic() - opened.at > REOPEN_S:
+        if (
+            opened is None
+            or opened.commits >= REOPEN_COMMITS
+            or time.monotonic() - opened.at > REOPEN_S
+        ):
             opened = _Opened(open_table(self._uri, name, self._options), time.monotonic(), 0)
         else:
             refresh(opened.table, self._uri, name, self._options)
@@ -194,7 +209,9 @@ class Lake:
         table = self._latest(name)
         epoch = self._claimed.get(self.share.app_id, 0)
         if table.transaction_version(self.share.app_id) != epoch:
-            raise LakeTaken(f"lake {self._uri}: another writer took over from {epoch} ({self.share})")
+            raise LakeTaken(
+                f"lake {self._uri}: another writer took over from {epoch} ({self.share})"
+            )
         self._check_not_repaired(name, table)
         opened = self._opened[name]
         self._opened[name] = opened._replace(commits=opened.commits + 1)
@@ -256,7 +273,9 @@ class Lake:
         rows, before = self._window_size, None
         while True:
             since = oldest_of_newest(files, rows)
-            found.append(source.to_table(columns=columns, filter=rows_of(self.share, since, before)))
+            found.append(
+                source.to_table(columns=columns, filter=rows_of(self.share, since, before))
+            )
             if since is None or sum(t.num_rows for t in found) >= self._window_size:
                 return pa.concat_tables(found)
             rows, before = 4 * rows, since
@@ -293,9 +312,13 @@ class Lake:
         behind = max(lags, default=0)
         if sum(lags) > self._window_size // (4 * self.share.writers):
             return True  # of all writers together: `lake_lookup.check_not_behind` must not take a quiet table for a late one
-        return behind >= MARK_OFFSETS or (behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S)
+        return behind >= MARK_OFFSETS or (
+            behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S
+        )
 
-    def append(self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False) -> int:
+    def append(
+        self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False
+    ) -> int:
         """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
 
         A damaged table takes none, and its marks stay: `recover` says when they are to be read again.
@@ -314,14 +337,20 @@ class Lake:
                 self._unsure.discard(name)
             moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
             moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
-            added[:], digests[:] = self._unknown(snapshot, table, *fresh(table, rows, marks, self._windows[name]))
+            added[:], digests[:] = self._unknown(
+                snapshot, table, *fresh(table, rows, marks, self._windows[name])
+            )
             if not moved or not (added or mark):
                 added.clear()
                 return False
             storable = storable_rows(table, added, bury)
             if table.key and len(added) < len(digests):
                 digests[:] = [digest(table.key_of(row)) for row in added]
-            commit(snapshot, storable, {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}})
+            commit(
+                snapshot,
+                storable,
+                {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}},
+            )
             return True
 
         if name in self.damaged:
@@ -341,11 +370,15 @@ class Lake:
         self, snapshot: Delta, table: Table, rows: list[Row], digests: list[bytes]
     ) -> tuple[list[Row], list[bytes]]:
         """Without what was sent again and is in the table, however long ago."""
-        sought = {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
+        sought = (
+            {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
+        )
         if not sought:
             return rows, digests
         with reading(snapshot, table.name, self._options):
-            there = {digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)}
+            there = {
+                digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)
+            }
         kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
         return [row for row, _ in kept], [one for _, one in kept]
 
@@ -370,7 +403,11 @@ class Lake:
         if wider.name in self.damaged:
             return False
         new = wider.schema.names
-        logger().info("lake_widened", table=wider.name, new=[n for n in new if n not in self.tables[wider.name].index])
+        logger().info(
+            "lake_widened",
+            table=wider.name,
+            new=[n for n in new if n not in self.tables[wider.name].index],
+        )
         self.tables[wider.name] = wider
         return True
 
@@ -402,13 +439,17 @@ def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
     if before is not None:
         wanted.append(stamp < before)
     if share.writers > 1:
-        wanted.append(partition - pc.divide(partition, share.writers) * share.writers == share.writer)
+        wanted.append(
+            partition - pc.divide(partition, share.writers) * share.writers == share.writer
+        )
     return functools.reduce(operator.and_, wanted) if wanted else None
 
 
 def oldest_of_newest(files: pa.Table, rows: int) -> Any:
     """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
-    if "min.kafka_timestamp" not in files.column_names:  # a table that was made without statistics of it
+    if (
+        "min.kafka_timestamp" not in files.column_names
+    ):  # a table that was made without statistics of it
         return None
     newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
         [("max.kafka_timestamp", "descending")]

@@ -22,15 +22,22 @@ DIGITS = 4
 FINDINGS_MAX = 200
 
 
-def quality_rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
+def quality_rules_of(
+    configured: Mapping[str, tuple[str, ...]], find: Find
+) -> dict[str, tuple[Rule, ...]]:
     """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
-    return {run: rules_of_run(specs, f"jobs.quality_functions.{run}", find) for run, specs in configured.items()}
+    return {
+        run: rules_of_run(specs, f"jobs.quality_functions.{run}", find)
+        for run, specs in configured.items()
+    }
 
 
 def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int) -> Assessment:
     """What the rules say of a whole trajectory. created_at: microseconds, for information."""
     if trajectory.outcome == "lost":
-        return not_assessed(trajectory, rules, created_at, f"trajectory lost: {trajectory.reason or 'no payload'}")
+        return not_assessed(
+            trajectory, rules, created_at, f"trajectory lost: {trajectory.reason or 'no payload'}"
+        )
     counted = [s.index for s in trajectory.steps if not s.marks] or range(len(trajectory.steps))
     whole, steps, findings = list[float](), [1.0] * len(trajectory.steps), list[Finding]()
     for rule in rules:
@@ -53,11 +60,18 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
             whole.append(fmean(own.get(i, 1.0) for i in counted) if own else 1.0)
     answered = bool(whole)
     return _assessment(
-        trajectory, rules, created_at, min(whole) if answered else None, steps if answered else (), findings
+        trajectory,
+        rules,
+        created_at,
+        min(whole) if answered else None,
+        steps if answered else (),
+        findings,
     )
 
 
-def not_assessed(trajectory: Trajectory, rules: Sequence[Rule], created_at: int, reason: str) -> Assessment:
+def not_assessed(
+    trajectory: Trajectory, rules: Sequence[Rule], created_at: int, reason: str
+) -> Assessment:
     """The answer where no rule could be asked. created_at: microseconds."""
     findings = [_finding(rule, Score(0.0, reason), failed=True) for rule in rules]
     return _assessment(trajectory, rules, created_at, None, (), findings)

@@ -19,14 +19,21 @@ def resolved(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
             return value
         data = get(blob.sha256)
         if len(data) != blob.size_bytes:
-            raise BlobMissing(f"blob {blob.url} has {len(data)} bytes, not the {blob.size_bytes} of its reference")
+            raise BlobMissing(
+                f"blob {blob.url} has {len(data)} bytes, not the {blob.size_bytes} of its reference"
+            )
         return data
 
     metadata = trajectory.metadata_json
-    fields = [("metadata_json", metadata), *(("response_json", s.response_json) for s in trajectory.steps)]
+    fields = [
+        ("metadata_json", metadata),
+        *(("response_json", s.response_json) for s in trajectory.steps),
+    ]
     if not any(referenced(field, value) for field, value in fields):
         return trajectory  # as a rule
-    steps = [replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps]
+    steps = [
+        replace(s, response_json=whole("response_json", s.response_json)) for s in trajectory.steps
+    ]
     return replace(
         trajectory,
         metadata_json=None if metadata is None else whole("metadata_json", metadata),

@@ -36,7 +36,9 @@ class Answers:
 
     def asks_children(self, run_id: str) -> bool:
         """Whether a function of the run is a user's: then its answer may take long."""
-        return any(is_own(spec) for configured in self._named for spec in of_run(configured, run_id))
+        return any(
+            is_own(spec) for configured in self._named for spec in of_run(configured, run_id)
+        )
 
     def rewards(self, run_id: str) -> bool:
         """Whether a run has reward functions."""
@@ -46,7 +48,9 @@ class Answers:
         """Whether a run has quality rules."""
         return bool(of_run(self._quality, run_id))
 
-    def of(self, trajectory: Trajectory, created_at: int, as_of: str | None = None) -> list[Reward | Assessment]:
+    def of(
+        self, trajectory: Trajectory, created_at: int, as_of: str | None = None
+    ) -> list[Reward | Assessment]:
         """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
 
         Raises BlobStoreAway.
@@ -59,6 +63,9 @@ class Answers:
             whole = resolved(trajectory, self._blobs.get)
         except BlobMissing as e:
             missing = [no_reward(trajectory, rule, created_at, str(e)) for rule in rules]
-            return [*([not_assessed(trajectory, quality, created_at, str(e))] if quality else []), *missing]
+            return [
+                *([not_assessed(trajectory, quality, created_at, str(e))] if quality else []),
+                *missing,
+            ]
         assessed = [assessment_of(whole, quality, created_at)] if quality else []
         return [*assessed, *(r for rule in rules for r in rewards_of(whole, rule, created_at))]

@@ -57,7 +57,9 @@ class Begun:
 class Gather:
     """Puts the parts of trajectories together, one partition. Pure."""
 
-    def __init__(self, give_up_records: int = GIVE_UP_RECORDS, give_up_ms: int = GIVE_UP_MS) -> None:
+    def __init__(
+        self, give_up_records: int = GIVE_UP_RECORDS, give_up_ms: int = GIVE_UP_MS
+    ) -> None:
         self._begun: dict[tuple[str, str], Begun] = {}
         self._give_up = (give_up_records, give_up_ms)
 
@@ -70,7 +72,11 @@ class Gather:
         if part.part == 0:
             self._begun[key] = Begun(record, record.offset, record.timestamp_ms, {0: part})
         begun = self._begun.get(key)
-        if begun is None or part.parts != begun.parts[0].parts or not 0 <= part.part < max(1, part.parts):
+        if (
+            begun is None
+            or part.parts != begun.parts[0].parts
+            or not 0 <= part.part < max(1, part.parts)
+        ):
             return None
         begun.parts[part.part] = part
         begun.last, begun.at = record.offset, record.timestamp_ms
@@ -82,7 +88,11 @@ class Gather:
     def given_up(self, now: Record) -> list[tuple[Record, Trajectory]]:
         """Forget what will never be whole, seen from the record `now`: the first part of each, and its record."""
         records, ms = self._give_up
-        late = [k for k, b in self._begun.items() if now.offset - b.last > records or now.timestamp_ms - b.at > ms]
+        late = [
+            k
+            for k, b in self._begun.items()
+            if now.offset - b.last > records or now.timestamp_ms - b.at > ms
+        ]
         return [(begun.first, begun.parts[0]) for begun in map(self._begun.pop, late)]
 
     def done(self, last: int) -> int:
@@ -118,10 +128,17 @@ class Rewarder:
     def _check_positions(self, partitions: Sequence[int]) -> None:
         topic, self._due = self._topics.trajectories, {}
         self._topic_id = self._cluster.topic_id(topic)
-        ends, committed = self._cluster.watermarks(topic, partitions), self._cluster.committed(self._group)
+        ends, committed = (
+            self._cluster.watermarks(topic, partitions),
+            self._cluster.committed(self._group),
+        )
         for p, (low, high) in ends.items():
             position = committed.get((topic, p))
-            if position is not None and low == high == position + 1 and self._was_control(p, position):
+            if (
+                position is not None
+                and low == high == position + 1
+                and self._was_control(p, position)
+            ):
                 position = high
             if position is not None and not low <= position <= high:
                 raise SourceTruncated(
@@ -152,7 +169,9 @@ class Rewarder:
         topic = self._topics.trajectories
         for p, due in list(self._due.items()):
             end = self._cluster.end(topic, p)
-            if 0 < end - due <= CONTROL_MAX and not any(True for _ in self._cluster.read_range(topic, p, due, end - 1)):
+            if 0 < end - due <= CONTROL_MAX and not any(
+                True for _ in self._cluster.read_range(topic, p, due, end - 1)
+            ):
                 self._due[p] = max(end, self._due.get(p, end))
 
     async def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
@@ -160,7 +179,9 @@ class Rewarder:
         due = self._due.get(partition)
         for record in records:
             if due is not None and record.offset > due:
-                await asyncio.to_thread(refuse_truncated, self._cluster, record.topic, partition, due, record.offset)
+                await asyncio.to_thread(
+                    refuse_truncated, self._cluster, record.topic, partition, due, record.offset
+                )
             due = record.offset + 1
         self._due[partition] = records[-1].offset + 1
 
@@ -178,8 +199,18 @@ class Rewarder:
         decoded = decode_all(self.decoder.codec, records, lambda *letter: buried.append(letter))
         for record, event in decoded:
             if not isinstance(event, Trajectory | StepMark):
-                buried.append((record, "invalid", f"a {type(event).__name__} does not belong on claw.trajectories"))
-        whole = [t for r, e in decoded if isinstance(e, Trajectory) and (t := gather.take(r, e)) is not None]
+                buried.append(
+                    (
+                        record,
+                        "invalid",
+                        f"a {type(event).__name__} does not belong on claw.trajectories",
+                    )
+                )
+        whole = [
+            t
+            for r, e in decoded
+            if isinstance(e, Trajectory) and (t := gather.take(r, e)) is not None
+        ]
         for record, first in gather.given_up(records[-1]):
             buried.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
             whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
@@ -192,7 +223,11 @@ class Rewarder:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
             acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
             logger().warning(
-                "dead_letter", topic=record.topic, partition=partition, offset=record.offset, reason=reason
+                "dead_letter",
+                topic=record.topic,
+                partition=partition,
+                offset=record.offset,
+                reason=reason,
             )
         await asyncio.gather(*acks)
         return {self._topics.trajectories: gather.done(records[-1].offset)}
@@ -210,7 +245,9 @@ class Rewarder:
         loop = asyncio.get_running_loop()
 
         async def ask(trajectory: Trajectory) -> None:
-            acks.extend(self._send(await loop.run_in_executor(self._threads, self._answers, [trajectory])))
+            acks.extend(
+                self._send(await loop.run_in_executor(self._threads, self._answers, [trajectory]))
+            )
 
         await asyncio.gather(*map(ask, slow))
         return acks
@@ -222,7 +259,9 @@ class Rewarder:
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
         """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there; or PoolStopped."""
         now = now_micros()
-        return [answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)]
+        return [
+            answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)
+        ]
 
     def stop(self) -> None:
         """End the functions that run; the batch in hand is given up where it waits for one."""

@@ -31,7 +31,12 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
     """What the rule says of a whole trajectory. created_at: microseconds, for information."""
     steps = {s.step_id for s in trajectory.steps}
     if trajectory.outcome == "lost":
-        yield _reward(trajectory, rule, created_at, reason=f"trajectory lost: {trajectory.reason or 'no payload'}")
+        yield _reward(
+            trajectory,
+            rule,
+            created_at,
+            reason=f"trajectory lost: {trajectory.reason or 'no payload'}",
+        )
         return
     try:
         said = rule.function(trajectory)
@@ -69,7 +74,12 @@ def _reward(
 ) -> Reward:  # fmt: skip
     return Reward(
         event_id=stable_id(
-            trajectory.run_id, trajectory.trajectory_id, SOURCE, rule.name, rule.version, *([step] if step else [])
+            trajectory.run_id,
+            trajectory.trajectory_id,
+            SOURCE,
+            rule.name,
+            rule.version,
+            *([step] if step else []),
         ),
         run_id=trajectory.run_id,
         trajectory_key=trajectory.trajectory_key,

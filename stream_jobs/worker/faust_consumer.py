@@ -61,7 +61,9 @@ def make_app(settings: Settings, group: str) -> Any:
         broker_commit_interval=1.0,
         broker_session_timeout=jobs.session_timeout_s,
         broker_heartbeat_interval=min(1.0, jobs.session_timeout_s / 4),
-        broker_request_timeout=max(40.0, jobs.session_timeout_s + 10),  # Kafka wants it above the session's
+        broker_request_timeout=max(
+            40.0, jobs.session_timeout_s + 10
+        ),  # Kafka wants it above the session's
         broker_max_poll_records=jobs.batch_records,
         producer_acks=-1,
     )
@@ -70,10 +72,16 @@ def make_app(settings: Settings, group: str) -> Any:
 def _credentials(options: Mapping[str, str]) -> Any:
     """Faust's credentials for librdkafka's options; None for a plain connection."""
     protocol = options.get("security.protocol", "plaintext").lower()
-    context = ssl.create_default_context(cafile=options.get("ssl.ca.location")) if protocol.endswith("ssl") else None
+    context = (
+        ssl.create_default_context(cafile=options.get("ssl.ca.location"))
+        if protocol.endswith("ssl")
+        else None
+    )
     if context is not None and "ssl.certificate.location" in options:
         context.load_cert_chain(
-            options["ssl.certificate.location"], options.get("ssl.key.location"), options.get("ssl.key.password")
+            options["ssl.certificate.location"],
+            options.get("ssl.key.location"),
+            options.get("ssl.key.password"),
         )
     if protocol.startswith("sasl"):
         return faust.SASLCredentials(
@@ -113,7 +121,11 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
         committed = dict(await super().seek_to_committed())
-        own = {tp: at for tp in self.assignment() if (at := self._own_position((tp.topic, tp.partition))) is not None}
+        own = {
+            tp: at
+            for tp in self.assignment()
+            if (at := self._own_position((tp.topic, tp.partition))) is not None
+        }
         if own:
             await self.seek_wait(own)
         return committed | own

@@ -21,7 +21,9 @@ Fetched = Mapping[Any, Sequence[Any]]
 class Inbox:
     """One puts, one takes. records: how many make a batch. batch_bytes: as many bytes make one, too, and as many may wait."""
 
-    def __init__(self, records: int, batch_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, records: int, batch_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._records, self._bytes, self._piece_bytes = records, batch_bytes, piece_bytes
         self._pieces: asyncio.Queue[tuple[int, Fetched, int, int]] = asyncio.Queue()
         self._waiting_bytes = 0
@@ -73,5 +75,7 @@ def _pieces(fetched: Fetched, records: int, size: int) -> Iterator[tuple[Fetched
 
 
 def _size(record: Any) -> int:
-    headers = sum(len(key) + len(value or b"") for key, value in record.headers) if record.headers else 0
+    headers = (
+        sum(len(key) + len(value or b"") for key, value in record.headers) if record.headers else 0
+    )
     return len(record.value or b"") + len(record.key or b"") + headers

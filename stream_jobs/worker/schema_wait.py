@@ -97,7 +97,9 @@ class SchemaWait:
         until = time.monotonic() + GIVE_UP_S
         while True:
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.look_up)
+                await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._decoder.look_up
+                )
                 return
             except Unavailable as e:
                 if time.monotonic() > until:

@@ -76,7 +76,9 @@ async def serve(
 ) -> None:
     """Run a worker of a job until `stop` is set."""
     for handler in logging.getLogger().handlers:
-        handler.addFilter(Seldom("aiokafka", REPEAT_LOG_S))  # without Kafka it makes a hundred lines a second
+        handler.addFilter(
+            Seldom("aiokafka", REPEAT_LOG_S)
+        )  # without Kafka it makes a hundred lines a second
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
     await Shell(settings, group, make(settings, cluster)).run(stop)
@@ -93,12 +95,18 @@ class Shell:
         self._done: dict[TP, int] = {}
         self._revokes = 0
         self._busy = asyncio.Lock()
-        self._schema_wait = SchemaWait(job.decoder, self._busy, self._process_partition, self._pause)
+        self._schema_wait = SchemaWait(
+            job.decoder, self._busy, self._process_partition, self._pause
+        )
         self._stopping = False
         self._app = make_app(settings, group)
         self._app.transport.Consumer = partial(Consumer, positions=self._position, take=self._take)
         inputs = self._app.topic(
-            *job.inputs, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw"
+            *job.inputs,
+            key_type=bytes,
+            value_type=bytes,
+            key_serializer="raw",
+            value_serializer="raw",
         )
         self._app.agent(inputs, name=group)(self._read)
         self._app.on_rebalance_complete.connect(self._assigned, weak=False)
@@ -152,7 +160,11 @@ class Shell:
         """Tell Kafka how far we are."""
         done, self._done = self._done, {}
         generation = self._app.consumer_generation_id
-        if done and not await self._app.consumer._commit(done) and generation == self._app.consumer_generation_id:
+        if (
+            done
+            and not await self._app.consumer._commit(done)
+            and generation == self._app.consumer_generation_id
+        ):
             self._done = done | self._done
 
     # -- rebalances
@@ -193,11 +205,15 @@ class Shell:
                 logger().info("take_over_given_up", partitions=partitions)
                 positions = {}
             if before != (self._app.consumer_generation_id, self._revokes):
-                await self._job.revoked()  # already out of date: Faust comes again with the newer assignment
+                await (
+                    self._job.revoked()
+                )  # already out of date: Faust comes again with the newer assignment
                 return
             self._positions = positions
             if positions:
-                await self._app.consumer._commit({TP(t, p): offset for (t, p), offset in positions.items()})
+                await self._app.consumer._commit(
+                    {TP(t, p): offset for (t, p), offset in positions.items()}
+                )
             ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
@@ -229,7 +245,11 @@ class Shell:
             if generation == now:
                 for tp, records in fetched.items():
                     by_partition.setdefault(tp.partition, []).extend(map(record_of, records))
-        known = {p: records for p, records in by_partition.items() if not self._schema_wait.takes(p, records)}
+        known = {
+            p: records
+            for p, records in by_partition.items()
+            if not self._schema_wait.takes(p, records)
+        }
         await asyncio.gather(*(self._process_partition(p, records) for p, records in known.items()))
 
     async def _process_partition(self, partition: int, records: Sequence[Record]) -> None:

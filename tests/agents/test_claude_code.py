@@ -12,7 +12,9 @@ from support.stage import Stage, drifts, record, roots, tags
 from support.toy_model import Call, Heard, Reply, ToyModel
 
 pytestmark = pytest.mark.long
-SUMMARY = "<analysis>Short.</analysis>\n<summary>The note says heron; a helper said so too.</summary>"
+SUMMARY = (
+    "<analysis>Short.</analysis>\n<summary>The note says heron; a helper said so too.</summary>"
+)
 ALLOWED = ["--allowedTools", "Bash", "Read", "Agent"]
 
 
@@ -26,11 +28,21 @@ def decide(heard: Heard) -> Reply:
     if "task-notification" in asked:
         return Reply("It saw egret" if "The helper saw egret" in asked else "It saw nothing")
     if heard.last.role == "tool":
-        return Reply(f"The note says {heard.results[0].split()[-1]}" if len(heard.results) == 2 else "I wait for it.")
+        return Reply(
+            f"The note says {heard.results[0].split()[-1]}"
+            if len(heard.results) == 2
+            else "I wait for it."
+        )
     if "note" in asked:
-        return Reply("I will look.", (Call("Read", {"file_path": asked.split()[-1]}), bash("echo crane")))
+        return Reply(
+            "I will look.", (Call("Read", {"file_path": asked.split()[-1]}), bash("echo crane"))
+        )
     if "helper" in asked:
-        task = {"description": "Look", "prompt": "Say which bird you see", "subagent_type": "general-purpose"}
+        task = {
+            "description": "Look",
+            "prompt": "Say which bird you see",
+            "subagent_type": "general-purpose",
+        }
         return Reply("", (Call("Agent", task),))
     return Reply("Where were we?")
 
@@ -39,7 +51,9 @@ def bash(command: str) -> Call:
     return Call("Bash", {"command": command, "description": "Say a bird"})
 
 
-def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajectory(stage: Stage, tmp_path: Path) -> None:
+def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajectory(
+    stage: Stage, tmp_path: Path
+) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
@@ -48,15 +62,30 @@ def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajector
 
     async def scenario(url: str, ear: Ear) -> None:
         env = environment(home, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY="any")
-        for number, prompt in enumerate((f"Read the note {work / 'note.txt'}", "Ask a helper", "/compact", "Go on")):
-            words = ["claude", "-p", prompt, "--output-format", "json", *ALLOWED, *(["--continue"] if number else [])]
+        for number, prompt in enumerate(
+            (f"Read the note {work / 'note.txt'}", "Ask a helper", "/compact", "Go on")
+        ):
+            words = [
+                "claude",
+                "-p",
+                prompt,
+                "--output-format",
+                "json",
+                *ALLOWED,
+                *(["--continue"] if number else []),
+            ]
             ended = await run(words, work, env)
             assert ended.code == 0, ended
             said.append(orjson.loads(ended.out))
 
     played = stage.play(ToyModel(decide), scenario)
     record("claude-code", played, tmp_path, "cc_is_subagent=true", "Your task is to create")
-    assert [s["result"] for s in said] == ["The note says heron", "It saw egret", "", "Where were we?"]
+    assert [s["result"] for s in said] == [
+        "The note says heron",
+        "It saw egret",
+        "",
+        "Where were we?",
+    ]
     assert len({s["session_id"] for s in said}) == 1
     (trajectory,) = stage.kept(played)
     assert trajectory.trajectory_key.startswith("agent-claude-code-")

@@ -36,7 +36,9 @@ def decide(heard: Heard) -> Reply:
     if "CONTEXT CHECKPOINT COMPACTION" in asked:
         return Reply("The note says heron.")
     if "Another language model started" in asked:
-        return Reply("The summary says heron" if "The note says heron." in asked else "I remember nothing")
+        return Reply(
+            "The summary says heron" if "The note says heron." in asked else "I remember nothing"
+        )
     if "which bird" in asked:
         return Reply("The helper saw egret") if heard.results else Reply("", (shell("echo egret"),))
     if "<subagent_notification>" in asked:
@@ -49,7 +51,9 @@ def decide(heard: Heard) -> Reply:
     if "note" in asked:
         return Reply("I will look.", (shell("cat note.txt"), shell("echo crane")))
     if "helper" in asked:
-        return Reply("", (Call("spawn_agent", {"message": "Say which bird you see"}, "multi_agent_v1"),))
+        return Reply(
+            "", (Call("spawn_agent", {"message": "Say which bird you see"}, "multi_agent_v1"),)
+        )
     return Reply("Where were we?")
 
 
@@ -70,17 +74,25 @@ class Codex:
 
     async def say(self, url: str, prompt: str) -> str:
         """One turn; gives the last thing that the agent said."""
-        (self._home / ".codex" / "config.toml").write_text(self._configuration.format(url=url, more=self._more))
+        (self._home / ".codex" / "config.toml").write_text(
+            self._configuration.format(url=url, more=self._more)
+        )
         env = environment(self._home, CLAWSTREAM_API_KEY="any", CODEX_API_KEY="any")
         words = [*EXEC, *(["resume", "--last"] if self._begun else []), *FLAGS, prompt]
         self._begun = True
         ended = await run(words, self._work, env)
         assert ended.code == 0, ended
-        items = [e["item"] for e in map(orjson.loads, ended.out.splitlines()) if e["type"] == "item.completed"]
+        items = [
+            e["item"]
+            for e in map(orjson.loads, ended.out.splitlines())
+            if e["type"] == "item.completed"
+        ]
         return [str(i["text"]) for i in items if i["type"] == "agent_message"][-1]
 
 
-def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stage, tmp_path: Path) -> None:
+def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(
+    stage: Stage, tmp_path: Path
+) -> None:
     codex = Codex(tmp_path, PROVIDER)
     said: list[str] = []
 
@@ -115,7 +127,9 @@ def test_a_compaction_is_tagged_and_stays_in_the_trajectory(stage: Stage, tmp_pa
     assert evidence == "header x-codex-turn-metadata: request_kind compaction"
 
 
-def test_its_built_in_provider_gives_up_its_web_socket_at_once(stage: Stage, tmp_path: Path) -> None:
+def test_its_built_in_provider_gives_up_its_web_socket_at_once(
+    stage: Stage, tmp_path: Path
+) -> None:
     codex = Codex(tmp_path, BUILT_IN)
     said: list[str] = []
 
@@ -125,6 +139,10 @@ def test_its_built_in_provider_gives_up_its_web_socket_at_once(stage: Stage, tmp
     played = stage.play(ToyModel(decide), scenario)
     record("codex-built-in", played, tmp_path)
     assert said == ["The note says heron"]
-    assert [(e.method, e.status) for e in played.exchanges] == [("GET", 426), ("POST", 200), ("POST", 200)]
+    assert [(e.method, e.status) for e in played.exchanges] == [
+        ("GET", 426),
+        ("POST", 200),
+        ("POST", 200),
+    ]
     (trajectory,) = stage.kept(played)
     assert drifts(trajectory) == ["root", "clean"]

@@ -33,7 +33,11 @@ def decide(heard: Heard) -> Reply:
     if COMPACTS in heard.system:
         return Reply("## Decisions\nnone")
     if SUB_AGENT in heard.system:
-        return Reply("The helper saw egret") if heard.results else Reply("", (Call("exec", {"command": "echo egret"}),))
+        return (
+            Reply("The helper saw egret")
+            if heard.results
+            else Reply("", (Call("exec", {"command": "echo egret"}),))
+        )
     if SETTLED in asked:
         return Reply("EGRET" if "The helper saw egret" in asked else "It saw nothing")
     if real[-1].role == "tool":
@@ -43,7 +47,10 @@ def decide(heard: Heard) -> Reply:
             return Reply("", (Call("sessions_yield", {}),))
         return Reply(f"The note says {heard.results[0].split()[-1]}")
     if "note" in asked:
-        return Reply("I will look.", (Call("exec", {"command": "echo heron"}), Call("exec", {"command": "echo crane"})))
+        return Reply(
+            "I will look.",
+            (Call("exec", {"command": "echo heron"}), Call("exec", {"command": "echo crane"})),
+        )
     if "helper" in asked:
         child = {"task": "Say which bird you see"}
         return Reply("", (Call("tool_call", {"id": "sessions_spawn", "args": child}),))
@@ -78,7 +85,9 @@ class OpenClaw:
         self.env = environment(self.home)
 
     def configure(self, url: str, key: str, api: str) -> None:
-        (self.home / ".openclaw" / "openclaw.json").write_bytes(configuration(url, key, api, free_port()))
+        (self.home / ".openclaw" / "openclaw.json").write_bytes(
+            configuration(url, key, api, free_port())
+        )
 
     async def say(self, *words: str) -> Any:
         """Run its command line to the end; gives what it prints as JSON."""
@@ -113,7 +122,9 @@ async def session_key(url: str) -> str:
         return found["session_key"]
 
 
-def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stage, tmp_path: Path) -> None:
+def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(
+    stage: Stage, tmp_path: Path
+) -> None:
     """Its own gateway, several messages, a key of `POST /sessions`."""
     openclaw = OpenClaw(tmp_path)
 
@@ -124,7 +135,9 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stag
             await openclaw.say("--agent", "main", "-m", "Ask a helper")
             await ear.until_told(b"EGRET")
             await openclaw.say("--agent", "main", "-m", "Go on")
-            await run(["openclaw", "sessions", "compact", "agent:main:main"], openclaw.work, openclaw.env)
+            await run(
+                ["openclaw", "sessions", "compact", "agent:main:main"], openclaw.work, openclaw.env
+            )
 
     played = stage.play(ToyModel(decide), scenario)
     record("openclaw", played, tmp_path, SUB_AGENT, "Requester session")
@@ -137,7 +150,9 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(stage: Stag
     assert {"The note says heron", "The helper saw egret", "EGRET", "Where were we?"} <= set(said)
 
 
-def test_without_a_session_key_a_run_is_a_trajectory_with_its_sub_agent(stage: Stage, tmp_path: Path) -> None:
+def test_without_a_session_key_a_run_is_a_trajectory_with_its_sub_agent(
+    stage: Stage, tmp_path: Path
+) -> None:
     """Any key: the trace tells which calls belong together."""
     openclaw = OpenClaw(tmp_path)
 
@@ -158,7 +173,9 @@ def test_without_a_session_key_a_run_is_a_trajectory_with_its_sub_agent(stage: S
 
 
 @pytest.mark.parametrize("api", ["openai-completions", "openai-responses", "anthropic-messages"])
-def test_one_headless_run_over_each_protocol_is_one_trajectory(stage: Stage, tmp_path: Path, api: str) -> None:
+def test_one_headless_run_over_each_protocol_is_one_trajectory(
+    stage: Stage, tmp_path: Path, api: str
+) -> None:
     openclaw = OpenClaw(tmp_path)
     said: list[Any] = []
 

@@ -53,7 +53,14 @@ class Containers:
     def clawstream(self, *arguments: str) -> str:
         """What a command prints, run beside the gateway."""
         return self(
-            "exec", "-T", "gateway", "clawstream", *arguments, "--config", "/etc/clawstream/settings.yaml", read=True
+            "exec",
+            "-T",
+            "gateway",
+            "clawstream",
+            *arguments,
+            "--config",
+            "/etc/clawstream/settings.yaml",
+            read=True,
         )
 
     def count(self, query: str) -> int:
@@ -72,7 +79,10 @@ def containers() -> Iterator[Containers]:
     # Not by compose: without the buildx plugin it builds nothing.
     base = os.environ.get("BASE_IMAGE", "python:3.11-slim-bookworm")
     image = ("--target", "core", "--tag", "clawstream-core", "--build-arg", f"BASE_IMAGE={base}")
-    subprocess.run(["docker", "build", "--file", FILES[0].with_name("Dockerfile"), *image, HERE.parents[1]], check=True)
+    subprocess.run(
+        ["docker", "build", "--file", FILES[0].with_name("Dockerfile"), *image, HERE.parents[1]],
+        check=True,
+    )
     try:
         containers("up", "--detach", "--wait")
         yield containers
@@ -85,10 +95,14 @@ def call(containers: Containers, key: str, trajectory: str, reward: float) -> No
     """One trajectory of one call, completed with a reward."""
     base = f"{containers.url}/{trajectory}/group"
     with OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=5) as client:
-        reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
+        reply = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "Hi"}]
+        )
     assert reply.choices[0].message.content == "Hello"
     done = httpx.post(
-        f"{base}/v1/complete_trajectory", json={"reward": reward}, headers={"authorization": f"Bearer {key}"}
+        f"{base}/v1/complete_trajectory",
+        json={"reward": reward},
+        headers={"authorization": f"Bearer {key}"},
     )
     assert done.status_code == 200, done.text
 
@@ -96,8 +110,12 @@ def call(containers: Containers, key: str, trajectory: str, reward: float) -> No
 def test_calls_reach_the_lake_and_a_batch_and_kills_lose_nothing(
     containers: Containers, eventually: Eventually
 ) -> None:
-    assert httpx.post(f"{containers.url}/v1/chat/completions", json={}).status_code == 401, "keys are required"
-    key = containers.clawstream("keys", "create", "--name", "agent", "--scope", "agent", "--scope", "reward")
+    assert httpx.post(f"{containers.url}/v1/chat/completions", json={}).status_code == 401, (
+        "keys are required"
+    )
+    key = containers.clawstream(
+        "keys", "create", "--name", "agent", "--scope", "agent", "--scope", "reward"
+    )
     key = key.split()[-1]
     call(containers, key, "one", 1.0)
     call(containers, key, "two", 0.0)

@@ -22,7 +22,11 @@ def installation(kafka: str, tmp_path: Path, model_dir: Path) -> Settings:
         {
             "run_id": "fenced",
             "data_dir": tmp_path / "data",
-            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 2},
+            "kafka": {
+                "bootstrap_servers": kafka,
+                "topic_prefix": f"t{uuid4().hex[:10]}",
+                "partitions": 2,
+            },
             "admit": {"channels": ["train"], "policy": POLICY},
             "trainer": {"model_path": model_dir, "device": "cpu"},
             "lake": {"flush_interval_s": 0.2},
@@ -38,8 +42,15 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
         running.until(lambda: feed.ids() == ["0.0", "1.0"], "the loop works")
         running.until(lambda: feed.column("batches", "batch_seq") == [0], "the lake writes")
 
-        newer = [running.alone(f"second-{words[0]}", *words) for words in (("admit",), ("train",), ("lake",))]
-        for name, begun in (("admit", "admission_starts"), ("train", "resumed"), ("lake", "lake_follows")):
+        newer = [
+            running.alone(f"second-{words[0]}", *words)
+            for words in (("admit",), ("train",), ("lake",))
+        ]
+        for name, begun in (
+            ("admit", "admission_starts"),
+            ("train", "resumed"),
+            ("lake", "lake_follows"),
+        ):
             running.until_says(f"second-{name}", begun)
         # Nobody is told: an idle process finds out by its next write. One group makes all three write.
         feed.group("second")
@@ -48,12 +59,23 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
         running.until(lambda: feed.ids() == ["0.0", "1.0", "2.1"], "the second trainer works on")
         feed.group("third")
         running.until(lambda: feed.ids() == ["0.0", "1.0", "2.1", "3.1"], "the second ones work on")
-        running.until(lambda: sorted(feed.column("batches", "batch_seq")) == [0, 1, 2], "the second lake works on")
-        running.until(lambda: set(feed.steps) <= set(feed.column("steps", "step_id")), "all steps are in the lake")
+        running.until(
+            lambda: sorted(feed.column("batches", "batch_seq")) == [0, 1, 2],
+            "the second lake works on",
+        )
+        running.until(
+            lambda: set(feed.steps) <= set(feed.column("steps", "step_id")),
+            "all steps are in the lake",
+        )
 
         for name in FENCED:
             row = running.table[name]
-            assert (row["state"], row["exit_code"], row["restarts"], row["pid"]) == ("fenced", EXIT_FENCED, 0, None)
+            assert (row["state"], row["exit_code"], row["restarts"], row["pid"]) == (
+                "fenced",
+                EXIT_FENCED,
+                0,
+                None,
+            )
             assert f'"exit_code": {EXIT_FENCED}' in running.log(name), "it says so"
         assert running.state("assemble") == "running"
         assert feed.groups() == ["first", "second", "third"]
@@ -61,5 +83,7 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
         for process in newer:
             process.send_signal(signal.SIGTERM)
             assert process.wait(180) == 0
-    assert sorted(feed.column("steps", "step_id")) == sorted(feed.steps), "each step once, whichever writer took it"
+    assert sorted(feed.column("steps", "step_id")) == sorted(feed.steps), (
+        "each step once, whichever writer took it"
+    )
     feed.close()

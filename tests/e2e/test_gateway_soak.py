@@ -45,7 +45,12 @@ GROWTH = 0.05
 SECRET = "the secret of the soak"
 SESSIONS = SessionKeys(SECRET.encode())
 PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
-AGENTS = ("OpenAI/Python 3.54.0", "claude-cli/2.1.0 (external, cli)", "codex_cli_rs/0.50.0", "python-requests/2.32")
+AGENTS = (
+    "OpenAI/Python 3.54.0",
+    "claude-cli/2.1.0 (external, cli)",
+    "codex_cli_rs/0.50.0",
+    "python-requests/2.32",
+)
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3500)]
 
 
@@ -60,7 +65,13 @@ def body_of(i: int, path: str, said: str) -> dict[str, Any]:
         case "/responses":
             return {"model": model, "instructions": system, "input": [turn], **stream}
         case "/messages":
-            return {"model": model, "max_tokens": 64, "system": system, "messages": [turn], **stream}
+            return {
+                "model": model,
+                "max_tokens": 64,
+                "system": system,
+                "messages": [turn],
+                **stream,
+            }
     return {"model": model, "messages": [{"role": "system", "content": system}, turn], **stream}
 
 
@@ -71,12 +82,17 @@ def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
         case 0:
             return f"/{key}/group-{i // 64}/v1{path}", {}
         case 1:
-            return f"/v1{path}", {"x-clawstream-trajectory": key, "x-clawstream-group": f"group-{i // 64}"}
+            return f"/v1{path}", {
+                "x-clawstream-trajectory": key,
+                "x-clawstream-group": f"group-{i // 64}",
+            }
         case 2:
             # Short ones, so that the cache of keys is full when it is first measured.
             token = SESSIONS.mint(Origin("default", f"soak-{i // 2}", None, "train"))
             return f"/v1{path}", {"authorization": f"Bearer {token}"}
-    return f"/v1{path}", {"authorization": f"Bearer someone-{i // 80}"}  # a bucket, told by caller and first turn
+    return f"/v1{path}", {
+        "authorization": f"Bearer someone-{i // 80}"
+    }  # a bucket, told by caller and first turn
 
 
 def request(i: int) -> bytes:
@@ -172,11 +188,20 @@ def test_memory_does_not_grow_with_the_calls_served(
     settings: Settings, tmp_path: Path, eventually: Callable[..., object]
 ) -> None:
     engine, port = free_port(), free_port()
-    given = {"port": port, "session_secret": SECRET, "upstreams": [f"http://127.0.0.1:{engine}"], "auth": "open"}
+    given = {
+        "port": port,
+        "session_secret": SECRET,
+        "upstreams": [f"http://127.0.0.1:{engine}"],
+        "auth": "open",
+    }
     settings = Settings.model_validate(settings.model_dump(exclude_unset=True) | {"gateway": given})
     with ExitStack() as stack:
         stack.enter_context(
-            running("engine", [sys.executable, "-m", "support.soak_engine", str(engine)], tmp_path / "engine.log")
+            running(
+                "engine",
+                [sys.executable, "-m", "support.soak_engine", str(engine)],
+                tmp_path / "engine.log",
+            )
         )
         ours = stack.enter_context(
             running("gateway", command("gateway", *words_of(settings)), tmp_path / "gateway.log")
@@ -188,8 +213,13 @@ def test_memory_does_not_grow_with_the_calls_served(
             sizes.append((first + ROUND, ours.memory_info().rss))
             if first + ROUND == FROM:
                 samples = len(scraped(port).splitlines())
-            print(f"{sizes[-1][0]} calls: {sizes[-1][1] / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s", flush=True)
-        eventually(lambda: counted(scraped(port), "clawstream_gateway_in_flight") == 0)  # the last that left
+            print(
+                f"{sizes[-1][0]} calls: {sizes[-1][1] / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+        eventually(
+            lambda: counted(scraped(port), "clawstream_gateway_in_flight") == 0
+        )  # the last that left
         told = scraped(port)
     assert counted(told, "clawstream_gateway_steps_answered_total") == CALLS - 2 * (CALLS // 50)
     assert counted(told, 'clawstream_gateway_steps_recorded_total{status="aborted"}') > left / 2 > 0

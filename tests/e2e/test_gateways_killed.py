@@ -45,7 +45,9 @@ def script(request: Any) -> Script:
     """Tokens that grow as the conversation does: every message is one token, and a reply's is that of its turn."""
     ids = [hash_of(m["content"]) for m in request["messages"]]
     reply = f"reply {len(ids)} to {request['messages'][-1]['content']}"
-    return Script([Say([hash_of(reply)], [reply], [-0.5])], prompt_ids=ids, version_start="default/0.0")
+    return Script(
+        [Say([hash_of(reply)], [reply], [-0.5])], prompt_ids=ids, version_start="default/0.0"
+    )
 
 
 def hash_of(text: str) -> int:
@@ -65,7 +67,9 @@ class Agents:
     async def run(self) -> None:
         """Until `stop`."""
         timeout = aiohttp.ClientTimeout(total=HANGS_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as http:
             await asyncio.gather(*(self._agent(http, i) for i in range(AGENTS)))
 
     async def _agent(self, http: aiohttp.ClientSession, number: int) -> None:
@@ -79,7 +83,9 @@ class Agents:
                 messages.append({"role": "assistant", "content": reply})
                 self.answered.setdefault(key, []).extend(steps)
                 self.calls += 1
-            await self._post(http, number, f"/{key}/g{number}/v1/complete_trajectory", {"reward": 1.0}, {})
+            await self._post(
+                http, number, f"/{key}/g{number}/v1/complete_trajectory", {"reward": 1.0}, {}
+            )
             self.completed.append(key)
             episode += 1
 
@@ -88,7 +94,9 @@ class Agents:
     ) -> tuple[str, list[str]]:
         headers = {"idempotency-key": f"{key}/{turn}"}
         ask = {"model": "policy", "messages": messages}
-        said, steps = await self._post(http, turn, f"/{key}/{key}/v1/chat/completions", ask, headers)
+        said, steps = await self._post(
+            http, turn, f"/{key}/{key}/v1/chat/completions", ask, headers
+        )
         return said["choices"][0]["message"]["content"], steps
 
     async def _post(
@@ -98,7 +106,9 @@ class Agents:
             port = self.ports[at % len(self.ports)]
             at += 1
             try:
-                async with http.post(f"http://127.0.0.1:{port}{path}", json=body, headers=headers) as reply:
+                async with http.post(
+                    f"http://127.0.0.1:{port}{path}", json=body, headers=headers
+                ) as reply:
                     said = await reply.json()
                     if reply.status == 200:
                         return said, reply.headers.get("x-clawstream-step", "").split(",")
@@ -199,7 +209,9 @@ def test_what_was_answered_is_kept_once_and_in_order(tmp_path: Path) -> None:
             with up(settings) as running:
                 await answers(settings.gateway.port)
                 agents = Agents([settings.gateway.port, second_port])
-                _, in_order = await asyncio.gather(agents.run(), faults(running, agents, second_port))
+                _, in_order = await asyncio.gather(
+                    agents.run(), faults(running, agents, second_port)
+                )
                 feed = Feed(settings)
                 ids = {s for steps in agents.answered.values() for s in steps}
                 await asyncio.to_thread(check, running, feed, agents, ids, in_order)
@@ -222,13 +234,17 @@ def check(running: Up, feed: Feed, agents: Agents, answered: set[str], in_order:
         return Counter(feed.column("steps", "step_id"))
 
     running.until(
-        lambda: answered <= in_lake().keys() and on_log() == in_lake().keys(), "every step is in the lake", PATIENCE_S
+        lambda: answered <= in_lake().keys() and on_log() == in_lake().keys(),
+        "every step is in the lake",
+        PATIENCE_S,
     )
     doubled = {step: n for step, n in in_lake().items() if n > 1}
     assert not doubled
     completed = {e.trajectory_key for e in feed.events(topics.steps, SessionEvent)}
     running.until(
-        lambda: completed <= {t.trajectory_id for t in feed.events(topics.trajectories, Trajectory)},
+        lambda: (
+            completed <= {t.trajectory_id for t in feed.events(topics.trajectories, Trajectory)}
+        ),
         "every completed trajectory is assembled",
         PATIENCE_S,
     )

@@ -15,10 +15,14 @@ from support.chaos_logs import Logs
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
 
 
-def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: float, seed: int) -> None:
+def kill_at_random(
+    home: Path, kills: int, steps: int, rate: float, pause_s: float, seed: int
+) -> None:
     """pause_s: between two kills, on average."""
     rng = random.Random(seed)
-    victims = [v for _ in range(-(-kills // len(VICTIMS))) for v in rng.sample(VICTIMS, len(VICTIMS))][:kills]
+    victims = [
+        v for _ in range(-(-kills // len(VICTIMS))) for v in rng.sample(VICTIMS, len(VICTIMS))
+    ][:kills]
     settings = installation(home, PROCESSES, rng)
     with running(settings, workers=2) as made, fed(made, steps, rate, seed) as feeder:
         made.until_batches(1)
@@ -41,7 +45,9 @@ def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: flo
         assert all(restarts), f"somebody was never killed: {restarts}"
         made.stop()
     logs.check_lake()
-    since, until = longest_pause(acks)  # of several kills, when the broker was killed again before it served
+    since, until = longest_pause(
+        acks
+    )  # of several kills, when the broker was killed again before it served
     pause = {
         "longest_pause_of_acks_s": round(until - since, 1),
         "broker_kills_in_it": sum(since <= t <= until for t in broker_killed),
@@ -52,11 +58,15 @@ def kill_at_random(home: Path, kills: int, steps: int, rate: float, pause_s: flo
 @pytest.mark.timeout(1500)
 def test_killed_at_random(tmp_path: Path) -> None:
     """The short version of the one below."""
-    kill_at_random(tmp_path, kills=12, steps=10_000, rate=400.0, pause_s=2.5, seed=random.randrange(1 << 30))
+    kill_at_random(
+        tmp_path, kills=12, steps=10_000, rate=400.0, pause_s=2.5, seed=random.randrange(1 << 30)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path: Path) -> None:
     """102 kills over 200,000 steps: about 17 minutes on two cores."""
-    kill_at_random(tmp_path, kills=102, steps=200_000, rate=500.0, pause_s=7.0, seed=random.randrange(1 << 30))
+    kill_at_random(
+        tmp_path, kills=102, steps=200_000, rate=500.0, pause_s=7.0, seed=random.randrange(1 << 30)
+    )

@@ -43,9 +43,17 @@ class Loop:
                 [
                     *(sys.executable, "-m", "demo", f"data_dir={home}"),
                     *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),
-                    *("demo.groups_per_batch=4", "admit.policy.group_size=4", "demo.concurrency=12"),
+                    *(
+                        "demo.groups_per_batch=4",
+                        "admit.policy.group_size=4",
+                        "demo.concurrency=12",
+                    ),
                     *(f"lake.flush_rows={flush_rows}", f"lake.flush_interval_s={flush_s:.2f}"),
-                    *(f"broker.port={free_port()}", f"gateway.port={free_port()}", f"rollout.port={free_port()}"),
+                    *(
+                        f"broker.port={free_port()}",
+                        f"gateway.port={free_port()}",
+                        f"rollout.port={free_port()}",
+                    ),
                     "up.restart_delay_s=0.5",
                 ]
             ),
@@ -74,13 +82,18 @@ class Loop:
         deadline = time.monotonic() + timeout_s
         while self.versions() < sync_index:
             assert self.process.poll() is None, self.tail("the demo ended early")
-            assert time.monotonic() < deadline, self.tail(f"version {sync_index} not reached within {timeout_s:g} s")
+            assert time.monotonic() < deadline, self.tail(
+                f"version {sync_index} not reached within {timeout_s:g} s"
+            )
             time.sleep(0.1)
 
     def pids(self, victim: str) -> list[int]:
         """Processes to kill: the victim itself, not the supervisor's wrapper around it."""
         if victim == "broker":
-            return [int(p.read_text().split()[0]) for p in (self.home / "broker").glob("node-*/broker.pid")]
+            return [
+                int(p.read_text().split()[0])
+                for p in (self.home / "broker").glob("node-*/broker.pid")
+            ]
         if victim == "vllm":
             worker = psutil.Process(self.table["rollout"]["pid"])
             return [c.pid for c in worker.children() if "vllm" in " ".join(c.cmdline())]
@@ -90,7 +103,9 @@ class Loop:
         """The end of all logs, for a failed assertion."""
         parts = [why]
         for path in (self.home.parent / "demo.log", *sorted((self.home / "logs").glob("*.log"))):
-            parts.append(f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:]))
+            parts.append(
+                f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:])
+            )
         return "\n".join(parts)[-20_000:]
 
 

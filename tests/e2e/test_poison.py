@@ -67,18 +67,24 @@ class Poisoned(Feed):
     def newer(self, event: Any) -> bytes:
         """The record as a newer release writes it: with one more field. Announces its schema first."""
         name = type(event).__name__
-        schema = shipped(name) | {"fields": [*shipped(name)["fields"], {"name": "added_later", "type": "string"}]}
+        schema = shipped(name) | {
+            "fields": [*shipped(name)["fields"], {"name": "added_later", "type": "string"}]
+        }
         schema["fields"][-1]["default"] = ""
         text = json.dumps(schema)
         fingerprint = Codec().announce(text)
         if name not in self._announced:
             self._announced.add(name)
-            record = SchemaPublished(fingerprint=fingerprint, name=f"clawstream.{name}", schema_json=text, created_at=0)
+            record = SchemaPublished(
+                fingerprint=fingerprint, name=f"clawstream.{name}", schema_json=text, created_at=0
+            )
             self.producer.put(self.topics.schemas, fingerprint.encode(), self.codec.encode(record))
             self.producer.flush()
         return MAGIC + bytes.fromhex(fingerprint) + self.codec.encode(event)[10:] + b"\x06new"
 
-    def put_newer(self, topic: str, key: bytes, event: Any, headers: dict[str, bytes] | None = None) -> None:
+    def put_newer(
+        self, topic: str, key: bytes, event: Any, headers: dict[str, bytes] | None = None
+    ) -> None:
         self.producer.put(topic, key, self.newer(event), headers)
         self.producer.flush()
 
@@ -94,12 +100,19 @@ class Installation:
 
     def buried(self, topic: str, owner: str, reasons: list[str] = REASONS) -> None:
         """Each poison record has one dead letter, by the owner, with all that was in the record."""
-        self.up.until(lambda: len(self.feed.letters(topic)) >= len(reasons), f"dead letters of {topic} by {owner}")
+        self.up.until(
+            lambda: len(self.feed.letters(topic)) >= len(reasons),
+            f"dead letters of {topic} by {owner}",
+        )
         found = self.feed.letters(topic)
         assert sorted(d.reason for d in found) == reasons
-        assert {(d.process, d.topic_id) for d in found} == {(owner, self.feed.cluster.topic_id(topic))}
+        assert {(d.process, d.topic_id) for d in found} == {
+            (owner, self.feed.cluster.topic_id(topic))
+        }
         for letter in found:
-            (record,) = self.feed.cluster.read_range(topic, letter.partition, letter.offset, letter.offset)
+            (record,) = self.feed.cluster.read_range(
+                topic, letter.partition, letter.offset, letter.offset
+            )
             assert (letter.key, letter.value) == (record.key, record.value)
 
     def trains(self, group: str) -> None:
@@ -111,12 +124,18 @@ class Installation:
 
 
 @pytest.fixture(scope="module")
-def there(kafka: str, tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Installation]:
+def there(
+    kafka: str, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> Iterator[Installation]:
     settings = Settings.model_validate(
         {
             "run_id": RUN,
             "data_dir": tmp_path_factory.mktemp("poison") / "data",
-            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 2},
+            "kafka": {
+                "bootstrap_servers": kafka,
+                "topic_prefix": f"t{uuid4().hex[:10]}",
+                "partitions": 2,
+            },
             "jobs": {"reward_functions": {"*": ["exact_match@1"]}, "tick_interval_s": 0.3},
             "admit": {"policy": POLICY | {"val_groups": 1}},
             "trainer": {"model_path": model_dir, "device": "cpu"},
@@ -140,8 +159,12 @@ def test_steps(there: Installation) -> None:
     there.feed.put(session(RUN, key, "opened"))
     there.feed.put_newer(topic, key.encode(), step(RUN, key))
     there.feed.put(session(RUN, key, "completed"))
-    there.up.until(lambda: key in there.feed.column("candidates", "trajectory_id"), "the trajectory closes")
-    *_, candidate = (c for c in there.feed.events(there.topics.candidates, Candidate) if c.trajectory_id == key)
+    there.up.until(
+        lambda: key in there.feed.column("candidates", "trajectory_id"), "the trajectory closes"
+    )
+    *_, candidate = (
+        c for c in there.feed.events(there.topics.candidates, Candidate) if c.trajectory_id == key
+    )
     assert (len(candidate.steps), candidate.trainable) == (1, True)
     there.buried(topic, "assemble")
 
@@ -153,7 +176,11 @@ def test_rewards(there: Installation) -> None:
     there.feed.put(session(RUN, key, "opened"), step(RUN, key), session(RUN, key, "completed"))
 
     def rewarded() -> bool:
-        found = [c for c in there.feed.events(there.topics.candidates, Candidate) if c.trajectory_id == key]
+        found = [
+            c
+            for c in there.feed.events(there.topics.candidates, Candidate)
+            if c.trajectory_id == key
+        ]
         return any(r.value == 0.25 for c in found for r in c.rewards)
 
     there.up.until(rewarded, "the reward is joined")
@@ -177,10 +204,19 @@ def test_trajectories(there: Installation) -> None:
     there.feed.poison(topic, key.encode())
     there.feed.put_newer(topic, key.encode(), whole)
     there.up.until(
-        lambda: [r.value for r in there.feed.events(there.topics.rewards, Reward) if r.trajectory_key == key] == [1.0],
+        lambda: (
+            [
+                r.value
+                for r in there.feed.events(there.topics.rewards, Reward)
+                if r.trajectory_key == key
+            ]
+            == [1.0]
+        ),
         "the trajectory is rewarded",
     )
-    there.up.until(lambda: key in there.feed.column("trajectories", "trajectory_id"), "it is in the lake")
+    there.up.until(
+        lambda: key in there.feed.column("trajectories", "trajectory_id"), "it is in the lake"
+    )
     there.buried(topic, "reward")
 
 
@@ -189,7 +225,9 @@ def test_candidates(there: Installation) -> None:
     there.feed.poison(topic, RUN.encode(), step(RUN, "on-candidates"))
     place = {"topic_id": b"t", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
     for member in range(2):
-        value = RewardValue(source="env", name="score", function_version="1", value=float(member), reward_revision=0)
+        value = RewardValue(
+            source="env", name="score", function_version="1", value=float(member), reward_revision=0
+        )
         key = f"on-candidates-{member}"
         there.feed.put_newer(
             topic,
@@ -202,7 +240,9 @@ def test_candidates(there: Installation) -> None:
             ),
             place,
         )  # fmt: skip
-    there.up.until(lambda: "val" in there.feed.column("batches", "channel"), "the validation group is admitted")
+    there.up.until(
+        lambda: "val" in there.feed.column("batches", "channel"), "the validation group is admitted"
+    )
     there.buried(topic, "admit")
     there.trains("after-candidates")
 
@@ -219,7 +259,9 @@ def test_ready_batches(there: Installation, channel: str, owner: str) -> None:
     topic = there.topics.ready_batches(RUN, channel)
     there.feed.poison(topic, RUN.encode())
     there.feed.put_newer(topic, RUN.encode(), refused(there.feed.settings, channel))
-    there.up.until(lambda: f"refused-{channel}" in there.feed.column("groups", "group_id"), "it is in the lake")
+    there.up.until(
+        lambda: f"refused-{channel}" in there.feed.column("groups", "group_id"), "it is in the lake"
+    )
     there.buried(topic, owner)
     if channel == "train":
         there.trains("after-batches")
@@ -233,7 +275,9 @@ def test_weights(there: Installation) -> None:
     )  # fmt: skip
     there.feed.poison(topic, b"other/0.0")
     there.feed.put_newer(topic, b"other/0.0", version)
-    there.up.until(lambda: "other/0.0" in there.feed.column("weights", "version_id"), "it is in the lake")
+    there.up.until(
+        lambda: "other/0.0" in there.feed.column("weights", "version_id"), "it is in the lake"
+    )
     there.buried(topic, "lake")
 
     async def heard() -> WeightVersion | None:
@@ -263,7 +307,9 @@ def test_workers(there: Installation) -> None:
     async def buried() -> list[Message]:
         """What a gateway would bury until it knows the worker."""
         table, out = WorkerTable(), list[Message]()
-        feed = WorkerFeed(there.feed.cluster, there.feed.settings, table, Codec(), lambda: 0.0, out.append)
+        feed = WorkerFeed(
+            there.feed.cluster, there.feed.settings, table, Codec(), lambda: 0.0, out.append
+        )
         feed.start()
         async with asyncio.timeout(90):
             while not table.ready(0.0):  # noqa: ASYNC110
@@ -283,7 +329,9 @@ def test_schemas(there: Installation) -> None:
     there.feed.poison(topic, b"poison")
     there.buried(topic, "lake", COMPACTED)
     there.feed.put_newer(there.topics.steps, b"on-schemas", session(RUN, "on-schemas", "opened"))
-    there.up.until(lambda: "on-schemas" in there.feed.column("session_events", "trajectory_key"), "it is known")
+    there.up.until(
+        lambda: "on-schemas" in there.feed.column("session_events", "trajectory_key"), "it is known"
+    )
     assert "clawstream.SessionEvent" in there.feed.column("schemas", "name")
 
 
@@ -295,7 +343,9 @@ def test_dead_letters(there: Installation) -> None:
         detail="", created_at=0,
     )  # fmt: skip
     there.feed.put_newer(topic, b"k", letter)
-    there.up.until(lambda: "elsewhere" in there.feed.column("dead_letters", "topic"), "it is in the lake")
+    there.up.until(
+        lambda: "elsewhere" in there.feed.column("dead_letters", "topic"), "it is in the lake"
+    )
     there.buried(topic, "lake")
 
 
@@ -304,7 +354,11 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
     settings = Settings.model_validate(
         {
             "data_dir": tmp_path / "data",
-            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 1},
+            "kafka": {
+                "bootstrap_servers": kafka,
+                "topic_prefix": f"t{uuid4().hex[:10]}",
+                "partitions": 1,
+            },
             "up": {"processes": ["assemble"], "restart_delay_s": 0.2},
         }
     )
@@ -317,13 +371,19 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
         running.until_state("assemble", "source truncated")
         assert running.table["assemble"]["exit_code"] == EXIT_SOURCE
         assert re.search(
-            rf"state log {feed.topics.assembly}-0, offset \d+: 7 bytes that begin", running.log("assemble")
+            rf"state log {feed.topics.assembly}-0, offset \d+: 7 bytes that begin",
+            running.log("assemble"),
         )
         told = call("doctor", *words_of(settings))
-        assert told.returncode == 1 and "unreadable: state log" in told.stdout, told.stdout + told.stderr
+        assert told.returncode == 1 and "unreadable: state log" in told.stdout, (
+            told.stdout + told.stderr
+        )
         running.stop()
     feed.cluster.delete_topic(feed.topics.assembly)  # the way out: fold everything again
     with up(settings) as running:
-        running.until(lambda: len(feed.events(feed.topics.candidates, Candidate)) >= 2, "what waited is closed")
+        running.until(
+            lambda: len(feed.events(feed.topics.candidates, Candidate)) >= 2,
+            "what waited is closed",
+        )
         running.stop()
     feed.close()

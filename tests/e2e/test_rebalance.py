@@ -24,7 +24,9 @@ STOPPED_S = 60.0
 
 def settings_of(home: Path) -> Settings:
     """The state log is kept whole: the tests look at every decision."""
-    return installation(home, PROCESSES, random.Random(os.getpid()), jobs={"snapshot_min_bytes": 1 << 30})
+    return installation(
+        home, PROCESSES, random.Random(os.getpid()), jobs={"snapshot_min_bytes": 1 << 30}
+    )
 
 
 def come_and_go(home: Path, rate: float, batches: int) -> float:
@@ -82,7 +84,9 @@ def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) ->
                 time.sleep(max(0.0, begun + stop_s - time.monotonic()))
                 stopped.send_signal(signal.SIGCONT)
                 # Stopped in a batch it finds itself fenced, and dies; stopped between two it comes back into the group.
-                made.first.until(lambda s=stopped: s.poll() is not None or "1" in made.owners(), "it has noticed")  # type: ignore[misc]
+                made.first.until(
+                    lambda s=stopped: s.poll() is not None or "1" in made.owners(), "it has noticed"
+                )  # type: ignore[misc]
                 assert stopped.poll() in (None, EXIT_FAILED)
                 made.until_batches(2)
                 stopped.send_signal(signal.SIGTERM)

@@ -94,7 +94,10 @@ def recover(
     jobs.start()
     put(session(key, "completed") for key in keys)
     eventually(
-        lambda: sum(e - ends[p][1] for p, (_, e) in jobs.cluster.watermarks(topic).items()) >= len(keys), timeout_s
+        lambda: (
+            sum(e - ends[p][1] for p, (_, e) in jobs.cluster.watermarks(topic).items()) >= len(keys)
+        ),
+        timeout_s,
     )
 
     found: dict[str, int] = {}
@@ -102,11 +105,17 @@ def recover(
         for record in jobs.cluster.read_all(topic, p, first=ends[p][1]):
             event = jobs.codec.decode(record.value)
             if isinstance(event, Trajectory):
-                assert (event.outcome, len(event.steps)) == ("completed", TURNS), event.trajectory_id
+                assert (event.outcome, len(event.steps)) == ("completed", TURNS), (
+                    event.trajectory_id
+                )
                 assert sum(len(s.token_ids) for s in event.segments) == 4 * TURN_TOKENS * TURNS
                 found.setdefault(event.trajectory_id, record.timestamp_ms)
     assert found.keys() == set(keys)
-    times = {"first_output_s": min(found.values()), "oldest_s": found[OLDEST], "last_output_s": max(found.values())}
+    times = {
+        "first_output_s": min(found.values()),
+        "oldest_s": found[OLDEST],
+        "last_output_s": max(found.values()),
+    }
     return {name: (at - killed_ms) / 1000 for name, at in times.items()}
 
 

@@ -58,7 +58,9 @@ def bring_back(made: Installation) -> None:
     made.first.until(in_sync, "all copies are in sync")
 
 
-def kill_each(home: Path, rate: float, batches: int, settings_of: random.Random) -> dict[str, float]:
+def kill_each(
+    home: Path, rate: float, batches: int, settings_of: random.Random
+) -> dict[str, float]:
     """batches: to wait for with a node dead, and again with it back. Returns the longest pauses, seconds."""
     settings = installation(
         home, ("assemble", "reward", "admit", "lake"), settings_of,
@@ -86,7 +88,15 @@ def kill_each(home: Path, rate: float, batches: int, settings_of: random.Random)
         "acks_pause_s": longest_pause_s([a for a in acks if begun <= a.at <= ended]),
         "batches_pause_s": logs.pause_of_batches_s(begun_ms, ended_ms),
     }
-    print(json.dumps({**{k: round(v, 1) for k, v in pauses.items()}, "seconds": round(ended - begun), **figures}))
+    print(
+        json.dumps(
+            {
+                **{k: round(v, 1) for k, v in pauses.items()},
+                "seconds": round(ended - begun),
+                **figures,
+            }
+        )
+    )
     return pauses
 
 

@@ -47,7 +47,9 @@ def a_life(settings: Settings, group: str, ids: list[str], steps: int) -> list[s
     with up(settings) as running, feed_of(running) as feed:
         feed.group(group)
         running.until(lambda: feed.ids() == ids, f"versions {ids}")
-        running.until(lambda: len(feed.column("steps", "step_id")) == steps, f"{steps} steps in the lake")
+        running.until(
+            lambda: len(feed.column("steps", "step_id")) == steps, f"{steps} steps in the lake"
+        )
         running.stop()
         assert {row["restarts"] for row in running.table.values()} == {0}
         return feed.steps
@@ -62,8 +64,12 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         feed.group("two")
         running.until(lambda: feed.ids() == ["0.1", "1.1"], "a new chain, no id used twice")
         running.until(lambda: len(feed.column("steps", "step_id")) == 4, "old and new rows")
-        running.until(lambda: len(feed.column("weights", "version_id")) == 4, "old and new versions")
-        running.until(lambda: len(set(feed.column("batches", "kafka_topic_id"))) == 2, "old and new batches")
+        running.until(
+            lambda: len(feed.column("weights", "version_id")) == 4, "old and new versions"
+        )
+        running.until(
+            lambda: len(set(feed.column("batches", "kafka_topic_id"))) == 2, "old and new batches"
+        )
         running.until_says("lake", "topic_made_anew")
         running.until_says("trainer", "weights_of_another_log")
         told = call("doctor", *words_of(installation))
@@ -72,7 +78,9 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         running.stop()
         steps += feed.steps
     assert sorted(feed.column("steps", "step_id")) == sorted(steps)
-    assert sorted(feed.column("weights", "version_id")) == [f"wiped/{v}" for v in ("0.0", "0.1", "1.0", "1.1")]
+    assert sorted(feed.column("weights", "version_id")) == [
+        f"wiped/{v}" for v in ("0.0", "0.1", "1.0", "1.1")
+    ]
     assert len(set(feed.column("batches", "kafka_topic_id"))) == 2
     assert feed.column("dead_letters", "reason") == []
 
@@ -90,11 +98,17 @@ def test_an_older_copy_stops_who_was_further(installation: Settings, tmp_path: P
         for name in ("lake", "trainer"):
             running.until_state(name, "source truncated")
             assert running.table[name]["exit_code"] == EXIT_SOURCE
-            assert "source truncated: claw." in running.log(name) and "run clawstream doctor" in running.log(name)
+            assert "source truncated: claw." in running.log(
+                name
+            ) and "run clawstream doctor" in running.log(name)
         told = call("doctor", *words_of(installation))
         assert told.returncode == 1, told.stderr
-        beyond = {line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")}
+        beyond = {
+            line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")
+        }
         assert beyond == {"lake", "trainer"}, told.stdout
         assert "restore its newer data" in told.stdout
         running.stop()
-    assert (home / "checkpoints" / "wiped" / "2.1").is_dir(), "what the copy knows nothing of is not thrown away"
+    assert (home / "checkpoints" / "wiped" / "2.1").is_dir(), (
+        "what the copy knows nothing of is not thrown away"
+    )

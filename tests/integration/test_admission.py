@@ -106,13 +106,21 @@ class Log:
 
     def journal(self, channel: str = "train") -> list[Any]:
         topic = self.topics.ready_batches("demo", channel)
-        return [CODEC.decode(r.value) for r in self.cluster.read_all(topic)] if self.cluster.topics(topic) else []
+        return (
+            [CODEC.decode(r.value) for r in self.cluster.read_all(topic)]
+            if self.cluster.topics(topic)
+            else []
+        )
 
     def batches(self, channel: str = "train") -> list[ReadyBatch]:
         return [d for d in self.journal(channel) if isinstance(d, ReadyBatch)]
 
     def policies(self) -> list[AdmissionPolicy]:
-        found = (CODEC.decode(r.value) for r in self.records() if r.key == b"demo" and (r.value or b"")[:1] == b"\xc3")
+        found = (
+            CODEC.decode(r.value)
+            for r in self.records()
+            if r.key == b"demo" and (r.value or b"")[:1] == b"\xc3"
+        )
         return [e for e in found if isinstance(e, AdmissionPolicy)]
 
     def records(self) -> list[Record]:
@@ -120,10 +128,15 @@ class Log:
 
     def dead(self) -> list[DeadLetter]:
         """Those of a transaction whose batch is seen already, too: each partition is told of its end by itself."""
-        return [CODEC.decode(r.value) for r in self.cluster.read_all(self.topics.dead_letters, await_open=True)]
+        return [
+            CODEC.decode(r.value)
+            for r in self.cluster.read_all(self.topics.dead_letters, await_open=True)
+        ]
 
     def lag(self, channel: str) -> int | None:
-        committed = self.cluster.committed(f"{self.settings.kafka.topic_prefix}-admit.demo.{channel}")
+        committed = self.cluster.committed(
+            f"{self.settings.kafka.topic_prefix}-admit.demo.{channel}"
+        )
         end = self.cluster.watermarks(self.topics.candidates, [self.partition])[self.partition][1]
         position = committed.get((self.topics.candidates, self.partition))
         return None if position is None else end - position
@@ -135,7 +148,9 @@ def log(mine: Settings, cluster: Cluster) -> Log:
 
 
 def cand(tid: str, group: str, value: float | None, sync: int = 0, **changes: Any) -> Candidate:
-    rewards = (RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),)
+    rewards = (
+        RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),
+    )
     plain: dict[str, Any] = {
         "run_id": "demo", "channel": "train", "trajectory_key": tid, "trajectory_id": tid, "group_id": group,
         "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 1000, "rewards": rewards,
@@ -154,7 +169,9 @@ def check(batches: list[ReadyBatch]) -> list[str]:
     return groups
 
 
-def test_groups_become_batches_of_both_channels(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
+def test_groups_become_batches_of_both_channels(
+    log: Log, start: Start, mine: Settings, eventually: Any
+) -> None:
     process = start(mine)
     for number in range(7):
         log.group(number)
@@ -162,7 +179,11 @@ def test_groups_become_batches_of_both_channels(log: Log, start: Start, mine: Se
     batches = eventually(lambda: found if len(found := log.batches()) == 2 else None)
     assert check(batches) == [f"g{i}" for i in range(6)]
     member = batches[0].groups[0].members[0]
-    assert (member.place.topic_id, member.place.partition, member.place.last_offset) == ("payload", 3, 8)
+    assert (member.place.topic_id, member.place.partition, member.place.last_offset) == (
+        "payload",
+        3,
+        8,
+    )
     assert batches[0].input_topic_id == log.cluster.topic_id(log.topics.candidates)
     assert log.batches("val") == [], "it waits for more, or for its deadline"
     log.put(*(Tick(partition=p, event_time=1000 + 61_000) for p in range(4)))
@@ -210,7 +231,9 @@ def test_kill_at_any_time_neither_loses_nor_doubles_a_group(
     assert process.wait(180) == 0
 
 
-def test_second_admission_fences_the_first(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
+def test_second_admission_fences_the_first(
+    log: Log, start: Start, mine: Settings, eventually: Any
+) -> None:
     first = start(mine)
     eventually(lambda: len(log.journal()) == 1)
     second = start(mine)
@@ -219,11 +242,15 @@ def test_second_admission_fences_the_first(log: Log, start: Start, mine: Setting
     for number in range(6):
         log.group(number)
     assert first.wait(180) == EXIT_FENCED
-    assert check(eventually(lambda: found if len(found := log.batches()) == 2 else None)) == [f"g{i}" for i in range(6)]
+    assert check(eventually(lambda: found if len(found := log.batches()) == 2 else None)) == [
+        f"g{i}" for i in range(6)
+    ]
     assert second.poll() is None
 
 
-def test_poison_is_buried_once_and_stops_nothing(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
+def test_poison_is_buried_once_and_stops_nothing(
+    log: Log, start: Start, mine: Settings, eventually: Any
+) -> None:
     process = start(mine)
     eventually(lambda: len(log.journal()) == 1)
     (policy,) = log.policies()
@@ -233,10 +260,13 @@ def test_poison_is_buried_once_and_stops_nothing(log: Log, start: Start, mine: S
         b"\xc3\x01unknown-fingerprint",
         Late(run_id="demo", channel="train", trajectory_id="x", revision=0, input_to=0),
     )
-    log.producer.put(log.topics.candidates, b"demo", CODEC.encode(cand("twisted", "g", 1.0)), twisted)
+    log.producer.put(
+        log.topics.candidates, b"demo", CODEC.encode(cand("twisted", "g", 1.0)), twisted
+    )
     log.put(
         AdmissionPolicy(
-            **{f: getattr(policy, f) for f in policy.__dataclass_fields__} | {"sync_every": 9, "policy_version": 2}
+            **{f: getattr(policy, f) for f in policy.__dataclass_fields__}
+            | {"sync_every": 9, "policy_version": 2}
         )
     )
     log.put(cand("x", "g", 1.0, run_id="other"))
@@ -244,11 +274,20 @@ def test_poison_is_buried_once_and_stops_nothing(log: Log, start: Start, mine: S
         log.group(number)
     assert len(check(eventually(log.batches))) == 3
     dead = log.dead()
-    assert [d.reason for d in dead] == ["undecodable", "unknown_schema", "invalid", "invalid", "invalid", "invalid"]
+    assert [d.reason for d in dead] == [
+        "undecodable",
+        "unknown_schema",
+        "invalid",
+        "invalid",
+        "invalid",
+        "invalid",
+    ]
     assert {(d.process, d.key, d.partition, d.topic) for d in dead} == {
         ("admit", b"demo", log.partition, log.topics.candidates)
     }
-    assert dead[0].value == b"garbage" and dead[0].topic_id == log.cluster.topic_id(log.topics.candidates)
+    assert dead[0].value == b"garbage" and dead[0].topic_id == log.cluster.topic_id(
+        log.topics.candidates
+    )
     assert "sync_every is 1 for the whole run" in dead[4].detail
     eventually(lambda: log.lag("train") == 0)
     process.kill()
@@ -261,7 +300,9 @@ def test_poison_is_buried_once_and_stops_nothing(log: Log, start: Start, mine: S
     assert len(log.dead()) == len(dead)
 
 
-def test_changed_settings_become_a_new_policy(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
+def test_changed_settings_become_a_new_policy(
+    log: Log, start: Start, mine: Settings, eventually: Any
+) -> None:
     process = start(mine)
     log.group(0)
     eventually(lambda: len(log.journal()) == 1 and log.lag("train") == 0)
@@ -275,13 +316,17 @@ def test_changed_settings_become_a_new_policy(log: Log, start: Start, mine: Sett
     process.kill()
     process.wait()
     other = load_with(mine, sync_every=2)
-    refused = start(other.model_copy(update={"trainer": other.trainer.model_copy(update={"sync_every": 2})}))
+    refused = start(
+        other.model_copy(update={"trainer": other.trainer.model_copy(update={"sync_every": 2})})
+    )
     assert refused.wait(180) == EXIT_SETTINGS
 
 
 def load_with(settings: Settings, **policy: Any) -> Settings:
     changed = settings.admit.policy.model_copy(update=policy)
-    return settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": changed})})
+    return settings.model_copy(
+        update={"admit": settings.admit.model_copy(update={"policy": changed})}
+    )
 
 
 def test_candidates_made_anew_and_candidates_truncated(
@@ -302,8 +347,16 @@ def test_candidates_made_anew_and_candidates_truncated(
     process = start(mine)
     batches = eventually(lambda: found if len(found := log.batches()) == 2 else None)
     assert check(batches) == [f"g{i}" for i in range(6)], "what was trained stays trained"
-    assert batches[0].input_topic_id != batches[1].input_topic_id == cluster.topic_id(log.topics.candidates)
-    assert [d.policy.policy_version for d in log.journal() if isinstance(d, PolicyApplied)] == [1, 1, 2]
+    assert (
+        batches[0].input_topic_id
+        != batches[1].input_topic_id
+        == cluster.topic_id(log.topics.candidates)
+    )
+    assert [d.policy.policy_version for d in log.journal() if isinstance(d, PolicyApplied)] == [
+        1,
+        1,
+        2,
+    ]
     process.kill()
     process.wait()
     log.put(cand("pending", "p", 0.0))
@@ -326,10 +379,14 @@ def test_candidates_made_anew_under_a_running_admission(
     start(mine)
     for number in (3, 4, 5):
         log.group(number)
-    assert check(eventually(lambda: found if len(found := log.batches()) == 2 else None)) == [f"g{i}" for i in range(6)]
+    assert check(eventually(lambda: found if len(found := log.batches()) == 2 else None)) == [
+        f"g{i}" for i in range(6)
+    ]
 
 
-def test_refusals_are_on_the_journal(log: Log, start: Start, mine: Settings, eventually: Any) -> None:
+def test_refusals_are_on_the_journal(
+    log: Log, start: Start, mine: Settings, eventually: Any
+) -> None:
     start(mine)
     log.put(cand("a", "same", 1.0), cand("b", "same", 1.0))
     (refused,) = eventually(lambda: [d for d in log.journal() if isinstance(d, Refused)])

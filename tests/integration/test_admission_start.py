@@ -34,7 +34,11 @@ class Log:
     """The candidates of one installation."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
-        self.cluster, self.topics, self.producer = cluster, settings.kafka.topics, cluster.producer()
+        self.cluster, self.topics, self.producer = (
+            cluster,
+            settings.kafka.topics,
+            cluster.producer(),
+        )
         self.time = 0
 
     def ticks(self, count: int) -> None:
@@ -54,7 +58,11 @@ class Log:
         return self.cluster.watermarks(self.topics.candidates, [PARTITION])[PARTITION][1]
 
     def decisions(self, kind: type) -> list[Any]:
-        return [d for d in self._committed(self.topics.ready_batches("r", "train")) if isinstance(d, kind)]
+        return [
+            d
+            for d in self._committed(self.topics.ready_batches("r", "train"))
+            if isinstance(d, kind)
+        ]
 
     def letters(self) -> list[DeadLetter]:
         return self._committed(self.topics.dead_letters)
@@ -67,11 +75,20 @@ class Log:
 @pytest.fixture
 def mine(settings: Settings, cluster: Cluster) -> Settings:
     small = settings.admit.policy.model_copy(
-        update={"group_size": 2, "batch_groups": 1, "required_rewards": ("rule",), "group_deadline_s": 1.0}
+        update={
+            "group_size": 2,
+            "batch_groups": 1,
+            "required_rewards": ("rule",),
+            "group_deadline_s": 1.0,
+        }
     )
-    changed = settings.model_copy(update={"run_id": "r", "admit": settings.admit.model_copy(update={"policy": small})})
+    changed = settings.model_copy(
+        update={"run_id": "r", "admit": settings.admit.model_copy(update={"policy": small})}
+    )
     create_topics(
-        cluster, changed, [changed.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")]
+        cluster,
+        changed,
+        [changed.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")],
     )
     return changed
 
@@ -100,14 +117,22 @@ def read_on(desk: Desk) -> None:
         desk.step(0.1)
 
 
-def test_a_journal_made_anew_behind_trained_weights_is_refused(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_a_journal_made_anew_behind_trained_weights_is_refused(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     """Its batches count from 0 again, and no staleness would be above the limit."""
     journal = log.topics.ready_batches("r", "train")
     trained = WeightVersion(
         version_id="r/9.0", run_id="r", sync_index=9, attempt=0, format="full", files=(), channel="train", metrics={},
         created_at=0, batches_topic_id=cluster.topic_id(journal), first_batch_seq=8, last_batch_seq=8,
     )  # fmt: skip
-    initial = replace(trained, version_id="r/0.0", batches_topic_id="gone", first_batch_seq=None, last_batch_seq=None)
+    initial = replace(
+        trained,
+        version_id="r/0.0",
+        batches_topic_id="gone",
+        first_batch_seq=None,
+        last_batch_seq=None,
+    )
     other = replace(trained, version_id="other/9.0", run_id="other", batches_topic_id="gone")
     for version in (initial, other, trained):
         log.producer.put(log.topics.weights, version.version_id.encode(), CODEC.encode(version))
@@ -117,12 +142,16 @@ def test_a_journal_made_anew_behind_trained_weights_is_refused(mine: Settings, c
     lost = replace(trained, version_id="r/10.0", batches_topic_id="gone")
     log.producer.put(log.topics.weights, b"r/10.0", CODEC.encode(lost))
     log.producer.flush()
-    with pytest.raises(UnreadableJournal, match=r"made anew .* r/10\.0 was trained from batches up to 8") as raised:
+    with pytest.raises(
+        UnreadableJournal, match=r"made anew .* r/10\.0 was trained from batches up to 8"
+    ) as raised:
         opened(mine, cluster)
     assert exit_code(raised.value) == EXIT_SOURCE
 
 
-def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     log.ticks(OLD // 2)
     log.put(b"other", cand("x", run_id="other"))
     log.put(None, b"garbage")
@@ -130,10 +159,17 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: 
     end = log.end
     desks = opened(mine, cluster)
     for desk in desks:
-        assert desk.position == end - 4, "the last tick of each partition, and nothing that trim does not keep"
+        assert desk.position == end - 4, (
+            "the last tick of each partition, and nothing that trim does not keep"
+        )
     assert [(d.key, d.reason) for d in log.letters()] == [(None, "undecodable")]
     now = log.time // 4
-    log.put(RUN, cand("late", "g", closed_at=0), cand("a", "h", 1.0, closed_at=now), cand("b", "h", 0.0, closed_at=now))
+    log.put(
+        RUN,
+        cand("late", "g", closed_at=0),
+        cand("a", "h", 1.0, closed_at=now),
+        cand("b", "h", 0.0, closed_at=now),
+    )
     log.ticks(4)
     assert log.end > end
     for desk in desks:
@@ -142,7 +178,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: 
     (batch,) = log.decisions(ReadyBatch)
     assert [g.group_id for g in batch.groups] == ["h"]
     (refused,) = log.decisions(Refused)
-    assert (refused.reason, refused.trajectory_ids) == ("incomplete", ("late",)), "event time was known"
+    assert (refused.reason, refused.trajectory_ids) == ("incomplete", ("late",)), (
+        "event time was known"
+    )
     again = opened(mine, cluster)
     for desk in again:
         read_on(desk)
@@ -150,7 +188,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(mine: Settings, cluster: 
     assert len(log.letters()) == 1 and len(log.decisions(ReadyBatch)) == 1
 
 
-def test_what_a_run_had_long_before_its_admission_is_found(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_what_a_run_had_long_before_its_admission_is_found(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     """Candidates, a policy published ahead, and the end: none of them has an age at which it is forgotten."""
     log.ticks(8)
     first = log.end
@@ -167,7 +207,10 @@ def test_what_a_run_had_long_before_its_admission_is_found(mine: Settings, clust
     assert train.position <= first and train.published().newest == ahead
     read_on(train)
     (batch,) = log.decisions(ReadyBatch)
-    assert (batch.policy_version, [m.trajectory_id for m in batch.groups[0].members]) == (7, ["a", "b"])
+    assert (batch.policy_version, [m.trajectory_id for m in batch.groups[0].members]) == (
+        7,
+        ["a", "b"],
+    )
     log.put(RUN, RunEnded(run_id="r", created_at=0))
     log.ticks(OLD)
     log.put(RUN, cand("c"))
@@ -181,7 +224,9 @@ def test_what_a_run_had_long_before_its_admission_is_found(mine: Settings, clust
         desk.close()
 
 
-def test_more_poison_than_is_kept_is_buried_all_the_same(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_more_poison_than_is_kept_is_buried_all_the_same(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     log.ticks(8)
     log.put(None, *(b"garbage %d" % i for i in range(STRAYS_MOST + 5)))
     log.ticks(OLD)
@@ -202,7 +247,10 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
     first, other = opened(mine, cluster)
     read_on(first)
     eventually(lambda: len(log.decisions(ReadyBatch)) == groups)
-    files = [mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.{c}.ledger" for c in ("train", "val")]
+    files = [
+        mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.{c}.ledger"
+        for c in ("train", "val")
+    ]
     for desk in (first, other):
         desk.close()
     assert [f.exists() for f in files] == [True, False], "channel val has decided nothing"
@@ -227,7 +275,9 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
             it.close()
 
 
-def test_a_journal_that_lost_its_end_is_read_from_its_beginning(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     """The same topic with other records: a checkpoint of what is no more would know decisions that nobody has made."""
     log.ticks(4)
     log.put(RUN, cand("a", "g", 0.0), cand("b", "g", 1.0))
@@ -240,7 +290,11 @@ def test_a_journal_that_lost_its_end_is_read_from_its_beginning(mine: Settings, 
     journal = mine.kafka.topics.ready_batches("r", "train")
     foreign = Ledger(next_seq=99)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(written(foreign, Mark.of(cluster.topic_id(journal), 1, b"what stood there"), CODEC)))
+    path.write_bytes(
+        b"".join(
+            written(foreign, Mark.of(cluster.topic_id(journal), 1, b"what stood there"), CODEC)
+        )
+    )
     desks = opened(mine, cluster)
     assert desks[0].past.next_seq == 1 and len(desks[0].past.ledger.decisions) == 2
     for desk in desks:
@@ -257,7 +311,9 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
     for _ in range(3):
         desk, _ = opened(mine, cluster)
         eventually(log.letters)
-        assert [d.value for d in log.letters()] == [b"garbage 1"], "killed before it has read anything"
+        assert [d.value for d in log.letters()] == [b"garbage 1"], (
+            "killed before it has read anything"
+        )
     log.put(RUN, b"garbage 2")
     log.put(RUN, b"garbage 3")
     for _ in range(3):
@@ -269,7 +325,9 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
     desk.close()
 
 
-def test_killed_while_it_catches_up_admission_buries_nothing_twice(mine: Settings, cluster: Cluster, log: Log) -> None:
+def test_killed_while_it_catches_up_admission_buries_nothing_twice(
+    mine: Settings, cluster: Cluster, log: Log
+) -> None:
     """The position that is in the transaction with the letter is never committed lower."""
     log.ticks(8)
     desk, _ = opened(mine, cluster)
@@ -291,7 +349,9 @@ def test_killed_while_it_catches_up_admission_buries_nothing_twice(mine: Setting
     desk.close()
 
 
-def test_group_of_which_a_batch_drops_thousands(mine: Settings, cluster: Cluster, log: Log, eventually: Any) -> None:
+def test_group_of_which_a_batch_drops_thousands(
+    mine: Settings, cluster: Cluster, log: Log, eventually: Any
+) -> None:
     """Each of them is a record of one transaction: more than are put at once."""
     n, dropped = PUT_MOST + 1200, PUT_MOST + 1000
     small = mine.admit.policy.model_copy(update={"group_size": n, "min_members": 2})

@@ -46,11 +46,24 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
         assert record.key == b"run" and record.headers["topic_id"].decode() == topic_id
         place = [int(record.headers[n]) for n in ("partition", "first_offset", "last_offset")]
         assert place[0] == partition_of(c.trajectory_key.encode(), 4)
-        (payload,) = (jobs.codec.decode(r.value) for r in jobs.cluster.read_range(jobs.topics.trajectories, *place))
-        assert (payload.trajectory_id, payload.group_id, payload.group_size) == (c.trajectory_id, "g-k", 4)
-        assert payload.metadata_json == b'{"gold":"x"}' and payload.outcome == c.outcome == "completed"
+        (payload,) = (
+            jobs.codec.decode(r.value)
+            for r in jobs.cluster.read_range(jobs.topics.trajectories, *place)
+        )
+        assert (payload.trajectory_id, payload.group_id, payload.group_size) == (
+            c.trajectory_id,
+            "g-k",
+            4,
+        )
+        assert (
+            payload.metadata_json == b'{"gold":"x"}' and payload.outcome == c.outcome == "completed"
+        )
         assert [s.drift for s in payload.steps] == ["root", "clean", "clean"]
-        assert [len(prompt_of(payload.segments, s.segment)) // 4 for s in payload.steps] == [3, 7, 11]
+        assert [len(prompt_of(payload.segments, s.segment)) // 4 for s in payload.steps] == [
+            3,
+            7,
+            11,
+        ]
         assert (c.trainable_tokens, c.prompt_tokens, c.oldest_sync_index) == (6, 7, 2)
 
     # Event time goes on, for every source partition to every partition of candidates, and lag comes down to what ticks make.
@@ -69,9 +82,15 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
     eventually(lambda: len(jobs.candidates()[keys[0]].rewards) == 2)
     group = f"{jobs.topics.prefix}-assemble"
     ends = {
-        (t, p): e for t in (jobs.topics.steps, jobs.topics.rewards) for p, (_, e) in jobs.cluster.watermarks(t).items()
+        (t, p): e
+        for t in (jobs.topics.steps, jobs.topics.rewards)
+        for p, (_, e) in jobs.cluster.watermarks(t).items()
     }
-    eventually(lambda: all(jobs.cluster.committed(group).get(place, -1) >= end for place, end in ends.items()))
+    eventually(
+        lambda: all(
+            jobs.cluster.committed(group).get(place, -1) >= end for place, end in ends.items()
+        )
+    )
 
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(180) == 0
@@ -104,7 +123,10 @@ def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventu
     jobs.producer.flush()
 
     eventually(lambda: key in jobs.candidates() and jobs.candidates()[key].rewards)
-    assert (jobs.candidates()[key].outcome, jobs.candidates()[key].rewards[0].value) == ("timed_out", 0.25)
+    assert (jobs.candidates()[key].outcome, jobs.candidates()[key].rewards[0].value) == (
+        "timed_out",
+        0.25,
+    )
     late = step(key, [1, 2, 3], [4])
     jobs.put(late, first)  # one that is late, one that is only sent again
     jobs.producer.flush()
@@ -115,12 +137,22 @@ def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventu
     letters = jobs.records(topics.dead_letters, DeadLetter)
     reasons = sorted((d.topic.rpartition(".")[2], d.reason) for _, d in letters)
     assert reasons == sorted(
-        [(t, r) for t in ("steps", "rewards") for r in ["undecodable"] * 3 + ["unknown_schema", "invalid"]]
+        [
+            (t, r)
+            for t in ("steps", "rewards")
+            for r in ["undecodable"] * 3 + ["unknown_schema", "invalid"]
+        ]
         + [("rewards", "unknown_target")] * 2
     )
     for record, letter in letters:
-        (original,) = jobs.cluster.read_range(letter.topic, letter.partition, letter.offset, letter.offset)
-        assert (letter.key, letter.value, record.key) == (original.key, original.value, original.key)
+        (original,) = jobs.cluster.read_range(
+            letter.topic, letter.partition, letter.offset, letter.offset
+        )
+        assert (letter.key, letter.value, record.key) == (
+            original.key,
+            original.value,
+            original.key,
+        )
         assert letter.topic_id == jobs.cluster.topic_id(letter.topic)
 
 
@@ -192,14 +224,20 @@ def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) 
     feed.enough = True
     jobs.start(snapshot_min_bytes=3000)
     feed.join()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180)
+    eventually(
+        lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
+    )
     twice = check_everything_once(jobs, feed.keys)
     # What the last snapshot replaces goes a moment after the outputs.
-    eventually(lambda: all(low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values()))
+    eventually(
+        lambda: all(low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values())
+    )
     print(f"{twice} records were sent again")
 
 
-def test_second_worker_shares_and_a_stopped_one_is_fenced(jobs: Jobs, eventually: Eventually) -> None:
+def test_second_worker_shares_and_a_stopped_one_is_fenced(
+    jobs: Jobs, eventually: Eventually
+) -> None:
     def owners() -> dict[int, str]:
         return {
             r.partition: marker.worker
@@ -216,7 +254,9 @@ def test_second_worker_shares_and_a_stopped_one_is_fenced(jobs: Jobs, eventually
     first.send_signal(signal.SIGSTOP)
     eventually(lambda: set(owners().values()) == {"1"}, 180)
     feed.join()
-    eventually(lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180)
+    eventually(
+        lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
+    )
     first.send_signal(signal.SIGCONT)
     # Stopped in a batch it is fenced and dies; stopped between two it finds itself out of the group, and comes back into it.
     jobs.put(*jobs.conversation("t-after"), reward("t-after", 7.0))
@@ -241,7 +281,10 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     jobs.producer.flush()
     worker = jobs.start()
     eventually(lambda: {"open", "fresh"} <= jobs.candidates().keys(), 180)
-    assert (jobs.candidates()["open"].outcome, jobs.candidates()["fresh"].outcome) == ("lost", "completed")
+    assert (jobs.candidates()["open"].outcome, jobs.candidates()["fresh"].outcome) == (
+        "lost",
+        "completed",
+    )
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(180) == 0
 
@@ -259,19 +302,26 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
     jobs.put(session("gone", "completed"), reward("gone", 1.0))
     jobs.producer.flush()
     eventually(lambda: "gone" in jobs.candidates() and jobs.candidates()["gone"].rewards, 180)
-    assert (jobs.candidates()["gone"].outcome, jobs.candidates()["gone"].trainable) == ("lost", False)
+    assert (jobs.candidates()["gone"].outcome, jobs.candidates()["gone"].trainable) == (
+        "lost",
+        False,
+    )
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(180) == 0
 
     jobs.put(*[step("open2", [1], [2]) for _ in range(5)])
     jobs.producer.flush()
     p = partition_of(b"open2", 4)
-    jobs.cluster.delete_records(jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1])
+    jobs.cluster.delete_records(
+        jobs.topics.steps, p, jobs.cluster.watermarks(jobs.topics.steps)[p][1]
+    )
     assert jobs.start().wait(180) == EXIT_SOURCE
     assert "source truncated" in jobs.processes.log("assemble-0")
 
 
-def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, eventually: Eventually) -> None:
+def test_retention_that_overtakes_a_running_worker_is_an_error(
+    jobs: Jobs, eventually: Eventually
+) -> None:
     """The consumer goes on at the log's start and says nothing; what lay between must not be passed over by the fold."""
     topic, partition = jobs.topics.steps, 0
     keys = (k for n in itertools.count() if partition_of((k := f"t{n}").encode(), 4) == partition)
@@ -301,10 +351,13 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(jobs: Jobs, event
     assert any(overtaken() for _ in range(3))
     assert worker.wait() == EXIT_SOURCE
     low = jobs.cluster.watermarks(topic, [partition])[partition][0]
-    assert f"source truncated: {topic}-{partition} begins at offset {low}; " in jobs.processes.log("assemble-0")
+    assert f"source truncated: {topic}-{partition} begins at offset {low}; " in jobs.processes.log(
+        "assemble-0"
+    )
     assert jobs.start().wait(180) == EXIT_SOURCE  # nor is anything behind the hole in its state
     told = re.findall(
-        rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)", jobs.processes.log("assemble-0")
+        rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)",
+        jobs.processes.log("assemble-0"),
     )
     assert told and int(told[0]) < low
 

@@ -22,7 +22,10 @@ from stream_jobs.assemble.model import STEPS
 from stream_jobs.assemble.partition import Owner, Shared, Situation
 from stream_jobs.assemble.testing import LIMITS, reward, session, spoken, step
 
-TASK = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Fix the bug."}]
+TASK = [
+    {"role": "system", "content": "You are an agent."},
+    {"role": "user", "content": "Fix the bug."},
+]
 BUCKET = bucket_key(b"api key", b"Fix the bug.")
 
 
@@ -44,7 +47,9 @@ def rollout(number: int, turns: int = 3) -> list[Any]:
 def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
     settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
-    with running(settings, cluster, tmp_path, bucket_inactivity_s=600.0, snapshot_min_bytes=2000) as jobs:
+    with running(
+        settings, cluster, tmp_path, bucket_inactivity_s=600.0, snapshot_min_bytes=2000
+    ) as jobs:
         rows = [rollout(i) for i in range(1, 7)]
         for at in range(4):
             before = written(jobs)
@@ -53,7 +58,9 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             jobs.put(*[s for row in rows for s in (row[:2] if at == 0 else row[at + 1 : at + 2])])
             jobs.put(rows[0][1])  # once more
             if at == 3:
-                jobs.put(replace(reward(BUCKET, 0.25), trajectory_id=BUCKET, step_id=rows[0][3].step_id))
+                jobs.put(
+                    replace(reward(BUCKET, 0.25), trajectory_id=BUCKET, step_id=rows[0][3].step_id)
+                )
                 jobs.put(replace(reward(BUCKET, 0.5), step_id=rows[1][2].step_id))
                 jobs.put(session(BUCKET, "failed", step_id=rows[2][1].step_id))
             jobs.producer.flush()
@@ -77,9 +84,19 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             assert [s.marks for s in t.steps] == [("retried",), (), (), ()]
             assert [s.parent for s in t.steps] == [None, None, 1, 2]
             assert (t.trajectory_key, t.group_id) == (BUCKET, trajectory_id)
-            assert (c.trajectory_key, [s.trainable for s in c.steps]) == (BUCKET, [False, True, True, True])
+            assert (c.trajectory_key, [s.trainable for s in c.steps]) == (
+                BUCKET,
+                [False, True, True, True],
+            )
         outcomes = [jobs.candidates()[t].outcome for t in ids]
-        assert outcomes == ["completed", "completed", "failed", "completed", "completed", "completed"]
+        assert outcomes == [
+            "completed",
+            "completed",
+            "failed",
+            "completed",
+            "completed",
+            "completed",
+        ]
         rewards = [jobs.candidates()[t].rewards for t in ids]
         assert [(r.value, r.step_id) for r in rewards[0]] == [(0.25, None)]
         assert [(r.value, r.step_id) for r in rewards[1]] == [(0.5, rows[1][2].step_id)]
@@ -127,7 +144,9 @@ def owner_of(settings: Settings, cluster: Cluster, partition: int) -> Owner:
         "0", cache_bytes=0, snapshot_min_bytes=1 << 20, slice_bytes=1,
     )  # fmt: skip
     ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
-    ends = {t: cluster.watermarks(t, [partition])[partition] for t in (topics.steps, topics.rewards)}
+    ends = {
+        t: cluster.watermarks(t, [partition])[partition] for t in (topics.steps, topics.rewards)
+    }
     return Owner(partition, shared, Situation(ids, ends))
 
 

@@ -33,15 +33,22 @@ def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0)
 
 
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
-    admin = AdminClient({"bootstrap.servers": servers})  # named: its futures fail once it is garbage
+    admin = AdminClient(
+        {"bootstrap.servers": servers}
+    )  # named: its futures fail once it is garbage
     for future in admin.create_topics([NewTopic(name, partitions)]).values():
         future.result(90)
 
 
 def read_all(servers: str, topic: str, partitions: int = 1) -> list[int]:
     """Every record's number from the start to the end of the topic as it is now."""
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "reader", "enable.auto.commit": False})
-    ends = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=90)[1] for p in range(partitions)}
+    consumer = Consumer(
+        {"bootstrap.servers": servers, "group.id": "reader", "enable.auto.commit": False}
+    )
+    ends = {
+        p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=90)[1]
+        for p in range(partitions)
+    }
     consumer.assign([TopicPartition(topic, p, 0) for p, end in ends.items() if end])
     numbers: list[int] = []
     while len(numbers) < sum(ends.values()):
@@ -76,7 +83,9 @@ class SteadyProducer:
     def _run(self) -> None:
         number = 0
         while not self._stop.wait(0.002):
-            self._producer.produce(self._topic, str(number).encode(), key=str(number), on_delivery=self._delivered)
+            self._producer.produce(
+                self._topic, str(number).encode(), key=str(number), on_delivery=self._delivered
+            )
             self._producer.poll(0)
             number += 1
         self._producer.flush(300)
@@ -144,7 +153,9 @@ def test_three_nodes_lose_nothing_when_one_is_killed(tmp_path: Path) -> None:
         found = read_all(broker.bootstrap_servers, "numbers", partitions=6)
         # Only now: one of the three may hear of a topic later than the others.
         admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
-        (described,) = admin.describe_configs([ConfigResource(ResourceType.TOPIC, "numbers")]).values()
+        (described,) = admin.describe_configs(
+            [ConfigResource(ResourceType.TOPIC, "numbers")]
+        ).values()
         assert described.result(90)["min.insync.replicas"].value == "2"
     assert producer.failed == []
     assert sorted(found) == sorted(producer.acknowledged)
@@ -183,8 +194,12 @@ embedded.start(settings, data_dir, say=print)
 
 
 @contextmanager
-def program(verb: str, data_dir: Path, port: int, nodes: int = 1, java: str = "") -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port), str(nodes), java])
+def program(
+    verb: str, data_dir: Path, port: int, nodes: int = 1, java: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port), str(nodes), java]
+    )
     try:
         yield process
     finally:
@@ -207,13 +222,17 @@ def running_pid(data_dir: Path) -> int:
     return node.pid
 
 
-def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent(tmp_path: Path) -> None:
+def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     with program("run", tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         os.kill(pid, signal.SIGKILL)
         assert supervised.wait(240) == 128 + signal.SIGKILL
-    once = tmp_path / "java"  # names itself one time: a broker that serves depends on no second look
+    once = (
+        tmp_path / "java"
+    )  # names itself one time: a broker that serves depends on no second look
     names = 'case "$*" in *XshowSettings*) mkdir "$0.asked" || exit 1 ;; esac'
     once.write_text(f'#!/bin/sh\n{names}\nexec "{find_java().executable}" "$@"\n')
     once.chmod(0o755)
@@ -231,7 +250,9 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verb", ["run", "start"])
-def test_it_may_take_any_time_to_start(tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_may_take_any_time_to_start(
+    tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Reading its logs after an unclean end takes as long as they are: whoever stops it meanwhile never sees the end of it."""
     with program(verb, tmp_path, free_port()) as starter:
         wait_for("its JVM", lambda: any(node.pid for node in broker_cli.status(tmp_path)))
@@ -254,12 +275,20 @@ def test_a_start_with_a_bound_gives_up_and_leaves_nothing(tmp_path: Path) -> Non
     assert [node.pid for node in broker_cli.status(tmp_path)] == [None]
 
 
-def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
+    tmp_path: Path,
+) -> None:
     def all_ready(what: str) -> dict[int, int]:
         found: dict[int, int] = {}
 
         def three() -> bool:  # one look may miss a node that has no time to answer
-            found.update({n.node: n.pid for n in broker_cli.status(tmp_path) if n.ready and n.pid is not None})
+            found.update(
+                {
+                    n.node: n.pid
+                    for n in broker_cli.status(tmp_path)
+                    if n.ready and n.pid is not None
+                }
+            )
             return len(found) == 3
 
         wait_for(what, three)
@@ -269,7 +298,11 @@ def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(tmp
         found: list[int] = []
 
         def another() -> bool:
-            found.extend(n.pid for n in broker_cli.status(tmp_path) if n.node == 2 and n.pid not in (None, former))
+            found.extend(
+                n.pid
+                for n in broker_cli.status(tmp_path)
+                if n.node == 2 and n.pid not in (None, former)
+            )
             return bool(found)
 
         wait_for("the node starts again", another)
@@ -298,7 +331,9 @@ def test_detached_it_outlives_its_starter_until_told_to_stop(tmp_path: Path) -> 
     with program("start", tmp_path, port) as starter:
         assert starter.wait(240) == 0
     pid = running_pid(tmp_path)
-    wait_for("its status", lambda: broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),))
+    wait_for(
+        "its status", lambda: broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),)
+    )
     assert broker_cli.stop(tmp_path) == [pid]
     assert broker_cli.stop(tmp_path) == []
     assert broker_cli.status(tmp_path) == (NodeStatus(1, port, None, ready=False),)

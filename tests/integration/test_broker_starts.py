@@ -96,7 +96,10 @@ def test_what_is_stopped_while_it_starts_stays_stopped(tmp_path: Path, java: str
 
 
 def test_another_start_is_waited_for_with_a_bound(tmp_path: Path, java: str) -> None:
-    with one_starter(tmp_path), pytest.raises(NotReady, match=r"another start of the broker on .* is under way"):
+    with (
+        one_starter(tmp_path),
+        pytest.raises(NotReady, match=r"another start of the broker on .* is under way"),
+    ):
         EmbeddedBroker(tmp_path, free_port(), java=java).start(patience_s=0.0)
 
 
@@ -104,7 +107,9 @@ def test_who_waits_for_a_lock_is_told_so(tmp_path: Path) -> None:
     told: list[float] = []
     with exclusive(tmp_path / "lock", RuntimeError()):
         with pytest.raises(RuntimeError, match="late"):
-            with exclusive(tmp_path / "lock", RuntimeError("late"), 0.5, told.append, say_every_s=0.1):
+            with exclusive(
+                tmp_path / "lock", RuntimeError("late"), 0.5, told.append, say_every_s=0.1
+            ):
                 pass
     assert told and told == sorted(told)
     with exclusive(tmp_path / "lock", RuntimeError(), 0.0):
@@ -112,8 +117,15 @@ def test_who_waits_for_a_lock_is_told_so(tmp_path: Path) -> None:
 
 
 def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
-    jvm = Jvm(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"], tmp_path / "out", at_parents_death=None)
-    wait_for("the child", lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    jvm = Jvm(
+        ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"],
+        tmp_path / "out",
+        at_parents_death=None,
+    )
+    wait_for(
+        "the child",
+        lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()),
+    )
     child = int((tmp_path / "child").read_text())
     jvm.end(0.0)
     assert jvm.exit_code == 128 + signal.SIGKILL
@@ -131,7 +143,9 @@ time.sleep(600)
 
 
 def test_a_jvm_that_is_to_die_with_its_parent_at_once_does(tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
+    )
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -142,7 +156,9 @@ def test_a_jvm_that_is_to_die_with_its_parent_at_once_does(tmp_path: Path) -> No
 
 def ignores_term(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
-    (mask,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
+    (mask,) = (
+        int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn")
+    )
     return bool(mask >> (signal.SIGTERM - 1) & 1)
 
 

@@ -35,7 +35,17 @@ from trainer.versions.atomic_directory import new_directory
 from trainer.versions.checkpoint import State
 
 CODEC = Codec()
-TOPICS = ("assembly", "candidates", "dead-letters", "rewards", "schemas", "steps", "trajectories", "weights", "workers")
+TOPICS = (
+    "assembly",
+    "candidates",
+    "dead-letters",
+    "rewards",
+    "schemas",
+    "steps",
+    "trajectories",
+    "weights",
+    "workers",
+)
 
 
 def commands() -> Iterator[tuple[str, ...]]:
@@ -56,7 +66,9 @@ def test_help_imports_nothing_heavy() -> None:
         "try: app(['--help'])\n"
         "finally: print(' '.join(m.partition('.')[0] for m in sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     heavy = {
         "pydantic",
         "confluent_kafka",
@@ -138,14 +150,18 @@ def test_sql_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
 def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
     words = (f"broker.port={free_port()}", f"data_dir={tmp_path}")
     asked = [
-        subprocess.Popen(command(*c, *words), cwd=ROOT, env=ENVIRON, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command(*c, *words), cwd=ROOT, env=ENVIRON, stderr=subprocess.PIPE, text=True
+        )
         for c in (("lag",), ("doctor",), ("topics", "list"), ("topics", "create"))
     ]
     for process in asked:
         _, said = process.communicate(timeout=240)
         assert process.returncode == EXIT_KAFKA
         assert (
-            "no Kafka answers at 127.0.0.1:" in said and "clawstream broker start" in said and "Traceback" not in said
+            "no Kafka answers at 127.0.0.1:" in said
+            and "clawstream broker start" in said
+            and "Traceback" not in said
         )
 
 
@@ -159,7 +175,11 @@ def test_a_broker_of_ones_own(tmp_path: Path) -> None:
         status = call("broker", "status", *words)
         assert status.returncode == 0 and status.stdout.strip().endswith("ready")
         again = call("broker", "start", *words)
-        assert again.returncode == 1 and "already runs" in again.stderr and "Traceback" not in again.stderr
+        assert (
+            again.returncode == 1
+            and "already runs" in again.stderr
+            and "Traceback" not in again.stderr
+        )
 
         made = call("topics", "create", *words)
         assert made.returncode == 0 and "made claw.steps" in made.stdout.splitlines()
@@ -187,20 +207,33 @@ def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tup
     for line in told.stdout.splitlines()[1:]:
         if not line:
             break
-        process, kept, topic, _, _, partition, position, log, verdict = (c for c in line.split("  ") if c.strip())
-        out[process, kept.strip()] = (topic.strip(), partition.strip(), position.strip(), log.strip(), verdict.strip())
+        process, kept, topic, _, _, partition, position, log, verdict = (
+            c for c in line.split("  ") if c.strip()
+        )
+        out[process, kept.strip()] = (
+            topic.strip(),
+            partition.strip(),
+            position.strip(),
+            log.strip(),
+            verdict.strip(),
+        )
     return out
 
 
 def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: Cluster) -> None:
-    journals = [settings.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")]
+    journals = [
+        settings.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")
+    ]
     create_topics(cluster, settings, journals)
     topics, lake = settings.kafka.topics, settings.lake_uri
     producer, partition = cluster.producer(), partition_of(b"r", 4)
     # admission: has read to 2 of its partition, of which 3 records are left after 6
     for number in range(9):
         producer.put(
-            topics.candidates, None, CODEC.encode(Tick(partition=number % 4, event_time=1)), partition=partition
+            topics.candidates,
+            None,
+            CODEC.encode(Tick(partition=number % 4, event_time=1)),
+            partition=partition,
         )
     refused = Refused(
         run_id="r", channel="train", group_id="g", trajectory_ids=(), revisions=(), whole_group=True, reason="stale", n=1,
@@ -220,7 +253,10 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     producer.close()
     cluster.delete_records(topics.candidates, partition, 6)
     # the lake: beyond the end of weights, and of a rewards topic that is no more
-    for table, mark in ((f"weights:{cluster.topic_id(topics.weights)}:0", 5), ("rewards:former-id-of-rewards:3", 7)):
+    for table, mark in (
+        (f"weights:{cluster.topic_id(topics.weights)}:0", 5),
+        ("rewards:former-id-of-rewards:3", 7),
+    ):
         name = table.partition(":")[0]
         write_deltalake(
             f"{lake}/{name}",
@@ -229,7 +265,10 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         )
     # the trainer: a checkpoint that fits
     here = Position(
-        topic_id=cluster.topic_id(topics.ready_batches("r", "train")), partition=0, next_offset=1, next_batch_seq=1
+        topic_id=cluster.topic_id(topics.ready_batches("r", "train")),
+        partition=0,
+        next_offset=1,
+        next_batch_seq=1,
     )
     version = State(
         version_id="r/1.0", run_id="r", sync_index=1, attempt=0, parent_version=None,
@@ -244,16 +283,36 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     assert found == {
         ("lake", "table rewards"): (topics.rewards, "3", "7", "0..0", "topic made anew"),
         ("lake", "table weights"): (topics.weights, "0", "5", "0..0", "beyond the end"),
-        ("admit", "r.train undecided from"): (topics.candidates, str(partition), "2", "6..9", "before the start"),
+        ("admit", "r.train undecided from"): (
+            topics.candidates,
+            str(partition),
+            "2",
+            "6..9",
+            "before the start",
+        ),
         ("admit", "r.train decided to"): (topics.candidates, str(partition), "7", "6..9", "ok"),
-        ("admit", "unreadable journal"): (topics.ready_batches("r", "val"), "0", "0", "0..1", "unreadable"),
+        ("admit", "unreadable journal"): (
+            topics.ready_batches("r", "val"),
+            "0",
+            "0",
+            "0..1",
+            "unreadable",
+        ),
         ("assemble", "state log"): (topics.steps, "1", "0", "0..0", "ok"),
         ("assemble", "unreadable state log"): (topics.assembly, "2", "1", "0..2", "unreadable"),
-        ("trainer", "checkpoint r/1.0"): (topics.ready_batches("r", "train"), "0", "1", "0..1", "ok"),
+        ("trainer", "checkpoint r/1.0"): (
+            topics.ready_batches("r", "train"),
+            "0",
+            "1",
+            "0..1",
+            "ok",
+        ),
         ("trainer", "checkpoint r/1.0 is on"): (topics.weights, "0", "0", "0..0", "ok"),
     }
     advice = told.stdout.split("\n\n")[1]
     assert f"beyond the end: {topics.weights} has lost records that lake has read" in advice
-    assert f"before the start: {topics.candidates} has lost records that admit has not read" in advice
+    assert (
+        f"before the start: {topics.candidates} has lost records that admit has not read" in advice
+    )
     assert f"topic made anew: nothing: lake reads the new {topics.rewards} from its start" in advice
     assert f"unreadable: state log {topics.assembly}-2, offset 1: 7 bytes" in advice

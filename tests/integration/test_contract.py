@@ -59,10 +59,16 @@ QUESTIONS = ("price of k374 plus 2?", "price of k015 plus 1?")
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("name", SPEAKERS)
-def test_what_is_recorded_is_what_the_client_saw(contract: Contract, name: str, stream: bool, tools: bool) -> None:
+def test_what_is_recorded_is_what_the_client_saw(
+    contract: Contract, name: str, stream: bool, tools: bool
+) -> None:
     speaker = SPEAKERS[name]
-    asked: list[tuple[str, dict[str, Any]]] = [(question, {"temperature": 0}) for question in LESSONS]
-    asked += [(question, {"temperature": 1.0, "seed": seed}) for seed, question in enumerate(QUESTIONS)]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (question, {"temperature": 0}) for question in LESSONS
+    ]
+    asked += [
+        (question, {"temperature": 1.0, "seed": seed}) for seed, question in enumerate(QUESTIONS)
+    ]
     for question, sampling in asked:
         (seen,), (step,) = contract.ask(speaker, question, tools, stream, **sampling)
         checked(contract, speaker, step, seen, stream)
@@ -100,12 +106,16 @@ def test_log_probabilities_are_shown_to_who_asks(
 ) -> None:
     speaker, to = SPEAKERS[name], getattr(contract, kind)
     for more in ({}, asking):
-        (seen,), (step,) = contract.ask(speaker, "price of k4", False, stream, to, temperature=1.0, seed=1, **more)
+        (seen,), (step,) = contract.ask(
+            speaker, "price of k4", False, stream, to, temperature=1.0, seed=1, **more
+        )
         assert (seen.logprobs is not None) == bool(more)
         if kind == "captured" or name != "openai.responses":
             assert len(ids_of(step)) == len(logprobs_of(step))
             if seen.logprobs is not None:
-                assert seen.logprobs == pytest.approx(logprobs_of(step)[: len(seen.logprobs)], abs=1e-5)
+                assert seen.logprobs == pytest.approx(
+                    logprobs_of(step)[: len(seen.logprobs)], abs=1e-5
+                )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
@@ -115,12 +125,19 @@ def test_choices_of_a_call_are_sibling_steps(contract: Contract, name: str, stre
     # So hot it may open a reasoning within a reasoning: the engine's parser shows the one tag less of it in a stream.
     tags = {str(contract.tokenizer.convert_tokens_to_ids(tag)): -100 for tag in (THINK, THOUGHT)}
     for to in (contract.captured, contract.vllm):
-        seen, steps = contract.ask(speaker, QUESTIONS[1], False, stream, to, n=3, temperature=2.0, logit_bias=tags)
+        seen, steps = contract.ask(
+            speaker, QUESTIONS[1], False, stream, to, n=3, temperature=2.0, logit_bias=tags
+        )
         assert [step.choice_index for step in steps] == [0, 1, 2]
-        assert len({step.call_id for step in steps}) == 1 and len({step.step_id for step in steps}) == 3
+        assert (
+            len({step.call_id for step in steps}) == 1
+            and len({step.step_id for step in steps}) == 3
+        )
         assert len({step.response_token_ids for step in steps}) > 1
         for choice, step in zip(seen, steps, strict=True):
-            assert text_of(contract, ids_of(step), speaker.raw) == seen_text(contract, choice, ids_of(step))
+            assert text_of(contract, ids_of(step), speaker.raw) == seen_text(
+                contract, choice, ids_of(step)
+            )
             assert len(ids_of(step)) == len(logprobs_of(step))
 
 
@@ -151,18 +168,31 @@ class Lookup(BaseModel):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("name", ["openai.chat", "openai.responses"])
-def test_structured_output_is_parsed_by_the_client(contract: Contract, name: str, stream: bool) -> None:
+def test_structured_output_is_parsed_by_the_client(
+    contract: Contract, name: str, stream: bool
+) -> None:
     trajectory, said = f"t{uuid4().hex}", [{"role": "user", "content": "price of k4"}]
 
     async def chat(client: AsyncOpenAI) -> Any:
-        body: Any = {"model": "policy", "messages": said, "max_tokens": 60, "response_format": Lookup, "seed": 2}
+        body: Any = {
+            "model": "policy",
+            "messages": said,
+            "max_tokens": 60,
+            "response_format": Lookup,
+            "seed": 2,
+        }
         if not stream:
             return (await client.chat.completions.parse(**body)).choices[0].message.parsed
         async with client.chat.completions.stream(**body) as events:
             return (await events.get_final_completion()).choices[0].message.parsed
 
     async def responses(client: AsyncOpenAI) -> Any:
-        body: Any = {"model": "policy", "input": said, "max_output_tokens": 60, "text_format": Lookup}
+        body: Any = {
+            "model": "policy",
+            "input": said,
+            "max_output_tokens": 60,
+            "text_format": Lookup,
+        }
         if not stream:
             return (await client.responses.parse(**body)).output_parsed
         async with client.responses.stream(**body) as events:
@@ -179,7 +209,9 @@ def test_structured_output_is_parsed_by_the_client(contract: Contract, name: str
     assert step.prompt_token_ids is not None
     # They are those of the distribution that was sampled from: what the grammar forbids has none of it.
     free = contract.recomputed(unpack_ids(step.prompt_token_ids), ids_of(step))
-    assert all(sampled > before - CLOSE for sampled, before in zip(logprobs_of(step), free, strict=True))
+    assert all(
+        sampled > before - CLOSE for sampled, before in zip(logprobs_of(step), free, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["openai.chat", "openai.responses", "anthropic.messages"])
@@ -197,19 +229,29 @@ def test_the_next_turn_begins_with_the_tokens_of_this_one(contract: Contract, na
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("name", SPEAKERS)
-def test_a_stock_vllm_tells_what_its_protocol_has_fields_for(contract: Contract, name: str, stream: bool) -> None:
+def test_a_stock_vllm_tells_what_its_protocol_has_fields_for(
+    contract: Contract, name: str, stream: bool
+) -> None:
     """The same engine, asked without our header: it behaves as one that lacks the middleware."""
     speaker = SPEAKERS[name]
     for question in ("price of k1", "price of k5"):
-        (seen,), (step,) = contract.ask(speaker, question, True, stream, contract.vllm, temperature=0)
+        (seen,), (step,) = contract.ask(
+            speaker, question, True, stream, contract.vllm, temperature=0
+        )
         if name != "openai.completions":
             assert seen == LESSONS[question]
         assert (step.versions, step.version_first) == ((), VERSION)
         if name in ("openai.chat", "openai.completions"):
-            with_spans = replace(step, versions=(VersionSpan(version=VERSION, start=0, end=len(ids_of(step))),))
+            with_spans = replace(
+                step, versions=(VersionSpan(version=VERSION, start=0, end=len(ids_of(step))),)
+            )
             checked(contract, speaker, with_spans, seen, stream)
         else:
-            assert (step.prompt_token_ids, step.response_token_ids, step.response_logprobs) == (None, None, None)
+            assert (step.prompt_token_ids, step.response_token_ids, step.response_logprobs) == (
+                None,
+                None,
+                None,
+            )
             assert step.tokens_absent_reason == NO_TOKENS["vllm"]
             assert step.finish_reason == ("tool_calls" if seen.calls else "stop")
 
@@ -218,7 +260,9 @@ def test_a_prompt_is_counted_as_it_will_be_rendered(contract: Contract) -> None:
     async def count() -> Any:
         async with anthropic_client(contract.captured.url) as client:
             messages: Any = [{"role": "user", "content": "price of k1"}]
-            return (await client.messages.count_tokens(model="policy", messages=messages)).input_tokens
+            return (
+                await client.messages.count_tokens(model="policy", messages=messages)
+            ).input_tokens
 
     async def models() -> list[str]:
         async with openai_client(contract.captured.url) as client:
@@ -248,7 +292,9 @@ def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -
                         return str(got)
         raise AssertionError("it ended by itself")
 
-    for _ in range(10):  # on a busy machine the engine may be done before this process gets its turn to leave
+    for _ in range(
+        10
+    ):  # on a busy machine the engine may be done before this process gets its turn to leave
         trajectory = f"t{uuid4().hex}"
         got = contract.run(leave(trajectory))
         deadline = time.monotonic() + 60
@@ -292,11 +338,17 @@ def test_a_key_opens_a_locked_gateway_to_any_client(contract: Contract, name: st
             match name:
                 case "openai.chat":
                     said: Any = [{"role": "user", "content": "price of k4"}]
-                    return await client.chat.completions.create(model="policy", messages=said, max_tokens=4)
+                    return await client.chat.completions.create(
+                        model="policy", messages=said, max_tokens=4
+                    )
                 case "openai.completions":
-                    return await client.completions.create(model="policy", prompt="k4", max_tokens=4)
+                    return await client.completions.create(
+                        model="policy", prompt="k4", max_tokens=4
+                    )
                 case "openai.responses":
-                    return await client.responses.create(model="policy", input="price of k4", max_output_tokens=4)
+                    return await client.responses.create(
+                        model="policy", input="price of k4", max_output_tokens=4
+                    )
             said = [{"role": "user", "content": "price of k4"}]
             return await client.messages.create(model="policy", messages=said, max_tokens=4)
 

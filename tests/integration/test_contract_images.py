@@ -35,7 +35,9 @@ class Vision(NamedTuple):
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
     work = tmp_path_factory.mktemp("vision")
     network, processor = make_vision_model(work / "model")
-    with standing(work, work / "model", processor.tokenizer, network, "--model-impl", "transformers") as contract:
+    with standing(
+        work, work / "model", processor.tokenizer, network, "--model-impl", "transformers"
+    ) as contract:
         yield Vision(contract, processor)
 
 
@@ -46,7 +48,10 @@ def conversation(name: str, colour: str) -> list[dict[str, Any]]:
     content: list[dict[str, Any]]
     match name:
         case "openai.chat":
-            content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
+            content = [
+                {"type": "text", "text": text},
+                {"type": "image_url", "image_url": {"url": url}},
+            ]
         case "openai.responses":
             content = [
                 {"type": "input_text", "text": text},
@@ -80,10 +85,21 @@ def test_a_call_with_an_image_is_recorded_with_its_tokens_and_the_image(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
-def test_a_stock_vllm_tells_the_tokens_of_a_chat_with_an_image(vision: Vision, stream: bool) -> None:
+def test_a_stock_vllm_tells_the_tokens_of_a_chat_with_an_image(
+    vision: Vision, stream: bool
+) -> None:
     contract, speaker = vision.contract, SPEAKERS["openai.chat"]
     said = conversation(speaker.name, "red")
-    (seen,), (step,) = contract.ask(speaker, said, False, stream, contract.vllm, temperature=0, max_tokens=12)
+    (seen,), (step,) = contract.ask(
+        speaker, said, False, stream, contract.vllm, temperature=0, max_tokens=12
+    )
     assert step.versions == ()
     spans = (VersionSpan(version=VERSION, start=0, end=len(ids_of(step))),)
-    checked(contract, speaker, replace(step, versions=spans), seen, stream, pixel_values=vision.pixels("red"))
+    checked(
+        contract,
+        speaker,
+        replace(step, versions=spans),
+        seen,
+        stream,
+        pixel_values=vision.pixels("red"),
+    )

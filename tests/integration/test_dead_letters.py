@@ -24,7 +24,15 @@ from runtime.kafka import Cluster, Fenced
 from runtime.process.config import words_of
 from runtime.topics.records import dead_letter
 from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.records import DeadLetter, DeadLetterResolved, Reward, SchemaPublished, Step, StepMark, Trajectory
+from schemas.records import (
+    DeadLetter,
+    DeadLetterResolved,
+    Reward,
+    SchemaPublished,
+    Step,
+    StepMark,
+    Trajectory,
+)
 from schemas.settings import Settings
 from schemas.topics import REPLAYS
 
@@ -55,7 +63,9 @@ class Dlq:
         return [x["id"] for x in self.json("list", *words)]
 
     def resolved(self) -> list[DeadLetterResolved]:
-        return [r for _, r in self._jobs.records(self._jobs.topics.dead_letters, DeadLetterResolved)]
+        return [
+            r for _, r in self._jobs.records(self._jobs.topics.dead_letters, DeadLetterResolved)
+        ]
 
 
 def newer(step: Step) -> tuple[bytes, SchemaPublished]:
@@ -66,7 +76,9 @@ def newer(step: Step) -> tuple[bytes, SchemaPublished]:
     text = json.dumps(schema)
     fingerprint = Codec().announce(text)
     value = MAGIC + bytes.fromhex(fingerprint) + Codec().encode(step)[10:] + b"\x06new"
-    return value, SchemaPublished(fingerprint=fingerprint, name="clawstream.Step", schema_json=text, created_at=0)
+    return value, SchemaPublished(
+        fingerprint=fingerprint, name="clawstream.Step", schema_json=text, created_at=0
+    )
 
 
 def test_what_was_wrong_is_mended_and_everything_counts_once(
@@ -88,13 +100,15 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
 
     listed = {x["reason"]: x for x in dlq.json("list") if x["reason"] != "invalid"}
     assert set(listed) == {"undecodable", "unknown_schema", "unknown_target"}
-    nan, wrong = (dlq.json("list", "--reason", "invalid", "--topic", t)[0] for t in ("rewards", "steps"))
+    nan, wrong = (
+        dlq.json("list", "--reason", "invalid", "--topic", t)[0] for t in ("rewards", "steps")
+    )
     assert (wrong["record"], wrong["run"], wrong["key"], wrong["bytes"]) == (
         "Step", "run", "wrong", len(jobs.codec.encode(misplaced)),
     )  # fmt: skip
-    assert dlq.ids("--run", "run", "--since", "1h", "--process", "assemble", "--topic", topics.rewards) == [
-        x["id"] for x in dlq.json("list") if x["topic"] == topics.rewards
-    ]
+    assert dlq.ids(
+        "--run", "run", "--since", "1h", "--process", "assemble", "--topic", topics.rewards
+    ) == [x["id"] for x in dlq.json("list") if x["topic"] == topics.rewards]
     assert "5 open: 2 invalid, 1 " in dlq("list")
 
     # A key that does not fit is mended by sending the record under its own; into a trajectory that is still open.
@@ -105,7 +119,10 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     jobs.codec.announce(schema.schema_json)
     jobs.producer.put(topics.schemas, schema.fingerprint.encode(), jobs.codec.encode(schema))
     jobs.producer.flush()
-    assert dlq.json("show", listed["unknown_schema"]["id"])["record_json"]["step_id"] == unknown.step_id
+    assert (
+        dlq.json("show", listed["unknown_schema"]["id"])["record_json"]["step_id"]
+        == unknown.step_id
+    )
     dlq("replay", listed["unknown_schema"]["id"])
     # Fields are edited, by --set or in a file; a mistake is one line, and nothing is sent.
     said = dlq("repair", nan["id"], "--set", "value=much", code=1)
@@ -122,7 +139,9 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     jobs.producer.flush()
     eventually(lambda: key in jobs.candidates() and jobs.candidates()[key].rewards)
     candidate = jobs.candidates()[key]
-    assert sorted(s.step_id for s in candidate.steps) == sorted([misplaced.step_id, unknown.step_id])
+    assert sorted(s.step_id for s in candidate.steps) == sorted(
+        [misplaced.step_id, unknown.step_id]
+    )
     assert [r.value for r in candidate.rewards] == [0.75]
 
     # A reward whose trajectory has come by now.
@@ -142,11 +161,17 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     eventually(lambda: len(dlq.resolved()) >= 6)  # a transaction is seen a moment after its commit
     done = dlq.resolved()
     assert Counter(r.action for r in done) == {"repaired": 2, "replayed": 3, "dismissed": 1}
-    assert {r.note for r in done if r.note} == {"the old feeder", "a test"} and all("@" in r.by for r in done)
+    assert {r.note for r in done if r.note} == {"the old feeder", "a test"} and all(
+        "@" in r.by for r in done
+    )
     for r in done:
         if r.sent_offset is not None and r.sent_partition is not None:
-            (sent,) = jobs.cluster.read_range(r.topic, r.sent_partition, r.sent_offset, r.sent_offset)
-            assert sent.headers[REPLAYS].decode() == f"{r.topic}-{r.partition}-{r.offset}@{r.topic_id}"
+            (sent,) = jobs.cluster.read_range(
+                r.topic, r.sent_partition, r.sent_offset, r.sent_offset
+            )
+            assert (
+                sent.headers[REPLAYS].decode() == f"{r.topic}-{r.partition}-{r.offset}@{r.topic_id}"
+            )
             assert r.sent_topic_id == jobs.cluster.topic_id(r.topic)
             assert sent.key == jobs.codec.decode(sent.value).trajectory_key.encode()
 
@@ -173,10 +198,14 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     ):
         eventually(lambda t=table, n=name, i=ids: i <= set(column(jobs.settings, t, n)))
         if table != "dead_letters_resolved":
-            assert Counter(column(jobs.settings, table, name)).most_common(1)[0][1] == 1, "each once in the lake"
+            assert Counter(column(jobs.settings, table, name)).most_common(1)[0][1] == 1, (
+                "each once in the lake"
+            )
 
 
-def test_a_step_that_is_too_large_is_cut_down(jobs: Jobs, eventually: Eventually, tmp_path: Path) -> None:
+def test_a_step_that_is_too_large_is_cut_down(
+    jobs: Jobs, eventually: Eventually, tmp_path: Path
+) -> None:
     """So large that not even its dead letter holds it: it is read where it lies. The partition goes on meanwhile."""
     dlq, key = Dlq(jobs), "large"
     jobs.start()
@@ -190,7 +219,8 @@ def test_a_step_that_is_too_large_is_cut_down(jobs: Jobs, eventually: Eventually
     assert (letter["reason"], letter["bytes"], letter["record"]) == ("invalid", None, None)
     shown = dlq.json("show", letter["id"])
     assert (
-        shown["record_json"]["step_id"] == giant.step_id and "tokens, reply and tags have more than" in shown["detail"]
+        shown["record_json"]["step_id"] == giant.step_id
+        and "tokens, reply and tags have more than" in shown["detail"]
     )
     assert "have more than" in dlq("replay", letter["id"], code=1)
     dlq("repair", letter["id"], "--set", 'response_json={"content":"x"}')
@@ -206,7 +236,9 @@ def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Ev
     seen, never = step("k", [1], [2]), step("k", [1, 2], [3])
     jobs.put(session("k", "opened"), seen)
     jobs.producer.flush()
-    killed = jobs.cluster.producer(f"{jobs.topics.prefix}-dead-letters", transaction_timeout_ms=10_000)
+    killed = jobs.cluster.producer(
+        f"{jobs.topics.prefix}-dead-letters", transaction_timeout_ms=10_000
+    )
     with pytest.raises(KeyboardInterrupt), killed.transaction():
         killed.put(jobs.topics.steps, b"k", jobs.codec.encode(never))
         killed.flush()
@@ -226,7 +258,9 @@ def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
     jobs.put(*rewards)
     producer.flush()
     for record, _ in jobs.records(jobs.topics.rewards, Reward):
-        letter = dead_letter(record, topic_id, "assemble", "unknown_target", "no trajectory in time\nmore")
+        letter = dead_letter(
+            record, topic_id, "assemble", "unknown_target", "no trajectory in time\nmore"
+        )
         for n in range(times if record.offset % 3 == 0 else 1):
             again = dataclasses.replace(letter, created_at=letter.created_at + n)
             producer.put(jobs.topics.dead_letters, letter.key, jobs.codec.encode(again))
@@ -246,7 +280,9 @@ def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> Non
     words = command("dlq", "replay", "--all", "--yes", *words_of(jobs.settings))
     kills = 0
     while len(dlq.resolved()) < count:
-        with subprocess.Popen(words, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            words, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             if kills < 3:
                 process.stdout.readline()  # the first transaction is through
@@ -261,7 +297,9 @@ def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> Non
     assert Counter(Counter(e.event_id for e in sent).values()) == {1: count}
     where = {(r.sent_partition, r.sent_offset) for r in dlq.resolved()}
     assert where == {
-        (r.partition, r.offset) for r, _ in jobs.records(jobs.topics.rewards, Reward) if REPLAYS in r.headers
+        (r.partition, r.offset)
+        for r, _ in jobs.records(jobs.topics.rewards, Reward)
+        if REPLAYS in r.headers
     }
 
 

@@ -90,7 +90,9 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> None:
 
 def wanting(settings: Settings, run: str) -> Settings:
     rules = {"group_size": 2, "batch_groups": 2, "required_rewards": ("rule",), "max_staleness": 1}
-    admit = settings.admit.model_copy(update={"policy": settings.admit.policy.model_copy(update=rules)})
+    admit = settings.admit.model_copy(
+        update={"policy": settings.admit.policy.model_copy(update=rules)}
+    )
     return settings.model_copy(update={"run_id": run, "admit": admit})
 
 
@@ -135,20 +137,32 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
                 log.group("one", "g1", 1.0, 1.0)
                 log.group("one", "g2", 0.0, 1.0)
                 seen = await when(
-                    feed, "one", lambda s: s.standing.next_batch_seq == 1 and s.standing.newest_sync_index == 0
+                    feed,
+                    "one",
+                    lambda s: s.standing.next_batch_seq == 1 and s.standing.newest_sync_index == 0,
                 )
-                assert [(r.group_id, r.n, r.reason) for r in seen.standing.refusals] == [("g1", 2, "zero_variance")]
+                assert [(r.group_id, r.n, r.reason) for r in seen.standing.refusals] == [
+                    ("g1", 2, "zero_variance")
+                ]
                 assert (seen.standing.groups_admitted, seen.standing.replacements_total) == (2, 2)
-                assert seen.journal_id == cluster.topic_id(settings.kafka.topics.ready_batches("one", "train"))
-                assert seen.standing.free_capacity("train") == 2, "batch 1; batch 2 would be two versions ahead"
+                assert seen.journal_id == cluster.topic_id(
+                    settings.kafka.topics.ready_batches("one", "train")
+                )
+                assert seen.standing.free_capacity("train") == 2, (
+                    "batch 1; batch 2 would be two versions ahead"
+                )
                 for name in ("g3", "g4", "g5", "g6"):
                     log.group("one", name, 0.0, 1.0)
                 full = await when(feed, "one", lambda s: len(s.standing.refusals) == 3)
-                assert [r.reason for r in full.standing.after(seen.standing.refusals[-1].offset)[0]] == ["stale"] * 2
+                assert [
+                    r.reason for r in full.standing.after(seen.standing.refusals[-1].offset)[0]
+                ] == ["stale"] * 2
                 assert full.standing.free_capacity("train") == 0
                 log.version("one", 1)
                 await when(feed, "one", lambda s: s.standing.free_capacity("train") == 2)
-                with admission(wanting(settings, "two")):  # a second run joins; the first keeps its totals
+                with admission(
+                    wanting(settings, "two")
+                ):  # a second run joins; the first keeps its totals
                     await when(feed, "two", lambda s: s.standing.policy is not None)
                     again = await when(feed, "one", lambda s: True)
                     assert again.standing.replacements_total == 6
@@ -176,7 +190,10 @@ def test_a_gateway_serves_it(cluster: Cluster, settings: Settings) -> None:
         async def says(status: int, free: int | None) -> bool:
             with suppress(aiohttp.ClientConnectorError):
                 async with aiohttp.ClientSession() as http, http.get(url) as reply:
-                    return reply.status == status and (await reply.json()).get("free_staleness_capacity") == free
+                    return (
+                        reply.status == status
+                        and (await reply.json()).get("free_staleness_capacity") == free
+                    )
             return False
 
         await until(lambda: says(404, None))
@@ -188,7 +205,9 @@ def test_a_gateway_serves_it(cluster: Cluster, settings: Settings) -> None:
     asyncio.run(body())
 
 
-def test_journal_made_anew_and_journal_that_cannot_be_read(cluster: Cluster, settings: Settings) -> None:
+def test_journal_made_anew_and_journal_that_cannot_be_read(
+    cluster: Cluster, settings: Settings
+) -> None:
     create_topics(cluster, settings)
     topics, log = settings.kafka.topics, Log(cluster, settings)
     spec = topics.ready_batches_spec("one", "train")
@@ -236,13 +255,17 @@ def test_kafka_away_leaves_what_was_known_with_its_age(tmp_path: Path, settings:
         mine = wanting(settings.model_copy(update={"kafka": kafka}), "one")
 
         async def body() -> None:
-            with _feeding(DemandFeed(cluster, settings, lambda: time.monotonic() + ahead_s[0])) as feed:
+            with _feeding(
+                DemandFeed(cluster, settings, lambda: time.monotonic() + ahead_s[0])
+            ) as feed:
                 with admission(mine):
                     known = await when(feed, "one", lambda s: s.standing.policy is not None)
                 with paused(broker):
                     ahead_s[0] = 60.0
                     late = await feed.look("one", "train")
-                    assert late is not None and late.standing == known.standing and late.age_s >= 59.0
+                    assert (
+                        late is not None and late.standing == known.standing and late.age_s >= 59.0
+                    )
                     with pytest.raises(DemandUnknown):
                         await feed.look("other", "train")
                 await when(feed, "one", lambda s: s.age_s < 30)

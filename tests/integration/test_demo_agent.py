@@ -9,7 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-CALL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k374"}'}}
+CALL = {
+    "index": 0,
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": '{"key": "k374"}'},
+}
 
 
 class Gateway:
@@ -31,7 +36,9 @@ class Gateway:
         trajectory = request.match_info["trajectory"]
         if trajectory not in self.refused:
             self.refused.add(trajectory)
-            return web.json_response({"error": {"message": "starting"}}, status=503, headers={"Retry-After": "0.1"})
+            return web.json_response(
+                {"error": {"message": "starting"}}, status=503, headers={"Retry-After": "0.1"}
+            )
         body = await request.json()
         self.seen.append(body)
         last = body["messages"][-1]
@@ -40,7 +47,11 @@ class Gateway:
         if body.get("stream"):
             return await self._stream(request, content, calls)
         message = {"role": "assistant", "content": content, "tool_calls": calls or None}
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if calls else "stop",
+        }
         return web.json_response({**_HEAD, "object": "chat.completion", "choices": [choice]})
 
     async def _stream(
@@ -52,7 +63,9 @@ class Gateway:
         deltas += [{"content": letter} for letter in content or ""]
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            deltas.append({"tool_calls": [{**call, "function": {"name": name, "arguments": arguments[:5]}}]})
+            deltas.append(
+                {"tool_calls": [{**call, "function": {"name": name, "arguments": arguments[:5]}}]}
+            )
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": arguments[5:]}}]})
         for delta in deltas:
             choice = {"index": 0, "delta": delta, "finish_reason": None}
@@ -93,7 +106,12 @@ def test_episodes_of_a_process_survive_a_gateway_that_is_just_starting() -> None
         assert results.keys() == {job["id"] for job in jobs}
         assert "NotFoundError" in results.pop("lost")["error"]
         for result in results.values():
-            expected = {"id": result["id"], "answer": "the total is 6.", "first_call_key": "k374", "turns": 2}
+            expected = {
+                "id": result["id"],
+                "answer": "the total is 6.",
+                "first_call_key": "k374",
+                "turns": 2,
+            }
             assert result == expected
         assert process.returncode == 0
         assert len(gateway.seen) == 16

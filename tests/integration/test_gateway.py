@@ -35,9 +35,7 @@ from schemas.settings import Settings
 from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
-START = (
-    "import sys; from runtime.process.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
-)
+START = "import sys; from runtime.process.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
 
@@ -53,7 +51,9 @@ def gateway(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
     log = Path(settings.data_dir) / f"{settings.gateway.gateway_id}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        process = subprocess.Popen(bonded([sys.executable, "-c", START, *words_of(settings)]), stderr=out, stdout=out)
+        process = subprocess.Popen(
+            bonded([sys.executable, "-c", START, *words_of(settings)]), stderr=out, stdout=out
+        )
     try:
         yield process
     except BaseException:
@@ -82,7 +82,9 @@ async def until_up(settings: Settings, path: str = "/health", status: int = 200)
 
 @asynccontextmanager
 async def agent(settings: Settings, path: str, key: str = "none") -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url_of(settings) + path, api_key=key, max_retries=0, timeout=300) as client:
+    async with AsyncOpenAI(
+        base_url=url_of(settings) + path, api_key=key, max_retries=0, timeout=300
+    ) as client:
         yield client
 
 
@@ -93,7 +95,11 @@ def text_of(step: Step) -> str:
 
 async def call(client: AsyncOpenAI, text: str = "hi", stream: bool = False) -> list[str]:
     """One call, read to its end; its step ids."""
-    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": text}], "stream": stream}
+    ask: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": text}],
+        "stream": stream,
+    }
     raw = await client.chat.completions.with_raw_response.create(**ask)
     if stream:
         finished = [c.choices[0].finish_reason async for c in raw.parse() if c.choices]
@@ -142,7 +148,9 @@ async def answer_all(settings: Settings, other: Settings, trajectories: int) -> 
 
 def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
     first = with_gateway(settings, port=free_port(), worker_wait_s=20, produce_timeout_s=60)
-    second = with_gateway(settings, port=free_port(), worker_wait_s=20, produce_timeout_s=60, gateway_id="gateway-1")
+    second = with_gateway(
+        settings, port=free_port(), worker_wait_s=20, produce_timeout_s=60, gateway_id="gateway-1"
+    )
     create_topics(cluster, settings)
     topics = settings.kafka.topics
 
@@ -159,7 +167,9 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
             answered = await answer_all(first, second, 20)
             # A session opened at one gateway goes on at the other.
             async with aiohttp.ClientSession() as http:
-                async with http.post(url_of(first) + "/sessions", json={"group_id": "g", "run_id": "r2"}) as r:
+                async with http.post(
+                    url_of(first) + "/sessions", json={"group_id": "g", "run_id": "r2"}
+                ) as r:
                     session = await r.json()
                 async with agent(second, "/v1", session["session_key"]) as client:
                     answered += await call(client)
@@ -187,7 +197,9 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
     assert [type(e) for e in session_events] == [SessionEvent, SessionEvent]
     assert [e.kind for e in session_events] == ["opened", "completed"]
     partition = partition_of(session_events[0].trajectory_key.encode(), settings.kafka.partitions)
-    in_order = [CODEC.decode(r.value) for r in cluster.read_all(settings.kafka.topics.steps, partition)]
+    in_order = [
+        CODEC.decode(r.value) for r in cluster.read_all(settings.kafka.topics.steps, partition)
+    ]
     ours = [e for e in in_order if e.trajectory_key == session_events[0].trajectory_key]
     assert [type(e).__name__ for e in ours] == ["SessionEvent", "Step", "SessionEvent"]
     letters = [CODEC.decode(r.value) for r in cluster.read_all(topics.dead_letters)]
@@ -217,7 +229,9 @@ def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroker, tmp_path: Path) -> None:
+def test_broker_paused_and_gateway_killed_lose_nothing(
+    own_broker: EmbeddedBroker, tmp_path: Path
+) -> None:
     (pid,) = own_broker.pids.values()
     engine_port = free_port()
     settings = settings_on(own_broker.bootstrap_servers, tmp_path, engine_port)
@@ -229,10 +243,14 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
         async with agent(settings, "/t/g") as client:
             answered.extend(await call(client))
             os.kill(pid, signal.SIGSTOP)
-            answered.extend(await call(client))  # waits for the acknowledgement that does not come, then spooled
+            answered.extend(
+                await call(client)
+            )  # waits for the acknowledgement that does not come, then spooled
             answered.extend(await call(client, stream=True))
             async with aiohttp.ClientSession() as http:
-                async with http.post(url_of(settings) + "/complete_trajectory/t", json={"reward": 1}) as r:
+                async with http.post(
+                    url_of(settings) + "/complete_trajectory/t", json={"reward": 1}
+                ) as r:
                     assert r.status == 200
             # Calls that are cut off by the kill were not answered: nothing is promised about them.
         await asyncio.gather(*[burst(f"/k{i}/g", 3) for i in range(8)])
@@ -274,8 +292,17 @@ def test_broker_paused_and_gateway_killed_lose_nothing(own_broker: EmbeddedBroke
     in_order = [
         e for e in on_log(cluster, settings) if e.trajectory_key == "t"
     ]  # what was answered one after the other is on the log so
-    assert [e.step_id for e in in_order if isinstance(e, Step)] == [s for s in answered if s.startswith("t~")]
-    assert [type(e).__name__ for e in in_order] == ["Step", "Step", "Step", "SessionEvent", "Step", "Step"]
+    assert [e.step_id for e in in_order if isinstance(e, Step)] == [
+        s for s in answered if s.startswith("t~")
+    ]
+    assert [type(e).__name__ for e in in_order] == [
+        "Step",
+        "Step",
+        "Step",
+        "SessionEvent",
+        "Step",
+        "Step",
+    ]
     assert len(list((settings.spool_dir / "gateway-0" / "damaged").glob("*.spool"))) == 1
 
 
@@ -291,7 +318,9 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
     async def body() -> list[str]:
         engine = ScriptedEngine(lambda _: Script([HI], gate=gate))
         async with engine.serve() as engine_url:
-            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60)
+            mine = with_gateway(
+                settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60
+            )
             with gateway(mine) as process:
                 await until_up(mine, "/ready")
                 async with agent(mine, "/t/g") as client:
@@ -301,7 +330,10 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
                     process.send_signal(signal.SIGTERM)
                     while True:  # it accepts no more
                         try:
-                            async with aiohttp.ClientSession() as http, http.get(url_of(mine) + "/health"):
+                            async with (
+                                aiohttp.ClientSession() as http,
+                                http.get(url_of(mine) + "/health"),
+                            ):
                                 await asyncio.sleep(0.02)
                         except aiohttp.ClientError:
                             break
@@ -315,14 +347,22 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
     assert sorted(step_ids(cluster, settings)) == sorted(answered)
 
 
-def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, settings: Settings) -> None:
+def test_sigterm_cuts_off_what_takes_too_long_and_records_it(
+    cluster: Cluster, settings: Settings
+) -> None:
     """A generation that outlasts the stop: the client's connection breaks, what it had got is on the log as aborted."""
 
     async def body() -> None:
-        engine = ScriptedEngine(lambda _: Script([HI], gate=asyncio.Semaphore(1)))  # one token, then silence
+        engine = ScriptedEngine(
+            lambda _: Script([HI], gate=asyncio.Semaphore(1))
+        )  # one token, then silence
         async with engine.serve() as engine_url:
-            mine = with_gateway(settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60)
-            mine = Settings.model_validate(mine.model_dump(exclude_unset=True) | {"up": {"stop_timeout_s": 9}})
+            mine = with_gateway(
+                settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60
+            )
+            mine = Settings.model_validate(
+                mine.model_dump(exclude_unset=True) | {"up": {"stop_timeout_s": 9}}
+            )
             with gateway(mine) as process:
                 await until_up(mine, "/ready")
                 ask = {"messages": [], "stream": True}
@@ -332,7 +372,9 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(cluster: Cluster, s
                         while b'"Hel"' not in seen:
                             seen += await r.content.readany()
                         process.send_signal(signal.SIGTERM)
-                        with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
+                        with pytest.raises(
+                            (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)
+                        ):
                             await r.read()
                 assert await asyncio.to_thread(process.wait, 180) == 0
 

@@ -38,7 +38,9 @@ Eventually = Callable[..., Any]
 
 
 @asynccontextmanager
-async def journal(broker: EmbeddedBroker, directory: Path, topic: str = TOPIC) -> AsyncIterator[Journal]:
+async def journal(
+    broker: EmbeddedBroker, directory: Path, topic: str = TOPIC
+) -> AsyncIterator[Journal]:
     """A started journal on a Kafka that is seen to be there."""
     bus = KafkaBus(Cluster(broker.bootstrap_servers), topic, produce_timeout_s=3.0)
     bus.start()
@@ -120,7 +122,9 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
 
 
 @pytest.mark.parametrize("meanwhile", [0, 3])
-def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path, meanwhile: int) -> None:
+def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
+    tmp_path: Path, meanwhile: int
+) -> None:
     """A fresh broker gives the producer id of the gateway's bus to somebody else, and would take its records for that one's.
 
     meanwhile: records while no broker is there; with none the client itself has no reason to begin anew.
@@ -143,7 +147,9 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path, 
                 await it.record([say(f"before {i}")])
             await wait(lambda: not it.spooled_bytes)  # a slow one is acknowledged from the spool
             await asyncio.to_thread(broker.kill)
-            within = [asyncio.create_task(it.record([say(f"within {i}")])) for i in range(meanwhile)]
+            within = [
+                asyncio.create_task(it.record([say(f"within {i}")])) for i in range(meanwhile)
+            ]
             assert [await task for task in within] == ["spooled"] * meanwhile
             broker.stop()
             broker = await asyncio.to_thread(fresh, "second")
@@ -156,7 +162,10 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(tmp_path: Path, 
                     await wait(lambda: not it.spooled_bytes)
                     receipts.append(await it.record([say(f"after {len(receipts)}")]))
                 others.close()
-                wanted = [*(f"within {i}" for i in range(meanwhile)), *(f"after {i}" for i in range(len(receipts)))]
+                wanted = [
+                    *(f"within {i}" for i in range(meanwhile)),
+                    *(f"after {i}" for i in range(len(receipts))),
+                ]
                 assert on_the_log(broker)[b"k"] == [text.encode() for text in wanted]
             finally:
                 await it.close()
@@ -188,10 +197,15 @@ def test_outbox_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Setti
 
     asyncio.run(body())
     values = [r.value for p in range(4) for r in cluster.read_all(topic, p)]
-    assert values[:400] == [v for i in range(200) for v in (b"%d" % i, b"%d too" % i)] and values[-1] == b"after"
+    assert (
+        values[:400] == [v for i in range(200) for v in (b"%d" % i, b"%d too" % i)]
+        and values[-1] == b"after"
+    )
 
 
-def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(cluster: Cluster, settings: Settings) -> None:
+def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(
+    cluster: Cluster, settings: Settings
+) -> None:
     topic = settings.kafka.topics.steps
     cluster.create_topic(topic, 1, {})
 
@@ -235,7 +249,9 @@ def encoded(settings: Settings, step: Step) -> Message:
     return Message(settings.kafka.topics.steps, step.trajectory_key.encode(), CODEC.encode(step))
 
 
-def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: Settings, tmp_path: Path) -> None:
+def test_a_body_larger_than_kafka_takes_is_recorded(
+    cluster: Cluster, settings: Settings, tmp_path: Path
+) -> None:
     create_topics(cluster, settings)
     topic, request = settings.kafka.topics.steps, b"q" * (20 << 20)
 
@@ -243,7 +259,9 @@ def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: 
         bus = KafkaBus(cluster, topic, 30.0)
         bus.start()
         store = BlobStore(settings.blob_uri)
-        it = Journal(bus, Spool(tmp_path / "spool", 1 << 30), Metrics(), blobs=Blobs(store, CODEC, 30.0))
+        it = Journal(
+            bus, Spool(tmp_path / "spool", 1 << 30), Metrics(), blobs=Blobs(store, CODEC, 30.0)
+        )
         await it.start()
         await wait(lambda: bus.reachable)
         assert await it.record([encoded(settings, a_step(1, request))]) == "acknowledged"
@@ -258,7 +276,9 @@ def test_a_body_larger_than_kafka_takes_is_recorded(cluster: Cluster, settings: 
 # ---------------------------------------------------------------- how old a spool is
 
 
-def test_the_log_says_what_has_come_to_it_since_a_position(settings: Settings, cluster: Cluster) -> None:
+def test_the_log_says_what_has_come_to_it_since_a_position(
+    settings: Settings, cluster: Cluster
+) -> None:
     topic = f"{settings.kafka.topic_prefix}.aged"
     cluster.create_topic(topic, 2, {"message.timestamp.type": "LogAppendTime"})
     producer = cluster.producer()
@@ -303,7 +323,8 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:
     small = Settings.model_validate(
-        settings.model_dump(exclude_unset=True) | {"lake": {"dedupe_window": 4, "flush_interval_s": 0.1}}
+        settings.model_dump(exclude_unset=True)
+        | {"lake": {"dedupe_window": 4, "flush_interval_s": 0.1}}
     )
     create_topics(cluster, small)
     steps = [a_step(n) for n in range(14)]
@@ -328,19 +349,25 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
         gateway = Spool(directory, 1 << 20)
         gateway.open()
         held = call("spool", "drain", *words_of(small))
-        assert "gateway-0: 2 sent, 2 in the lake already, runs" in held.stdout, held.stdout + held.stderr
+        assert "gateway-0: 2 sent, 2 in the lake already, runs" in held.stdout, (
+            held.stdout + held.stderr
+        )
         gateway.close()
         assert call("spool", "drain", "--gateway-id", "nobody", *words_of(small)).returncode == 1
         eventually(lambda: len(in_lake(small)) == 12)
         rest = call("spool", "drain", "--gateway-id", "gateway-0", *words_of(small))
-        assert "gateway-0: 1 sent, 1 in the lake already\n" in rest.stdout, rest.stdout + rest.stderr
+        assert "gateway-0: 1 sent, 1 in the lake already\n" in rest.stdout, (
+            rest.stdout + rest.stderr
+        )
         eventually(lambda: len(in_lake(small)) == 13)
         (left,) = directory.rglob("*.spool")
         ill = call("doctor", *words_of(small))
         assert ill.returncode == 1 and f"{left}: " in ill.stdout, ill.stdout + ill.stderr
         left.write_bytes(whole)  # mended, from a copy of the disk say
         salvaged = call("spool", "drain", *words_of(small))
-        assert "gateway-0: 1 sent, 1 in the lake already\n" in salvaged.stdout, salvaged.stdout + salvaged.stderr
+        assert "gateway-0: 1 sent, 1 in the lake already\n" in salvaged.stdout, (
+            salvaged.stdout + salvaged.stderr
+        )
         eventually(lambda: len(in_lake(small)) >= 14)
     assert in_lake(small) == [s.step_id for s in steps]
     assert not list(directory.rglob("*.spool"))

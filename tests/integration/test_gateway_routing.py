@@ -51,7 +51,10 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
         table, gate = WorkerTable(), asyncio.Semaphore(0)
         upstream = Upstream(settings.gateway, table, time.monotonic)
         feed = WorkerFeed(cluster, settings, table, CODEC, time.monotonic, letters.append)
-        slow, quick = ScriptedEngine(lambda _: Script([HI], gate=gate)), ScriptedEngine(lambda _: Script([HI]), "vllm")
+        slow, quick = (
+            ScriptedEngine(lambda _: Script([HI], gate=gate)),
+            ScriptedEngine(lambda _: Script([HI]), "vllm"),
+        )
 
         async def call() -> tuple[str | None, str]:
             async with upstream.ask(

@@ -57,11 +57,18 @@ def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Sett
     ]
 
 
-def test_a_dead_letter_fits_into_a_record_whatever_is_in_it(cluster: Cluster, settings: Settings) -> None:
+def test_a_dead_letter_fits_into_a_record_whatever_is_in_it(
+    cluster: Cluster, settings: Settings
+) -> None:
     topics, codec, producer = settings.kafka.topics, Codec(), cluster.producer()
     create_topics(cluster, settings)
     most = 10 * 1024 * 1024 - 100
-    poison = [(b"k", b"x" * most), (b"k" * most, b"x"), (b"k" * 4_000_000, b"x" * 4_000_000), (b"k", b"x")]
+    poison = [
+        (b"k", b"x" * most),
+        (b"k" * most, b"x"),
+        (b"k" * 4_000_000, b"x" * 4_000_000),
+        (b"k", b"x"),
+    ]
     for key, value in poison:
         producer.put(topics.steps, key, value, partition=0)
     producer.flush()
@@ -71,10 +78,15 @@ def test_a_dead_letter_fits_into_a_record_whatever_is_in_it(cluster: Cluster, se
         producer.put(topics.dead_letters, letter.key, codec.encode(letter))
     producer.flush()
     producer.close()
-    assert [(len(d.key or b""), len(d.value or b"")) for d in letters] == [(1, 0), (0, 1), (4_000_000, 0), (1, 1)]
-    assert [d.detail.endswith("at their place)") or d.detail.endswith("at its place)") for d in letters] == [
-        True
-    ] * 3 + [False]
+    assert [(len(d.key or b""), len(d.value or b"")) for d in letters] == [
+        (1, 0),
+        (0, 1),
+        (4_000_000, 0),
+        (1, 1),
+    ]
+    assert [
+        d.detail.endswith("at their place)") or d.detail.endswith("at its place)") for d in letters
+    ] == [True] * 3 + [False]
     assert all(len(d.detail) < 8100 and d.offset == i for i, d in enumerate(letters))
 
 
@@ -84,23 +96,31 @@ def test_send_is_acknowledged_in_order_and_read_back(cluster: Cluster, settings:
 
     async def produce() -> list[tuple[int, int]]:
         producer = cluster.producer()
-        acks = await asyncio.gather(*(producer.send_soon(topic, b"k", b"%d" % i, {"n": b"%d" % i}) for i in range(100)))
+        acks = await asyncio.gather(
+            *(producer.send_soon(topic, b"k", b"%d" % i, {"n": b"%d" % i}) for i in range(100))
+        )
         producer.close()
         return [(a.partition, a.offset) for a in acks]
 
     acks = asyncio.run(produce())
     p = partition_of(b"k", 4)
     assert acks == [(p, i) for i in range(100)]
-    assert [r.value for r in cluster.read_range(topic, p, 10, 20)] == [b"%d" % i for i in range(10, 21)]
+    assert [r.value for r in cluster.read_range(topic, p, 10, 20)] == [
+        b"%d" % i for i in range(10, 21)
+    ]
     assert [r.headers["n"] for r in cluster.read_all(topic, p)] == [b"%d" % i for i in range(100)]
 
 
-def test_ranges_are_read_by_one_client_whatever_lies_between_them(cluster: Cluster, settings: Settings) -> None:
+def test_ranges_are_read_by_one_client_whatever_lies_between_them(
+    cluster: Cluster, settings: Settings
+) -> None:
     """Records larger than what is fetched at once, control records, ranges of which all was fetched with the one before."""
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
     producer = cluster.producer(f"{topic}-trainer")
-    values = [bytes([i]) * (9_000_000 if i in (20, 40) else 100_000 if i > 50 else 10) for i in range(60)]
+    values = [
+        bytes([i]) * (9_000_000 if i in (20, 40) else 100_000 if i > 50 else 10) for i in range(60)
+    ]
     for i in range(0, 60, 20):
         with producer.transaction():  # leaves a control record behind each 20
             for value in values[i : i + 20]:
@@ -110,7 +130,9 @@ def test_ranges_are_read_by_one_client_whatever_lies_between_them(cluster: Clust
 
     def read(*ranges: tuple[int, int]) -> None:
         found = [(r.offset, r.value) for r in cluster.read_ranges(topic, 0, ranges)]
-        assert found == [(o, at[o]) for first, last in ranges for o in range(first, last + 1) if o in at]
+        assert found == [
+            (o, at[o]) for first, last in ranges for o in range(first, last + 1) if o in at
+        ]
 
     read(*((o, o) for o in range(63)))
     for _ in range(20):
@@ -120,7 +142,9 @@ def test_ranges_are_read_by_one_client_whatever_lies_between_them(cluster: Clust
     read()
 
 
-def test_newer_transactional_producer_fences_the_older(cluster: Cluster, settings: Settings) -> None:
+def test_newer_transactional_producer_fences_the_older(
+    cluster: Cluster, settings: Settings
+) -> None:
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
     old = cluster.producer(f"{topic}-trainer")
@@ -135,7 +159,9 @@ def test_newer_transactional_producer_fences_the_older(cluster: Cluster, setting
     assert [r.value for r in cluster.read_all(topic)] == [b"1", b"3"]
 
 
-def test_what_lies_behind_anothers_open_transaction_is_waited_for(cluster: Cluster, settings: Settings) -> None:
+def test_what_lies_behind_anothers_open_transaction_is_waited_for(
+    cluster: Cluster, settings: Settings
+) -> None:
     """All runs share the weights log: the dead trainer of one must not hide the newest version of another one."""
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
@@ -153,7 +179,9 @@ def test_what_lies_behind_anothers_open_transaction_is_waited_for(cluster: Clust
         assert found.result(90.0) == [b"1", b"2"]
 
 
-def test_a_producer_whose_id_the_broker_knows_from_another_one_goes_on_under_a_new_one(tmp_path: Path) -> None:
+def test_a_producer_whose_id_the_broker_knows_from_another_one_goes_on_under_a_new_one(
+    tmp_path: Path,
+) -> None:
     """Wiped, a broker gives the same producer ids again: the older producer's next record is out of order, for good."""
     port = free_port()
 
@@ -176,7 +204,9 @@ def test_a_producer_whose_id_the_broker_knows_from_another_one_goes_on_under_a_n
                 await new.send("t", b"k", b"%d" % i)
             with pytest.raises(Unavailable):
                 async with asyncio.timeout(120):
-                    await asyncio.gather(old.send("t", b"k", b"lost"), old.send("t", b"k", b"lost, too"))
+                    await asyncio.gather(
+                        old.send("t", b"k", b"lost"), old.send("t", b"k", b"lost, too")
+                    )
             async with asyncio.timeout(120):
                 await old.send("t", b"k", b"after")
             assert [r.value for r in cluster.read_all("t")][8:] == [b"after"]
@@ -224,7 +254,9 @@ def test_rolled_back_transaction_is_not_seen(cluster: Cluster, settings: Setting
     assert list(cluster.read_all(topic)) == []
 
 
-def test_a_schema_announced_right_after_an_unknown_one_is_found(cluster: Cluster, settings: Settings) -> None:
+def test_a_schema_announced_right_after_an_unknown_one_is_found(
+    cluster: Cluster, settings: Settings
+) -> None:
     """A newer release announces its schema, then writes: no record of it may end as unknown, whatever was asked before."""
     create_topics(cluster, settings)
     topic = settings.kafka.topics.schemas
@@ -237,14 +269,20 @@ def test_a_schema_announced_right_after_an_unknown_one_is_found(cluster: Cluster
     schema["fields"].append({"name": "colour", "type": "string", "default": ""})
     fingerprint = codec.announce(json.dumps(schema))
     producer.put(topic, b"broken", b"garbage")
-    producer.put(topic, fingerprint.encode(), codec.encode(replace(published, schema_json=json.dumps(schema))))
+    producer.put(
+        topic,
+        fingerprint.encode(),
+        codec.encode(replace(published, schema_json=json.dumps(schema))),
+    )
     producer.flush()
     body = b"\x06\x00\x06red"  # partition 3, no event time, "red"
     assert decoder.decode(MAGIC + bytes.fromhex(fingerprint) + body).partition == 3
     producer.close()
 
 
-def test_a_flood_of_unknown_fingerprints_makes_no_client_each(cluster: Cluster, settings: Settings) -> None:
+def test_a_flood_of_unknown_fingerprints_makes_no_client_each(
+    cluster: Cluster, settings: Settings
+) -> None:
     """A client takes 20 ms, on the event loop of all partitions."""
     create_topics(cluster, settings)
     made = []
@@ -261,7 +299,9 @@ def test_a_flood_of_unknown_fingerprints_makes_no_client_each(cluster: Cluster, 
     assert 1 <= len(made) < 100
 
 
-def test_confluent_framing_is_read_once_its_id_is_announced(cluster: Cluster, settings: Settings) -> None:
+def test_confluent_framing_is_read_once_its_id_is_announced(
+    cluster: Cluster, settings: Settings
+) -> None:
     topic = settings.kafka.topics.schemas
     create_topics(cluster, settings)
     decoder = Decoder(cluster, topic)
@@ -269,7 +309,9 @@ def test_confluent_framing_is_read_once_its_id_is_announced(cluster: Cluster, se
     framed = b"\x00" + (41).to_bytes(4, "big") + decoder.codec.encode(tick)[10:]
     (schema,) = [s for s in decoder.codec.published(0) if s.name == "clawstream.Tick"]
     producer = cluster.producer()
-    producer.put(topic, schema.fingerprint.encode(), decoder.codec.encode(replace(schema, confluent_id=41)))
+    producer.put(
+        topic, schema.fingerprint.encode(), decoder.codec.encode(replace(schema, confluent_id=41))
+    )
     producer.flush()
     assert decoder.decode(framed) == tick
 

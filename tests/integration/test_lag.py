@@ -38,17 +38,28 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
     ready = topics.ready_batches_spec("default", "train")
     cluster.create_topic(ready.name, ready.partitions, ready.config)
     producer, admit = cluster.producer(), cluster.producer(f"{prefix}-admit")
-    mark = records.StepMark(event_id="e", run_id="r", trajectory_key="k", step_id="s", mark="late", offset=0)
+    mark = records.StepMark(
+        event_id="e", run_id="r", trajectory_key="k", step_id="s", mark="late", offset=0
+    )
     for p in range(4):
         for _ in range(5):
             producer.put(topics.steps, None, codec.encode(records.Tick(partition=p)), partition=p)
-            producer.put(topics.candidates, None, codec.encode(records.Tick(partition=p, event_time=1)), partition=p)
+            producer.put(
+                topics.candidates,
+                None,
+                codec.encode(records.Tick(partition=p, event_time=1)),
+                partition=p,
+            )
     producer.put(topics.steps, b"k", b"poison")
     producer.put(topics.steps, b"k", None)
     producer.put(topics.trajectories, b"k", codec.encode(mark))
     mine, other = (
         b"default",
-        next(b"r%d" % i for i in range(99) if partition_of(b"r%d" % i, 4) == partition_of(b"default", 4)),
+        next(
+            b"r%d" % i
+            for i in range(99)
+            if partition_of(b"r%d" % i, 4) == partition_of(b"default", 4)
+        ),
     )
     producer.put(topics.candidates, mine, codec.encode(ENDED))
     producer.put(topics.candidates, other, codec.encode(ENDED))
@@ -57,7 +68,10 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
         admit.put(ready.name, b"default", codec.encode(ENDED))
     wait_for_end(cluster, ready.name, 2)
 
-    rows = {(r.group.removeprefix(f"{prefix}-"), r.topic.removeprefix(f"{prefix}.")): r for r in lag(cluster, settings)}
+    rows = {
+        (r.group.removeprefix(f"{prefix}-"), r.topic.removeprefix(f"{prefix}.")): r
+        for r in lag(cluster, settings)
+    }
     assert {k: (r.offsets, r.records) for k, r in rows.items() if r.offsets} == {
         ("assemble", "steps"): (22, 1),
         ("reward", "trajectories"): (1, 1),
@@ -86,9 +100,23 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
     producer.put(topics.steps, None, codec.encode(records.Tick(partition=1)), partition=1)
     producer.flush()
     (by_hand,) = (r for r in lag(cluster, settings) if r.group == f"{prefix}-by-hand")
-    assert (by_hand.partitions, by_hand.committed, by_hand.end, by_hand.offsets, by_hand.records) == (4, 22, 23, 1, 0)
+    assert (
+        by_hand.partitions,
+        by_hand.committed,
+        by_hand.end,
+        by_hand.offsets,
+        by_hand.records,
+    ) == (4, 22, 23, 1, 0)
     printed = format_lag([by_hand]).splitlines()
-    assert printed[0].split() == ["GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END", "OFFSETS", "RECORDS"]
+    assert printed[0].split() == [
+        "GROUP",
+        "TOPIC",
+        "PARTITIONS",
+        "COMMITTED",
+        "END",
+        "OFFSETS",
+        "RECORDS",
+    ]
     assert printed[1].split() == [f"{prefix}-by-hand", topics.steps, "4", "22", "23", "1", "0"]
 
 
@@ -104,7 +132,11 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
     with admit.transaction():
         admit.put(topics.dead_letters, b"k", codec.encode(ENDED))
         admit.flush()
-        rows = {r.topic: r for r in lag(cluster, settings, scan_records=10) if r.group == f"{prefix}-lake"}
+        rows = {
+            r.topic: r
+            for r in lag(cluster, settings, scan_records=10)
+            if r.group == f"{prefix}-lake"
+        }
     assert (rows[topics.weights].records, rows[topics.weights].exact) == (11, False)
     assert (rows[topics.dead_letters].offsets, rows[topics.dead_letters].exact) == (0, True)
     assert "<=11" in format_lag(rows.values())
@@ -123,13 +155,20 @@ class Busy(Cluster):
             topic = self.going_on[1]
             producer = self.producer()
             for p in self.watermarks(topic):
-                producer.put(topic, None, Codec().encode(records.Tick(partition=p, event_time=1)), partition=p)
+                producer.put(
+                    topic,
+                    None,
+                    Codec().encode(records.Tick(partition=p, event_time=1)),
+                    partition=p,
+                )
             producer.flush()
             commit(Cluster(self.bootstrap_servers), group, topic)
         return super().committed(group)
 
 
-def test_a_group_that_goes_on_while_lag_is_asked_is_not_behind_by_the_whole_log(settings: Settings) -> None:
+def test_a_group_that_goes_on_while_lag_is_asked_is_not_behind_by_the_whole_log(
+    settings: Settings,
+) -> None:
     """Two groups read the candidates; the end that the first was held against lay before the second's newer position."""
     cluster = Busy(settings.bootstrap_servers)
     create_topics(cluster, settings)

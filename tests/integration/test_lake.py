@@ -52,10 +52,19 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
                     numbers.append(rng.randrange(max(0, sent - 2000), sent))
             put_steps(producer, settings, numbers)
             event = records.SessionEvent(
-                event_id=f"e{sent}", run_id="r", trajectory_key=f"k{sent % 17}", kind="opened", created_at=sent
+                event_id=f"e{sent}",
+                run_id="r",
+                trajectory_key=f"k{sent % 17}",
+                kind="opened",
+                created_at=sent,
             )
             producer.put(topics.steps, event.trajectory_key.encode(), codec.encode(event))
-            producer.put(topics.steps, None, codec.encode(records.Tick(partition=sent % 4)), partition=sent % 4)
+            producer.put(
+                topics.steps,
+                None,
+                codec.encode(records.Tick(partition=sent % 4)),
+                partition=sent % 4,
+            )
             producer.put(topics.rewards, b"k", codec.encode(a_reward(sent)))
             producer.flush()
             time.sleep(rng.random() * 0.03)
@@ -63,21 +72,29 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
         time.sleep(rng.random() * 0.5)
         writer.kill()
         writer.wait()
-        writer = processes.write(flush_interval_s=rng.uniform(0.02, 0.3), flush_rows=rng.choice([7, 60, 400, 5000]))
-    put_steps(producer, settings, [sent])  # the last writer may find nothing else: this one is its own
+        writer = processes.write(
+            flush_interval_s=rng.uniform(0.02, 0.3), flush_rows=rng.choice([7, 60, 400, 5000])
+        )
+    put_steps(
+        producer, settings, [sent]
+    )  # the last writer may find nothing else: this one is its own
     sent += 1
     producer.close()
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == sent)
     eventually(lambda: len(column(settings, "rewards", "event_id")) == 80)
     ends = {(topics.steps, p): high for p, (_, high) in cluster.watermarks(topics.steps).items()}
     group = f"{settings.kafka.topic_prefix}-lake"
-    eventually(lambda: ends.items() <= cluster.committed(group).items())  # the last records are duplicates and ticks
+    eventually(
+        lambda: ends.items() <= cluster.committed(group).items()
+    )  # the last records are duplicates and ticks
     assert processes.stop(writer) == 0
     rows = column(settings, "steps", "step_id")
     assert sorted(rows) == sorted(a_step(i).step_id for i in range(sent))
     opened = column(settings, "session_events", "event_id")
     assert len(opened) == len(set(opened)) == 80
-    assert len(column(settings, "rewards", "event_id")) == len(set(column(settings, "rewards", "event_id")))
+    assert len(column(settings, "rewards", "event_id")) == len(
+        set(column(settings, "rewards", "event_id"))
+    )
     lengths = [len(ids) for ids in column(settings, "steps", "prompt_token_ids")]
     assert sorted(lengths) == sorted(i % 50 for i in range(sent))
     committed = cluster.committed(group)
@@ -91,7 +108,9 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     create_topics(cluster, settings)
     codec, producer = Codec(), cluster.producer()
     put_steps(producer, settings, range(400))
-    opened = records.SessionEvent(event_id="e", run_id="r", trajectory_key="k1", kind="opened", created_at=1)
+    opened = records.SessionEvent(
+        event_id="e", run_id="r", trajectory_key="k1", kind="opened", created_at=1
+    )
     producer.put(settings.kafka.topics.steps, b"k1", codec.encode(opened))
     producer.flush()
     writer = processes.write(flush_interval_s=0.1, dedupe_window=1)
@@ -104,14 +123,22 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == 450)
     eventually(lambda: column(settings, "session_events", "event_id") == ["e"])
     assert processes.stop(writer) == 0
-    assert sorted(column(settings, "steps", "step_id")) == sorted(a_step(n).step_id for n in range(450))
+    assert sorted(column(settings, "steps", "step_id")) == sorted(
+        a_step(n).step_id for n in range(450)
+    )
     producer.close()
 
 
-def test_how_far_another_lake_is_says_nothing_of_this_one(settings: Settings, cluster: Cluster) -> None:
+def test_how_far_another_lake_is_says_nothing_of_this_one(
+    settings: Settings, cluster: Cluster
+) -> None:
     """Two lakes on one Kafka commit to one group."""
     create_topics(cluster, settings)
-    topic, group, producer = settings.kafka.topics.steps, f"{settings.kafka.topic_prefix}-lake", cluster.producer()
+    topic, group, producer = (
+        settings.kafka.topics.steps,
+        f"{settings.kafka.topic_prefix}-lake",
+        cluster.producer(),
+    )
     put_steps(producer, settings, range(30))
     producer.close()
     ends = {(topic, p): high for p, (_, high) in cluster.watermarks(topic).items()}
@@ -127,7 +154,11 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(settings: Settings, cl
         check_not_behind(small, cluster, topic)
     for name in ("steps", "session_events", "failed_calls"):
         lake.append(
-            name, [], {(cluster.topic_id(topic), p): end for (_, p), end in ends.items()}, lambda *_: None, mark=True
+            name,
+            [],
+            {(cluster.topic_id(topic), p): end for (_, p), end in ends.items()},
+            lambda *_: None,
+            mark=True,
         )
     check_not_behind(small, cluster, topic)
 
@@ -149,7 +180,9 @@ def test_poison_new_topics_and_a_topic_made_anew(
     ):
         producer.put(topic, b"k", b"\xc3\x01 poison", partition=0)
         producer.put(topic, b"k", b"rubbish", partition=0)
-        producer.put(topic, b"k", codec.encode(records.RunEnded(run_id="r", created_at=1)), partition=0)
+        producer.put(
+            topic, b"k", codec.encode(records.RunEnded(run_id="r", created_at=1)), partition=0
+        )
     producer.put(topics.rewards, b"k", codec.encode(a_reward(1)), partition=0)
     endless = records.Trajectory(
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed",
@@ -159,7 +192,9 @@ def test_poison_new_topics_and_a_topic_made_anew(
         version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(), channel="train",
         metrics={"loss": 0.5}, created_at=1,
     )  # fmt: skip
-    producer.put(topics.trajectories, b"k", codec.encode(endless), partition=0)  # no column can hold that time
+    producer.put(
+        topics.trajectories, b"k", codec.encode(endless), partition=0
+    )  # no column can hold that time
     producer.put(topics.weights, b"r/0.1", codec.encode(first))
     producer.flush()
     eventually(lambda: column(settings, "rewards", "event_id") == ["w1"])
@@ -167,9 +202,13 @@ def test_poison_new_topics_and_a_topic_made_anew(
     eventually(lambda: column(settings, "run_events", "kind") == ["ended"])
     # The lake buries what no column can hold, and what is wrong on topics that no other process works on.
     eventually(lambda: len(column(settings, "dead_letters", "process")) >= 7)
-    letters = zip(*(column(settings, "dead_letters", c) for c in ("topic", "reason", "process")), strict=True)
+    letters = zip(
+        *(column(settings, "dead_letters", c) for c in ("topic", "reason", "process")), strict=True
+    )
     poisoned = [
-        (t, r, "lake") for t in (topics.weights, topics.dead_letters) for r in ("undecodable",) * 2 + ("invalid",)
+        (t, r, "lake")
+        for t in (topics.weights, topics.dead_letters)
+        for r in ("undecodable",) * 2 + ("invalid",)
     ]
     assert sorted(letters) == sorted([*poisoned, (topics.trajectories, "invalid", "lake")])
     assert codec.encode(endless) in column(settings, "dead_letters", "value")
@@ -192,7 +231,10 @@ def test_poison_new_topics_and_a_topic_made_anew(
     cluster.delete_topic(spec.name)
     eventually(lambda: not {topics.rewards, spec.name} & cluster.topics().keys())
     create_topics(cluster, settings, [spec])
-    for number in (1, 2):  # w1 was kept before: a re-sent reward; batch 0 of the new topic is another batch
+    for number in (
+        1,
+        2,
+    ):  # w1 was kept before: a re-sent reward; batch 0 of the new topic is another batch
         producer.put(topics.rewards, b"k", codec.encode(a_reward(number)), partition=0)
     with admit.transaction():
         admit.put(spec.name, b"r", codec.encode(a_batch(0)))
@@ -237,13 +279,17 @@ def test_truncated_source_and_second_writer_end_with_their_codes(
     assert f"source truncated: {topics.steps}-{partition} starts at {end}" in processes.log("lake")
 
 
-def test_position_past_the_end_is_truncation(settings: Settings, cluster: Cluster, processes: Writers) -> None:
+def test_position_past_the_end_is_truncation(
+    settings: Settings, cluster: Cluster, processes: Writers
+) -> None:
     create_topics(cluster, settings)
     topic = settings.kafka.topics.weights
     table = catalog()["weights"]
     mark = Transaction(f"weights:{cluster.topic_id(topic)}:0", 5)
     write_deltalake(
-        f"{settings.lake_uri}/weights", table.arrow([]), commit_properties=CommitProperties(app_transactions=[mark])
+        f"{settings.lake_uri}/weights",
+        table.arrow([]),
+        commit_properties=CommitProperties(app_transactions=[mark]),
     )
     assert processes.write().wait(180) == EXIT_SOURCE
     assert f"source truncated: {topic}-0 ends at 0, position 5" in processes.log("lake")
@@ -254,10 +300,23 @@ def test_new_fields_reach_the_tables_and_old_rows_stay_readable(
 ) -> None:
     """Rows of an older release: fewer columns, fewer fields in the structs of a list."""
     create_topics(cluster, settings)
-    old = [{"step_id": "old~1.0", "run_id": "r", "tags": [{"name": "n"}], "kafka_topic_id": "T", "kafka_timestamp": 5}]
-    fields = [catalog()["steps"].schema.field(n) for n in ("step_id", "run_id", "kafka_topic_id", "kafka_timestamp")]
+    old = [
+        {
+            "step_id": "old~1.0",
+            "run_id": "r",
+            "tags": [{"name": "n"}],
+            "kafka_topic_id": "T",
+            "kafka_timestamp": 5,
+        }
+    ]
+    fields = [
+        catalog()["steps"].schema.field(n)
+        for n in ("step_id", "run_id", "kafka_topic_id", "kafka_timestamp")
+    ]
     tags = pa.field("tags", pa.list_(pa.struct([("name", pa.string())])))
-    write_deltalake(f"{settings.lake_uri}/steps", pa.Table.from_pylist(old, schema=pa.schema([*fields, tags])))
+    write_deltalake(
+        f"{settings.lake_uri}/steps", pa.Table.from_pylist(old, schema=pa.schema([*fields, tags]))
+    )
     writer = processes.write(flush_interval_s=0.1)
     producer = cluster.producer()
     put_steps(producer, settings, [1])
@@ -271,7 +330,9 @@ def test_new_fields_reach_the_tables_and_old_rows_stay_readable(
 
 
 def test_a_scan_that_stops_early_does_not_crash_at_exit(tmp_path: Path) -> None:
-    write_deltalake(str(tmp_path / "t"), pa.table({"x": list(range(400_000)), "y": ["text" * 20] * 400_000}))
+    write_deltalake(
+        str(tmp_path / "t"), pa.table({"x": list(range(400_000)), "y": ["text" * 20] * 400_000})
+    )
     code = (
         "import sys; from stream_jobs.lake.main import dataset, open_table\n"
         "d = dataset(open_table(sys.argv[1], 't', {}), {})\n"
@@ -280,6 +341,9 @@ def test_a_scan_that_stops_early_does_not_crash_at_exit(tmp_path: Path) -> None:
     )
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=240, env=dict(os.environ)
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            timeout=240,
+            env=dict(os.environ),
         )
         assert done.returncode == 0, done.stderr.decode()

@@ -37,7 +37,9 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
     settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
     create_topics(cluster, settings)
-    processes.settings = settings = settings.model_copy(update={"lake": LakeSettings(history_days=1e-3)})
+    processes.settings = settings = settings.model_copy(
+        update={"lake": LakeSettings(history_days=1e-3)}
+    )
     rng, producer, sent = random.Random(3), cluster.producer(), 0
     flush = {"flush_interval_s": 0.02, "flush_rows": 20}
     killed = {"writer": 0, "carer": 0}
@@ -81,7 +83,9 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
     carer.wait()
     assert processes.care().wait(180) == 0
     assert processes.stop(writer) == 0
-    assert sorted(column(settings, "steps", "step_id")) == sorted(a_step(n).step_id for n in range(sent))
+    assert sorted(column(settings, "steps", "step_id")) == sorted(
+        a_step(n).step_id for n in range(sent)
+    )
     producer.close()
 
 
@@ -95,13 +99,18 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     eventually(lambda: len(column(settings, "steps", "step_id")) == 1)
 
     newer = copy.deepcopy(shipped("Step"))
-    newer["fields"].append({"name": "region", "type": ["null", "string"], "default": None, "doc": "Where it ran."})
+    newer["fields"].append(
+        {"name": "region", "type": ["null", "string"], "default": None, "doc": "Where it ran."}
+    )
     tags = next(f for f in newer["fields"] if f["name"] == "tags")
     tags["type"]["items"]["fields"].append(
         {"name": "score", "type": ["null", "double"], "default": None, "doc": "How sure."}
     )
     announced = records.SchemaPublished(
-        fingerprint=fingerprint_of(newer), name="clawstream.Step", schema_json=json.dumps(newer), created_at=1
+        fingerprint=fingerprint_of(newer),
+        name="clawstream.Step",
+        schema_json=json.dumps(newer),
+        created_at=1,
     )
     producer.put(topics.schemas, announced.fingerprint.encode(), codec.encode(announced))
     producer.flush()
@@ -111,7 +120,9 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     body = io.BytesIO()
     record = plain | {"region": "north", "tags": [{"name": "t", "evidence": "e", "score": 0.5}]}
     fastavro.schemaless_writer(body, fastavro.parse_schema(newer), record)
-    producer.put(topics.steps, b"k1", MAGIC + bytes.fromhex(announced.fingerprint) + body.getvalue())
+    producer.put(
+        topics.steps, b"k1", MAGIC + bytes.fromhex(announced.fingerprint) + body.getvalue()
+    )
     put_steps(producer, settings, [2])
     eventually(lambda: len(column(settings, "steps", "step_id")) == 3)
     assert writer.poll() is None
@@ -129,10 +140,16 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     ]  # fmt: skip
     # other readers too: by Delta's own list of files, and by pyarrow
     uris = DeltaTable(f"{settings.lake_uri}/steps").file_uris()
-    counted = duckdb.sql(f"select count(region), count(*) from read_parquet({uris}, union_by_name=true)").fetchall()
+    counted = duckdb.sql(
+        f"select count(region), count(*) from read_parquet({uris}, union_by_name=true)"
+    ).fetchall()
     assert counted == [(1, 4)]
-    assert DeltaTable(f"{settings.lake_uri}/steps").to_pyarrow_table().column("region").null_count == 3
-    region = next(f for f in DeltaTable(f"{settings.lake_uri}/steps").schema().fields if f.name == "region")
+    assert (
+        DeltaTable(f"{settings.lake_uri}/steps").to_pyarrow_table().column("region").null_count == 3
+    )
+    region = next(
+        f for f in DeltaTable(f"{settings.lake_uri}/steps").schema().fields if f.name == "region"
+    )
     assert region.metadata == {"comment": "Where it ran."}
     producer.close()
 

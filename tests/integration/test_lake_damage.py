@@ -27,16 +27,21 @@ def test_one_damaged_table_is_left_out_repaired_and_read_again(
         put_steps(producer, settings, range(first, last))
         for n in range(first, last):
             opened = records.SessionEvent(
-                event_id=f"e{n}", run_id="r", trajectory_key=f"k{n % 17}", kind="opened", created_at=n
+                event_id=f"e{n}",
+                run_id="r",
+                trajectory_key=f"k{n % 17}",
+                kind="opened",
+                created_at=n,
             )
             producer.put(topics.steps, opened.trajectory_key.encode(), codec.encode(opened))
             producer.put(topics.rewards, b"k", codec.encode(a_reward(n)))
         producer.flush()
 
     def others_have(count: int) -> bool:
-        return {len(column(settings, *of)) for of in (("session_events", "event_id"), ("rewards", "event_id"))} == {
-            count
-        }
+        return {
+            len(column(settings, *of))
+            for of in (("session_events", "event_id"), ("rewards", "event_id"))
+        } == {count}
 
     with running(settings) as processes:
         writer = processes.write(flush_interval_s=0.05, flush_rows=40)
@@ -61,6 +66,8 @@ def test_one_damaged_table_is_left_out_repaired_and_read_again(
         assert repair(settings, "steps", cluster).rows > 0
         put(300, 310)
         eventually(lambda: others_have(310) and len(column(settings, "steps", "step_id")) == 310)
-        assert sorted(column(settings, "steps", "step_id")) == sorted(a_step(n).step_id for n in range(310))
+        assert sorted(column(settings, "steps", "step_id")) == sorted(
+            a_step(n).step_id for n in range(310)
+        )
         assert processes.stop(writer) == 0
     producer.close()

@@ -61,9 +61,13 @@ class Feed:
                 opened_at=1, closed_at=2, rewards=(), steps=(), prompt_tokens=1, trainable_tokens=1, trainable=True,
             )  # fmt: skip
             place = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
-            for _ in range(self.rng.randint(1, 2)):  # a re-sent output: same id, same key, new offset
+            for _ in range(
+                self.rng.randint(1, 2)
+            ):  # a re-sent output: same id, same key, new offset
                 self.producer.put(topics.trajectories, key.encode(), codec.encode(trajectory))
-                self.producer.put(topics.candidates, key.encode(), codec.encode(candidate), headers=place)
+                self.producer.put(
+                    topics.candidates, key.encode(), codec.encode(candidate), headers=place
+                )
                 self.producer.put(topics.rewards, key.encode(), codec.encode(a_reward(self.sent)))
             self.producer.put(topics.weights, key.encode(), b"rubbish")
         self.producer.flush()
@@ -91,7 +95,9 @@ def test_two_writers_killed_at_random_write_each_row_once(
 
     def start(writer: int) -> subprocess.Popen[bytes]:
         rows = rng.choice([20, 100, 1000])
-        return processes.write(writers=2, writer=writer, flush_interval_s=rng.uniform(0.02, 0.2), flush_rows=rows)
+        return processes.write(
+            writers=2, writer=writer, flush_interval_s=rng.uniform(0.02, 0.2), flush_rows=rows
+        )
 
     writers = [start(0), start(1)]
     for _ in range(2):
@@ -113,7 +119,9 @@ def test_two_writers_killed_at_random_write_each_row_once(
     feed.check(eventually)
     found = examine(cluster, positions(wide, cluster))
     assert {d.verdict for d in found} == {"ok"}
-    read = {d.position.partition for d in found if d.position.topic == wide.kafka.topics.trajectories}
+    read = {
+        d.position.partition for d in found if d.position.topic == wide.kafka.topics.trajectories
+    }
     assert read == set(range(PARTITIONS))
 
 

@@ -22,7 +22,11 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
         {
             "run_id": RUN,
             "data_dir": tmp_path / "data",
-            "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 2},
+            "kafka": {
+                "bootstrap_servers": kafka,
+                "topic_prefix": f"t{uuid4().hex[:10]}",
+                "partitions": 2,
+            },
             "jobs": {"tick_interval_s": 0.3},
             "admit": {"policy": POLICY},
             "lake": {"flush_interval_s": 0.2},
@@ -45,15 +49,30 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
                 parent_version=f"{RUN}/{sync - 1}.0" if sync else None, batches_topic_id=feed.cluster.topic_id(journal),
                 first_batch_seq=first, last_batch_seq=first, metrics={}, created_at=0,
             )  # fmt: skip
-            feed.producer.put(feed.topics.weights, version.version_id.encode(), feed.codec.encode(version))
+            feed.producer.put(
+                feed.topics.weights, version.version_id.encode(), feed.codec.encode(version)
+            )
         feed.producer.flush()
-        running.until(lambda: len(feed.column("weights", "version_id")) == 3, "the versions are in the lake")
-        running.until(lambda: late.step_id in feed.column("step_marks", "step_id"), "the late step is marked")
-        running.until(lambda: feed.column("late_revisions", "revision"), "the late reward is in the lake")
-        running.until(lambda: set(feed.steps) == set(feed.column("steps", "step_id")), "every step is in the lake")
-        running.until(lambda: len(feed.column("groups", "group_id")) == 3, "every group is in the lake")
+        running.until(
+            lambda: len(feed.column("weights", "version_id")) == 3, "the versions are in the lake"
+        )
+        running.until(
+            lambda: late.step_id in feed.column("step_marks", "step_id"), "the late step is marked"
+        )
+        running.until(
+            lambda: feed.column("late_revisions", "revision"), "the late reward is in the lake"
+        )
+        running.until(
+            lambda: set(feed.steps) == set(feed.column("steps", "step_id")),
+            "every step is in the lake",
+        )
+        running.until(
+            lambda: len(feed.column("groups", "group_id")) == 3, "every group is in the lake"
+        )
         group = f"{feed.topics.prefix}-lake"
-        running.until(lambda: data_lag(feed.cluster, settings, group) == 0, "the lake has read all topics")
+        running.until(
+            lambda: data_lag(feed.cluster, settings, group) == 0, "the lake has read all topics"
+        )
         running.stop()
     feed.close()
 
@@ -65,7 +84,9 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
         assert (batch["batch_seq"], group["group_id"]) == (sync - 1, name)
         assert sorted(m["reward"] for m in group["members"]) == [0.0, 1.0]
         steps = {s["step_id"]: s for m in group["members"] for s in m["steps"]}
-        assert steps.keys() == {s for s in feed.steps if s.startswith(f"{name}-") and s != late.step_id}
+        assert steps.keys() == {
+            s for s in feed.steps if s.startswith(f"{name}-") and s != late.step_id
+        }
         assert all(s["trained"] and s["sampled_by"] == [f"{RUN}/0.0"] for s in steps.values())
         assert said["totals"]["not_in_lake"] == []
     verdicts = {s: lineage.step(s)[0]["verdict"] for s in feed.steps}

@@ -38,7 +38,9 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
         yield made
 
 
-def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(jobs: Jobs, eventually: Eventually) -> None:
+def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
+    jobs: Jobs, eventually: Eventually
+) -> None:
     jobs.start()
     jobs.processes.start("admit", [sys.executable, "-c", ADMIT, *words_of(jobs.settings)])
     for key in (KEY, "short"):
@@ -65,7 +67,11 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(jobs: Jo
     (member,) = (m for m in batch.groups[0].members if m.trajectory_id == KEY)
     assert (member.untrainable_steps, member.trainable_tokens) == ((), 2 * STEPS)
     assert member.place.last_offset > member.place.first_offset
-    sizes = [len(r.value or b"") for r, c in jobs.records(jobs.topics.candidates, Candidate) if c.trajectory_id == KEY]
+    sizes = [
+        len(r.value or b"")
+        for r, c in jobs.records(jobs.topics.candidates, Candidate)
+        if c.trajectory_id == KEY
+    ]
     assert min(sizes) > 200 * STEPS
 
     trajectory = read_payload(jobs.cluster, decoder, jobs.topics.trajectories, "test", batch)[KEY]

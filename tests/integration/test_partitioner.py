@@ -24,7 +24,10 @@ def keys() -> list[bytes]:
     """1,000 keys: ids as ours, UTF-8, and any bytes."""
     rng = random.Random(0)
     plain = [f"task-{rng.randrange(10**9)}".encode() for _ in range(500)]
-    utf8 = ["".join(rng.choice("aé漢字-._:0") for _ in range(rng.randrange(1, 40))).encode() for _ in range(250)]
+    utf8 = [
+        "".join(rng.choice("aé漢字-._:0") for _ in range(rng.randrange(1, 40))).encode()
+        for _ in range(250)
+    ]
     return plain + utf8 + [rng.randbytes(rng.randrange(1, 60)) for _ in range(250)]
 
 
@@ -89,8 +92,15 @@ def test_faust_producer(kafka: str, topic: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == expected()
 
 
-def test_topics_of_one_key_are_joined_without_a_shuffle(cluster: Cluster, settings: Settings) -> None:
+def test_topics_of_one_key_are_joined_without_a_shuffle(
+    cluster: Cluster, settings: Settings
+) -> None:
     create_topics(cluster, settings)
     topics = settings.kafka.topics
     counts = cluster.topics()
-    assert counts[topics.steps] == counts[topics.rewards] == counts[topics.assembly] == counts[topics.trajectories]
+    assert (
+        counts[topics.steps]
+        == counts[topics.rewards]
+        == counts[topics.assembly]
+        == counts[topics.trajectories]
+    )

@@ -35,7 +35,9 @@ Admit = Callable[[Settings], "subprocess.Popen[bytes]"]
 
 def with_policy(settings: Settings, **changes: Any) -> Settings:
     policy = settings.admit.policy.model_copy(update=changes)
-    return settings.model_copy(update={"run_id": "demo", "admit": settings.admit.model_copy(update={"policy": policy})})
+    return settings.model_copy(
+        update={"run_id": "demo", "admit": settings.admit.model_copy(update={"policy": policy})}
+    )
 
 
 @pytest.fixture
@@ -63,7 +65,11 @@ def admit(tmp_path: Path) -> Iterator[Admit]:
 
 def read(cluster: Cluster, topic: str, kind: type) -> list[Any]:
     partition = partition_of(b"demo", CANDIDATE_PARTITIONS) if topic.endswith(".candidates") else 0
-    found = [CODEC.decode(r.value) for r in cluster.read_all(topic, partition)] if topic in cluster.topics() else []
+    found = (
+        [CODEC.decode(r.value) for r in cluster.read_all(topic, partition)]
+        if topic in cluster.topics()
+        else []
+    )
     return [e for e in found if isinstance(e, kind)]
 
 
@@ -86,11 +92,19 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
 
     eventually(lambda: len(applied()) == 1)
     wrong = cli("policy", "set", "min_quality=7", "--run", "demo")
-    assert wrong.exit_code == 2 and "setting admit.policy.min_quality: Input should be less than" in wrong.stderr
+    assert (
+        wrong.exit_code == 2
+        and "setting admit.policy.min_quality: Input should be less than" in wrong.stderr
+    )
     unknown = cli("policy", "set", "colour=red", "--run", "demo")
-    assert unknown.exit_code == 2 and "no colour in a policy; there are group_size," in unknown.stderr
+    assert (
+        unknown.exit_code == 2 and "no colour in a policy; there are group_size," in unknown.stderr
+    )
     lacking = cli("policy", "set", "algorithm=rloo", "--run", "demo")
-    assert lacking.exit_code == 2 and "admit.policy.algorithm='rloo': this trainer has grpo" in lacking.stderr
+    assert (
+        lacking.exit_code == 2
+        and "admit.policy.algorithm='rloo': this trainer has grpo" in lacking.stderr
+    )
     fixed = cli("policy", "set", "sync_every=4", "--run", "demo")
     assert fixed.exit_code == 2 and "sync_every is 1 for the whole run, not 4" in fixed.stderr
     done = cli("policy", "set", "min_quality=0.5", "batch_groups=7", "--run", "demo", "--by", "ann")
@@ -105,17 +119,27 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     process = admit(mine)  # the same settings: what ann has set stays
     producer = cluster.producer()
     producer.put(
-        topics.candidates, None, CODEC.encode(Tick(partition=0, event_time=1)), partition=partition_of(b"demo", 4)
+        topics.candidates,
+        None,
+        CODEC.encode(Tick(partition=0, event_time=1)),
+        partition=partition_of(b"demo", 4),
     )
     producer.flush()
     group = f"{settings.kafka.topic_prefix}-admit.demo.train"
     at = (topics.candidates, partition_of(b"demo", CANDIDATE_PARTITIONS))
-    eventually(lambda: cluster.committed(group).get(at) == cluster.watermarks(at[0], [at[1]])[at[1]][1])
+    eventually(
+        lambda: cluster.committed(group).get(at) == cluster.watermarks(at[0], [at[1]])[at[1]][1]
+    )
     assert [p.policy_version for p in applied()] == [1, 2]
     process.terminate()
     assert process.wait(180) == 0
     process = admit(with_policy(settings, batch_groups=4))  # others: they hold again
-    eventually(lambda: [(p.policy_version, p.batch_groups, p.min_quality) for p in applied()][-1] == (3, 4, None))
+    eventually(
+        lambda: (
+            [(p.policy_version, p.batch_groups, p.min_quality) for p in applied()][-1]
+            == (3, 4, None)
+        )
+    )
 
     history = json.loads(cli("policy", "history", "--run", "demo", "--format", "json").stdout)
     assert [(h["policy"]["policy_version"], h["policy"]["published_by"], h["flaw"]) for h in history] == [
@@ -124,7 +148,9 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     told = cli("policy", "history", "--run", "demo").stdout
     assert "policy 2 of demo, by ann" in told and "batch_groups=4, min_quality=null" in told
 
-    assert cli("run", "end", "demo").exit_code == 1 and not read(cluster, topics.candidates, RunEnded)
+    assert cli("run", "end", "demo").exit_code == 1 and not read(
+        cluster, topics.candidates, RunEnded
+    )
     assert "there is no run other" in cli("run", "end", "other", "--yes").stderr
     ended = cli("run", "end", "demo", "--yes", "--reason", "done")
     assert ended.exit_code == 0 and "run demo ends at offset" in ended.stdout
@@ -137,14 +163,20 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
     settings: Settings, cluster: Cluster
 ) -> None:
     create_topics(cluster, settings)
-    topics, first, then = settings.kafka.topics, with_policy(settings), with_policy(settings, batch_groups=5)
+    topics, first, then = (
+        settings.kafka.topics,
+        with_policy(settings),
+        with_policy(settings, batch_groups=5),
+    )
     create_topics(cluster, settings, [topics.ready_batches_spec("demo", "train")])
     decoder = Decoder(cluster, topics.schemas)
 
     class Raced(Desk):
         """Between reading and writing someone sets policy 2."""
 
-        rival: AdmissionPolicy | None = policy_of(with_policy(settings, batch_groups=9), 2, 0, "ann")
+        rival: AdmissionPolicy | None = policy_of(
+            with_policy(settings, batch_groups=9), 2, 0, "ann"
+        )
 
         def published(self) -> Published:
             seen = super().published()
@@ -159,13 +191,16 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
     desk = Raced(then, "train", cluster, decoder)
     publish_policy(then, cluster, decoder, desk)
     said = [
-        (p.policy_version, p.batch_groups, p.published_by) for p in read(cluster, topics.candidates, AdmissionPolicy)
+        (p.policy_version, p.batch_groups, p.published_by)
+        for p in read(cluster, topics.candidates, AdmissionPolicy)
     ]
     assert said == [(1, 16, "settings"), (2, 9, "ann"), (2, 5, "settings"), (3, 5, "settings")]
     newest = desk.published().newest
     assert newest is not None and newest.policy_version == 3
     publish_policy(then, cluster, decoder, desk)
-    assert len(read(cluster, topics.candidates, AdmissionPolicy)) == len(said), "nothing is due any more"
+    assert len(read(cluster, topics.candidates, AdmissionPolicy)) == len(said), (
+        "nothing is due any more"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,16 @@ from schemas.records import Assessment, Candidate, Reward
 from schemas.settings import Settings
 
 
-def test_quality_from_rules_to_marks(settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Any) -> None:
+def test_quality_from_rules_to_marks(
+    settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Any
+) -> None:
     with running(settings, cluster, tmp_path) as jobs:
         jobs.start()
         reward = jobs.start(
-            "0", "reward", quality_functions={"run": ("built_in",)}, reward_functions={"*": ("schemas.tokens:count@1",)}
+            "0",
+            "reward",
+            quality_functions={"run": ("built_in",)},
+            reward_functions={"*": ("schemas.tokens:count@1",)},
         )
         cut = step("cut", [1, 2], list(range(30)), finish_reason="length")
         jobs.put(*jobs.conversation("good"), cut, session("cut", "completed"))
@@ -33,18 +38,29 @@ def test_quality_from_rules_to_marks(settings: Settings, cluster: Cluster, tmp_p
         def assessed() -> dict[str, Candidate]:
             """Once their rewards are there, too: nothing is to come that would revise them."""
             found = jobs.candidates()
-            done = len(found) == 2 and all(c.assessment_revision == 7 and c.rewards for c in found.values())
+            done = len(found) == 2 and all(
+                c.assessment_revision == 7 and c.rewards for c in found.values()
+            )
             return found if done else {}
 
         candidates = eventually(assessed)
-        assert candidates["good"].quality == 1.0 and [s.quality for s in candidates["good"].steps] == [1.0] * 3
-        assert candidates["cut"].quality == 0.0 and [s.assessed_quality for s in candidates["cut"].steps] == [0.0]
+        assert (
+            candidates["good"].quality == 1.0
+            and [s.quality for s in candidates["good"].steps] == [1.0] * 3
+        )
+        assert candidates["cut"].quality == 0.0 and [
+            s.assessed_quality for s in candidates["cut"].steps
+        ] == [0.0]
         records = jobs.records(jobs.topics.rewards, Assessment, Reward)
         for key in ("good", "cut"):
             mine = [e for _, e in records if e.trajectory_key == key]
-            assert [type(e) for e in mine[:2]] == [Assessment, Reward], "its quality is there with its first reward"
+            assert [type(e) for e in mine[:2]] == [Assessment, Reward], (
+                "its quality is there with its first reward"
+            )
         (said,) = {
-            e.trajectory_key: e for _, e in records if isinstance(e, Assessment) and e.trajectory_key == "cut"
+            e.trajectory_key: e
+            for _, e in records
+            if isinstance(e, Assessment) and e.trajectory_key == "cut"
         }.values()
         assert [(f.rule, f.step_id, f.score, f.evidence) for f in said.findings] == [
             ("truncation@1", cut.step_id, 0.0, "finish reason length")
@@ -75,13 +91,19 @@ def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
         lake = subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log)
 
     def curate(*words: str) -> dict[str, Any]:
-        done = CliRunner().invoke(app, ["curate", *words, "--format", "json", *words_of(jobs.settings)])
+        done = CliRunner().invoke(
+            app, ["curate", *words, "--format", "json", *words_of(jobs.settings)]
+        )
         return dict(json.loads(done.stdout)) if done.exit_code == 0 else {}
 
     try:
         query = ("--of", "steps", "--where", "quality < 0.5", "--quality", "0.75", "--by", "ann")
         found = eventually(lambda: (c := curate(*query)).get("found") and c)
-        assert (found["found"], found["sent"], found["targets"][0]["trajectory_id"]) == (1, 0, "cut")
+        assert (found["found"], found["sent"], found["targets"][0]["trajectory_id"]) == (
+            1,
+            0,
+            "cut",
+        )
         assert jobs.candidates()["cut"].steps[0].quality == 0.0, "only counted"
         assert curate(*query, "--send")["sent"] == 1
         marked = eventually(lambda: (c := jobs.candidates()["cut"]).steps[0].quality == 0.75 and c)

@@ -20,7 +20,14 @@ from support.jobs import ROOT, Eventually, Jobs, reward, running, step
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
-from clawstream.ops.replay.run import Order, delete_replay, home_of, list_replays, replay_settings, run_replay
+from clawstream.ops.replay.run import (
+    Order,
+    delete_replay,
+    home_of,
+    list_replays,
+    replay_settings,
+    run_replay,
+)
 from clawstream.ops.replay.verify import check, what_if
 from clawstream.ops.topics.copy import Choice, copy_topics
 from clawstream.ops.topics.fresh_prefix import PrefixTaken
@@ -30,7 +37,15 @@ from runtime.process.child import bonded
 from runtime.process.config import load, words_of
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
-from schemas.records import AdmissionPolicy, Candidate, ReadyBatch, Reward, Step, Tick, WeightVersion
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    ReadyBatch,
+    Reward,
+    Step,
+    Tick,
+    WeightVersion,
+)
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs.admit.main import serve
@@ -82,7 +97,10 @@ def group(jobs: Jobs, number: int) -> list[Any]:
         said = b"x" if (number + member) % 3 else b"y"
         told = jobs.conversation(key, turns=1 + member % 2)
         told[0] = replace(told[0], group_id=f"g{number}")
-        told = [replace(e, response_json=b'{"content":"' + said + b'"}') if isinstance(e, Step) else e for e in told]
+        told = [
+            replace(e, response_json=b'{"content":"' + said + b'"}') if isinstance(e, Step) else e
+            for e in told
+        ]
         told.insert(
             2, reward(key, member / 8)
         )  # never makes up for a rule: a group differs whichever of these have come
@@ -111,7 +129,9 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         admission.start()
         lake.start()
         try:
-            _until(lambda: jobs.records(jobs.topics.candidates, Tick))  # log time goes on, whether or not someone works
+            _until(
+                lambda: jobs.records(jobs.topics.candidates, Tick)
+            )  # log time goes on, whether or not someone works
             _record_half(jobs, cluster, settings)
         finally:
             first.set()
@@ -125,14 +145,23 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(180) for worker in jobs.workers] == [0, 0]
             _until(lambda: _lake_has_all(cluster, settings))
-            _until(lambda: _has_read(cluster, settings, "admit.run.train", _ends(cluster, settings, "candidates")))
+            _until(
+                lambda: _has_read(
+                    cluster, settings, "admit.run.train", _ends(cluster, settings, "candidates")
+                )
+            )
         finally:
             stop.set()
             second.join(180)
             lake.join(180)
     mine = [t for t in cluster.topics() if t.startswith(f"{settings.kafka.topic_prefix}.")]
     # The marker of the last transaction comes a moment after its commit.
-    _until(lambda: all(cluster.watermarks(t) == cluster.watermarks(t, isolation="read_uncommitted") for t in mine))
+    _until(
+        lambda: all(
+            cluster.watermarks(t) == cluster.watermarks(t, isolation="read_uncommitted")
+            for t in mine
+        )
+    )
     yield Recorded(settings, cluster, {t: cluster.watermarks(t) for t in mine})
 
 
@@ -147,7 +176,9 @@ def _batches(cluster: Cluster, settings: Settings) -> list[ReadyBatch]:
     topic, codec = settings.kafka.topics.ready_batches(settings.run_id, "train"), Codec()
     if topic not in cluster.topics():
         return []
-    return [b for r in cluster.read_all(topic) if isinstance(b := codec.decode(r.value), ReadyBatch)]
+    return [
+        b for r in cluster.read_all(topic) if isinstance(b := codec.decode(r.value), ReadyBatch)
+    ]
 
 
 def _record_half(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
@@ -156,7 +187,13 @@ def _record_half(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
     again = next(e for e in first if isinstance(e, Step))
     jobs.put(step("late", [1, 2], [3]), again)  # never completed; a producer's retry
     jobs.put(
-        reward("0-1", 0.5, step_id=next(e.step_id for e in first if isinstance(e, Step) and e.trajectory_key == "0-1"))
+        reward(
+            "0-1",
+            0.5,
+            step_id=next(
+                e.step_id for e in first if isinstance(e, Step) and e.trajectory_key == "0-1"
+            ),
+        )
     )
     jobs.producer.flush()
     _until(lambda: len(_batches(cluster, settings)) >= 2)
@@ -175,7 +212,9 @@ def _record_rest(jobs: Jobs) -> None:
 def _settle(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
     """Everything has closed and was answered, the straggler has timed out, and no reward waits to be folded."""
     _until(lambda: len(jobs.candidates()) == 4 * GROUPS + 1)
-    _until(lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values()))
+    _until(
+        lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values())
+    )
     _until(lambda: len(_batches(cluster, settings)) >= 2 + GROUPS - 4)
     came = _ends(cluster, settings, "steps", "rewards")
     _until(lambda: _has_read(cluster, settings, "assemble", came))
@@ -185,17 +224,24 @@ def _ends(cluster: Cluster, settings: Settings, *names: str) -> dict[tuple[str, 
     """Where the partitions of these topics end now; of the candidates that of the run."""
     topics = [f"{settings.kafka.topic_prefix}.{name}" for name in names]
     ends = {(t, p): high for t in topics for p, (_, high) in cluster.watermarks(t).items()}
-    at = (settings.kafka.topics.candidates, partition_of(settings.run_id.encode(), CANDIDATE_PARTITIONS))
+    at = (
+        settings.kafka.topics.candidates,
+        partition_of(settings.run_id.encode(), CANDIDATE_PARTITIONS),
+    )
     return {k: end for k, end in ends.items() if k[0] != at[0] or k == at}
 
 
-def _has_read(cluster: Cluster, settings: Settings, group: str, ends: dict[tuple[str, int], int]) -> bool:
+def _has_read(
+    cluster: Cluster, settings: Settings, group: str, ends: dict[tuple[str, int], int]
+) -> bool:
     done = cluster.committed(f"{settings.kafka.topic_prefix}-{group}")
     return all(done.get(at, 0) >= end for at, end in ends.items())
 
 
 def _lake_has_all(cluster: Cluster, settings: Settings) -> bool:
-    return _has_read(cluster, settings, "lake", _ends(cluster, settings, "steps", "rewards", "trajectories"))
+    return _has_read(
+        cluster, settings, "lake", _ends(cluster, settings, "steps", "rewards", "trajectories")
+    )
 
 
 def hashes(report: dict[str, Any]) -> list[str]:
@@ -204,17 +250,26 @@ def hashes(report: dict[str, Any]) -> list[str]:
 
 def with_policy(settings: Settings, **policy: Any) -> Settings:
     tuned = settings.admit.policy.model_copy(update=policy)
-    return settings.model_copy(update={"admit": settings.admit.model_copy(update={"policy": tuned})})
+    return settings.model_copy(
+        update={"admit": settings.admit.model_copy(update={"policy": tuned})}
+    )
 
 
 def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> None:
     report = check(recorded.settings, "train")
-    assert report["first_difference"] is None and report["batches"] >= 7 and report["not_checked"] == 0
+    assert (
+        report["first_difference"] is None and report["batches"] >= 7 and report["not_checked"] == 0
+    )
     assert {b["admission_policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
     assert report["recorded"] == report["replayed"]
     said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings)])
-    assert said.exit_code == 0 and f"all {report['batches']} batches came again, in order" in said.output
-    said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings), "run_id=nobody"])
+    assert (
+        said.exit_code == 0
+        and f"all {report['batches']} batches came again, in order" in said.output
+    )
+    said = CliRunner().invoke(
+        app, ["replay", "check", *words_of(recorded.settings), "run_id=nobody"]
+    )
     assert said.exit_code == 1 and "there is no topic" in said.stderr
     other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
     assert other["recorded"] == report["recorded"]
@@ -226,7 +281,10 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     settings = recorded.settings
     one, two = (run_replay(settings, Order(name)) for name in ("one", "two"))
     assert hashes(one) == hashes(two) and len(hashes(one)) >= 4
-    assert one["trajectories"] == {"completed": 4 * GROUPS, "timed_out": 1} and one["open"] == one["waiting"] == 0
+    assert (
+        one["trajectories"] == {"completed": 4 * GROUPS, "timed_out": 1}
+        and one["open"] == one["waiting"] == 0
+    )
     assert one["answers"] == 4 * GROUPS + 1
     target = replay_settings(settings, "one", "run", 4)
     assert recorded.last(target) == recorded.last()  # 13(a): times and outcomes too
@@ -251,14 +309,19 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
         *words,
         'admit={"channels": ["train"]}',
     ]
-    told = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        [*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert told.returncode == 0, told.stderr
     again = json.loads(told.stdout)
     assert len(hashes(again)) >= 4 and again["answers"] == 0
     bare = settings.jobs.model_copy(
         update={"reward_functions": {"*": (f"{ROOT}/tests/support/own_functions.py:fails@1",)}}
     )
-    failed = run_replay(with_policy(settings, required_rewards=None).model_copy(update={"jobs": bare}), Order("bare"))
+    failed = run_replay(
+        with_policy(settings, required_rewards=None).model_copy(update={"jobs": bare}),
+        Order("bare"),
+    )
     assert hashes(failed) == [] and failed["no_rewards"] == {"ValueError: no": 4 * GROUPS + 1}
     kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))
     steps = sum(high for _, high in recorded.cluster.watermarks("replay-kept.steps").values())
@@ -272,23 +335,40 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     # With the straggler, if its time was out before the second half came.
     assert part["trajectories"] == Counter(c.outcome for c in last if c.closed_at < middle)
     assert "run_ended" not in part["channels"]["train"]["refused"]
-    assert [r["name"] for r in list_replays(settings)] == ["again", "bare", "kept", "one", "other", "part", "two"]
+    assert [r["name"] for r in list_replays(settings)] == [
+        "again",
+        "bare",
+        "kept",
+        "one",
+        "other",
+        "part",
+        "two",
+    ]
     said = CliRunner().invoke(app, ["replay", "list", *words_of(settings)])
     assert said.exit_code == 0 and said.output.count("from topics") == 7
     assert recorded.untouched()
 
 
-def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_pinned_lake_trains_a_model(
+    recorded: Recorded, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     settings = recorded.settings
     pins = pin(settings)["versions"]
     few = settings.model_copy(
         update={"kafka": settings.kafka.model_copy(update={"partitions": 2})}
     )  # the lake has four
-    from_topics, from_lake = run_replay(settings, Order("t2")), run_replay(few, Order("lake", pins=pins))
+    from_topics, from_lake = (
+        run_replay(settings, Order("t2")),
+        run_replay(few, Order("lake", pins=pins)),
+    )
     assert hashes(from_lake) == hashes(from_topics)
     assert from_lake["versions"].items() <= pins.items()
     target = replay_settings(settings, "lake", "run", 4)
-    assert recorded.last(target) == recorded.last(replay_settings(settings, "t2", "run", 4)) == recorded.last()
+    assert (
+        recorded.last(target)
+        == recorded.last(replay_settings(settings, "t2", "run", 4))
+        == recorded.last()
+    )
 
     written = load(home_of(settings, "lake") / "settings.yaml", environ={})
     # The recorded tokens name versions of attempt 0: a trainer of the replay gives its versions others.
@@ -299,7 +379,9 @@ def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest
     assert len(hashes(renamed)) == len(hashes(from_lake))
     model = make_random_model(tmp_path_factory.mktemp("model") / "m")
     offline = replay_settings(settings, "offline", "exp", 4)
-    first_attempt = load(home_of(settings, "offline") / "settings.yaml", environ={}).trainer.first_attempt
+    first_attempt = load(
+        home_of(settings, "offline") / "settings.yaml", environ={}
+    ).trainer.first_attempt
     tuned = offline.trainer.model_copy(
         update={
             "model_path": model, "device": "cpu", "lr": 1e-3, "max_versions": 2, "first_attempt": first_attempt
@@ -311,7 +393,9 @@ def test_pinned_lake_trains_a_model(recorded: Recorded, tmp_path_factory: pytest
     patience.start()
     train(offline.model_copy(update={"trainer": tuned}), stop)
     decoder = Decoder(recorded.cluster, offline.kafka.topics.schemas)
-    versions = [decoder.decode(r.value) for r in recorded.cluster.read_all(offline.kafka.topics.weights)]
+    versions = [
+        decoder.decode(r.value) for r in recorded.cluster.read_all(offline.kafka.topics.weights)
+    ]
     assert all(isinstance(v, WeightVersion) for v in versions)
     assert [v.version_id for v in versions] == ["exp/0.1", "exp/1.1", "exp/2.1"]
     assert versions[-1].batches_topic_id == renamed["channels"]["train"]["topic_id"]
@@ -326,7 +410,10 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     prefix = f"replay-k{uuid4().hex[:6]}"
     name = prefix.removeprefix("replay-")
     command = [sys.executable, "-m", "clawstream", "replay", "run", name, *words_of(settings)]
-    for topic in ("candidates", "ready-batches.run.train"):  # while it assembles, and while it admits
+    for topic in (
+        "candidates",
+        "ready-batches.run.train",
+    ):  # while it assembles, and while it admits
         process = subprocess.Popen(bonded(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)
         process.kill()
@@ -339,7 +426,9 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     assert not any(t.startswith(prefix) for t in cluster.topics())
 
 
-def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventually: Eventually) -> None:
+def test_copy_with_more_partitions(
+    recorded: Recorded, tmp_path: Path, eventually: Eventually
+) -> None:
     settings, cluster = recorded.settings, recorded.cluster
     prefix = f"c{uuid4().hex[:8]}"
     done = copy_topics(cluster, settings, prefix, 6)
@@ -349,7 +438,9 @@ def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventuall
         copy_topics(cluster, settings.model_copy(update={"data_dir": tmp_path}), prefix, 6)
     topics, codec = settings.kafka.topics, Codec()
 
-    def read(topic: str, kinds: tuple[type, ...]) -> list[tuple[int, int, bytes | None, bytes | None]]:
+    def read(
+        topic: str, kinds: tuple[type, ...]
+    ) -> list[tuple[int, int, bytes | None, bytes | None]]:
         return [
             (r.partition, r.timestamp_ms, r.key, r.value) for p in cluster.watermarks(topic)
             for r in cluster.read_all(topic, p) if isinstance(codec.decode(r.value), kinds)
@@ -364,7 +455,9 @@ def test_copy_with_more_partitions(recorded: Recorded, tmp_path: Path, eventuall
     copies = target.kafka.topics
     for source, copy in ((topics.steps, copies.steps), (topics.rewards, copies.rewards)):
         kinds = (Tick,)
-        newest = max(r[1] for r in read(source, (object,)))  # said by a last tick, whatever the source's last record is
+        newest = max(
+            r[1] for r in read(source, (object,))
+        )  # said by a last tick, whatever the source's last record is
         assert {r[1] for r in read(copy, kinds)} <= {r[1] for r in read(source, kinds)} | {newest}
         assert {r[0] for r in read(copy, kinds)} == set(range(6))
         records = [r for r in read(copy, (object,)) if not isinstance(codec.decode(r[3]), Tick)]

@@ -22,7 +22,15 @@ from runtime.process.child import bonded
 from runtime.process.config import words_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter, DeadLetterResolved, Reward, Segment, StepMark, Trajectory, TrajectoryStep
+from schemas.records import (
+    DeadLetter,
+    DeadLetterResolved,
+    Reward,
+    Segment,
+    StepMark,
+    Trajectory,
+    TrajectoryStep,
+)
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.assemble.output_records import in_parts
@@ -53,8 +61,12 @@ def trajectory(key: str, answer: str, run: str = "run", **more: Any) -> Trajecto
 
 
 @contextmanager
-def worker(settings: Settings, functions: dict[str, tuple[str, ...]]) -> Iterator[subprocess.Popen[bytes]]:
-    tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"reward_functions": functions})})
+def worker(
+    settings: Settings, functions: dict[str, tuple[str, ...]]
+) -> Iterator[subprocess.Popen[bytes]]:
+    tuned = settings.model_copy(
+        update={"jobs": settings.jobs.model_copy(update={"reward_functions": functions})}
+    )
     with (settings.data_dir / "reward.log").open("ab") as log:
         process = subprocess.Popen(
             bonded([sys.executable, "-c", RUN, *words_of(tuned)]), cwd=ROOT, stdout=log, stderr=log
@@ -72,7 +84,9 @@ def read(cluster: Cluster, topic: str) -> list[Any]:
     return [CODEC.decode(r.value) for p in partitions for r in cluster.read_all(topic, p)]
 
 
-def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluster, eventually: Eventually) -> None:
+def test_every_closed_trajectory_is_answered(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
 
@@ -83,7 +97,9 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
 
     functions = {"run": ("exact_match@1", "schemas.tokens:count@2"), "*": ("last_number@1.5",)}
     whole = trajectory("parts", "42")
-    parts = list(in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000))
+    parts = list(
+        in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000)
+    )
     assert len(parts) > 3
     with worker(settings, functions) as job:
         put(
@@ -99,10 +115,14 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
         job.wait()
     with worker(settings, functions) as job:
         put(*parts, trajectory("right", "42"))
-        eventually(lambda: any(r.trajectory_key == "parts" for r in read(cluster, topics.rewards)), 180)
+        eventually(
+            lambda: any(r.trajectory_key == "parts" for r in read(cluster, topics.rewards)), 180
+        )
         group = f"{topics.prefix}-reward"
         ends = {
-            (topics.trajectories, p): high for p, (_, high) in cluster.watermarks(topics.trajectories).items() if high
+            (topics.trajectories, p): high
+            for p, (_, high) in cluster.watermarks(topics.trajectories).items()
+            if high
         }
         eventually(lambda: {k: v for k, v in cluster.committed(group).items() if v} == ends)
         job.send_signal(signal.SIGTERM)
@@ -113,8 +133,12 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
     for r in read(cluster, topics.rewards):
         assert (r.source, r.trajectory_id) == ("rule", r.trajectory_key)
         before = answers.setdefault((r.trajectory_key, r.name), r)
-        assert replace(r, created_at=0) == replace(before, created_at=0), "answered again, otherwise"
-    said = {k: (r.value, r.reason, r.function_version, r.reward_revision) for k, r in answers.items()}
+        assert replace(r, created_at=0) == replace(before, created_at=0), (
+            "answered again, otherwise"
+        )
+    said = {
+        k: (r.value, r.reason, r.function_version, r.reward_revision) for k, r in answers.items()
+    }
     assert {k[0]: v for k, v in said.items() if k[1] == "exact_match"} == {
         "right": (1.0, None, "1", 1),
         "wrong": (0.0, None, "1", 1),
@@ -126,7 +150,9 @@ def test_every_closed_trajectory_is_answered(settings: Settings, cluster: Cluste
     assert said["elsewhere", "last_number"] == (1.0, None, "1.5", 0)
     assert said["right", "count"][0] is None and "TypeError" in str(said["right", "count"][1])
     letters = [d for d in read(cluster, topics.dead_letters) if isinstance(d, DeadLetter)]
-    assert {(d.reason, d.value, d.process) for d in letters} == {("undecodable", b"garbage", "reward")}
+    assert {(d.reason, d.value, d.process) for d in letters} == {
+        ("undecodable", b"garbage", "reward")
+    }
 
 
 def test_retention_that_overtakes_a_worker_is_an_error(
@@ -135,7 +161,9 @@ def test_retention_that_overtakes_a_worker_is_an_error(
     """The consumer goes on at the log's start and says nothing; what lay between would never have been rewarded."""
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
-    patient = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"session_timeout_s": 60.0})})
+    patient = settings.model_copy(
+        update={"jobs": settings.jobs.model_copy(update={"session_timeout_s": 60.0})}
+    )
 
     def put(key: str) -> int:
         """Returns the end of the partition."""
@@ -156,7 +184,9 @@ def test_retention_that_overtakes_a_worker_is_an_error(
         put(f"behind{turn}")
         job.send_signal(signal.SIGCONT)
         eventually(lambda: job.poll() is not None or answered(f"behind{turn}"))
-        assert answered(f"gone{turn}") or not answered(f"behind{turn}"), "it went on behind the hole"
+        assert answered(f"gone{turn}") or not answered(f"behind{turn}"), (
+            "it went on behind the hole"
+        )
         return job.poll() is not None
 
     with worker(patient, {"*": ("exact_match@1",)}) as job:
@@ -188,7 +218,11 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
     else:
         plain.put(topics.trajectories, b"k", value, partition=0)
         plain.put(topics.trajectories, b"k", value, partition=0)
-        plain.put(topics.dead_letters, b"k", CODEC.encode(replace(sent, sent_topic_id="that of another topic")))
+        plain.put(
+            topics.dead_letters,
+            b"k",
+            CODEC.encode(replace(sent, sent_topic_id="that of another topic")),
+        )
     plain.flush()
     (first, *_) = cluster.read_all(topics.trajectories, await_open=True)
 
@@ -214,7 +248,9 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
             if replayed:
                 assert await job.process(0, [behind]) == {topics.trajectories: 2}
             else:
-                with pytest.raises(SourceTruncated, match="begins at offset 2; 1 was due and 2 came"):
+                with pytest.raises(
+                    SourceTruncated, match="begins at offset 2; 1 was due and 2 came"
+                ):
                     await job.process(0, [behind])
         running.close()
         started.close()
@@ -236,10 +272,20 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
     create_topics(cluster, settings)
     topics, functions = settings.kafka.topics, {"*": ("exact_match@1",)}
     whole = trajectory("broken", "42")
-    parts = list(in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000))
+    parts = list(
+        in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000)
+    )
 
     def record(offset: int, at_ms: int, event: Trajectory) -> Record:
-        return Record(topics.trajectories, 0, offset, at_ms, event.trajectory_key.encode(), CODEC.encode(event), {})
+        return Record(
+            topics.trajectories,
+            0,
+            offset,
+            at_ms,
+            event.trajectory_key.encode(),
+            CODEC.encode(event),
+            {},
+        )
 
     batches = [
         [record(0, 0, parts[0]), record(1, 0, parts[1]), record(2, 0, trajectory("beside", "42"))],
@@ -264,8 +310,16 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
     ]  # fmt: skip
     (letter,) = read(cluster, topics.dead_letters)
     first = batches[0][0]
-    assert (letter.topic, letter.topic_id) == (topics.trajectories, cluster.topic_id(topics.trajectories))
-    assert (letter.partition, letter.offset, letter.key, letter.value) == (0, 0, first.key, first.value)
+    assert (letter.topic, letter.topic_id) == (
+        topics.trajectories,
+        cluster.topic_id(topics.trajectories),
+    )
+    assert (letter.partition, letter.offset, letter.key, letter.value) == (
+        0,
+        0,
+        first.key,
+        first.value,
+    )
     assert (letter.process, letter.reason, letter.detail) == (
         "reward",
         "invalid",
@@ -276,7 +330,10 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
 def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
     with worker(settings, {"*": ("no_such@1",)}) as job:
         assert job.wait(180) == EXIT_SETTINGS
-    assert "jobs.reward_functions.*: 'no_such@1': no built-in reward" in (settings.data_dir / "reward.log").read_text()
+    assert (
+        "jobs.reward_functions.*: 'no_such@1': no built-in reward"
+        in (settings.data_dir / "reward.log").read_text()
+    )
 
 
 def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
@@ -285,9 +342,13 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
     """The others are answered meanwhile; SIGTERM ends the worker although a function runs that nobody else would end."""
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
-    functions = settings.functions.model_copy(update={"dirs": (ROOT / "tests" / "support",), "timeout_s": 3.0, "processes": 2})
+    functions = settings.functions.model_copy(
+        update={"dirs": (ROOT / "tests" / "support",), "timeout_s": 3.0, "processes": 2}
+    )
     limited = settings.model_copy(update={"functions": functions})
-    patient = settings.model_copy(update={"functions": functions.model_copy(update={"timeout_s": 3600.0})})
+    patient = settings.model_copy(
+        update={"functions": functions.model_copy(update={"timeout_s": 3600.0})}
+    )
     configured = {"run": ("own_functions.py:of_answers@1",), "*": ("exact_match@1",)}
 
     def put(*said: Trajectory) -> None:
@@ -306,7 +367,12 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
             trajectory("d", "42", run="other"),
         )
         eventually(lambda: len(answered()) == 4, 180)
-        assert answered() == {"a": (None, "timeout"), "b": (None, "crashed"), "c": (0.5, None), "d": (1.0, None)}
+        assert answered() == {
+            "a": (None, "timeout"),
+            "b": (None, "crashed"),
+            "c": (0.5, None),
+            "d": (1.0, None),
+        }
         job.send_signal(signal.SIGTERM)
         assert job.wait(180) == 0
     with worker(patient, configured) as job:

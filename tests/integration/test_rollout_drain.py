@@ -36,7 +36,11 @@ def process(settings: Settings, name: str) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
-            bonded(command(name, *words_of(settings))), cwd=ROOT, env=ENVIRON, stdout=out, stderr=out
+            bonded(command(name, *words_of(settings))),
+            cwd=ROOT,
+            env=ENVIRON,
+            stdout=out,
+            stderr=out,
         )
     try:
         yield child
@@ -123,7 +127,9 @@ def test_streams_in_flight_survive_the_end_of_their_worker(
     assert [(s.status, s.finish_reason, len(s.response_token_ids or b"")) for s in steps] == [
         ("ok", "length", 4 * TOKENS)
     ] * STREAMS
-    said = [None if r.value is None else codec.decode(r.value) for r in cluster.read_all(topics.workers)]
+    said = [
+        None if r.value is None else codec.decode(r.value) for r in cluster.read_all(topics.workers)
+    ]
     assert said[-1] is None
     statuses = [s for s in said if isinstance(s, WorkerStatus)]
     assert statuses[-1].state == "draining"

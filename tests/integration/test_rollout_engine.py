@@ -73,18 +73,30 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", WIRES)
-def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(engine: Engine, name: str, stream: bool) -> None:
+def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(
+    engine: Engine, name: str, stream: bool
+) -> None:
     wire, question = WIRES[name], "price of k374 plus 2?"
     for seed in range(2):
-        body = {"model": "policy", "temperature": 1.0, "seed": seed, "stream": stream} | wire.body(question, False)
+        body = {"model": "policy", "temperature": 1.0, "seed": seed, "stream": stream} | wire.body(
+            question, False
+        )
         told = engine.run(captured(engine, wire.path, body))
         (tokens,) = told.choices.values()
         content, calls, _ = wire.read(told.own, stream)
-        said = tokenizer.decode(tokens.ids).removesuffix("<|im_end|>") if name == "messages" else tokens.text
+        said = (
+            tokenizer.decode(tokens.ids).removesuffix("<|im_end|>")
+            if name == "messages"
+            else tokens.text
+        )
         assert (content or "", calls) == (said, [])
-        assert tokenizer.decode(tokens.prompt_ids) == (question if name == "completions" else rendered(question, None))
+        assert tokenizer.decode(tokens.prompt_ids) == (
+            question if name == "completions" else rendered(question, None)
+        )
         assert tokens.finish == ("stop" if tokens.ids[-1] == IM_END else "length")
-        assert tokens.spans == [(engine.run(engine_label(engine.http, engine.url)), 0, len(tokens.ids))]
+        assert tokens.spans == [
+            (engine.run(engine_label(engine.http, engine.url)), 0, len(tokens.ids))
+        ]
         assert len(tokens.logprobs) == len(tokens.ids)
         expected = logprobs_of(random_version(engine.work, 0), tokens.prompt_ids, tokens.ids)
         assert worst(tokens.logprobs, expected) < 1e-3
@@ -103,10 +115,18 @@ def test_what_the_engine_applied_is_told_with_its_own_defaults(engine: Engine) -
 
     assert [told(name) for name in WIRES] == [neutral] * len(WIRES)
     assert told("responses", temperature=0.7, stream=True) == replace(neutral, temperature=0.7)
-    shaped = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    shaped = {
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
     shaped |= {"repetition_penalty": 1.5}
     limits = {"logit_bias": {"5": 1.0}, "min_tokens": 2}
-    assert told("chat", **shaped, **limits) == replace(neutral, **shaped, constraints=("logit_bias", "min_tokens"))
+    assert told("chat", **shaped, **limits) == replace(
+        neutral, **shaped, constraints=("logit_bias", "min_tokens")
+    )
     assert told("chat", temperature=0.0, **shaped) == replace(
         neutral, temperature=0.0, **shaped | {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     )
@@ -115,7 +135,9 @@ def test_what_the_engine_applied_is_told_with_its_own_defaults(engine: Engine) -
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.3, 0.0])
 def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature: float) -> None:
     """From the frames of a real engine by the fold's own decision to the trainer's own log-probabilities."""
-    policy = Policy(random_version(engine.work, 0), TrainerSettings.model_validate({"device": "cpu"}))
+    policy = Policy(
+        random_version(engine.work, 0), TrainerSettings.model_validate({"device": "cpu"})
+    )
     for seed in range(3):
         body = request(temperature=temperature, top_k=0, seed=seed, ignore_eos=True)
         tokens = engine.run(chat(engine, body)).tokens
@@ -136,7 +158,10 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
             temperatures=(TemperatureSpan(found.logprobs_temperature, start, end),),
         )  # fmt: skip
         with torch.no_grad():
-            scored, at_one = policy.logprobs([row]).tolist(), policy.logprobs([replace(row, temperatures=())]).tolist()
+            scored, at_one = (
+                policy.logprobs([row]).tolist(),
+                policy.logprobs([replace(row, temperatures=())]).tolist(),
+            )
         assert worst(tokens.logprobs, scored) < 1e-3
         assert (worst(tokens.logprobs, at_one) < 1e-3) == (temperature in (0.0, 1.0))
 
@@ -149,9 +174,17 @@ def test_every_choice_of_every_prompt_has_its_tokens(engine: Engine) -> None:
         assert {c.finish for c in told.choices.values()} <= {"stop", "length"}
         assert len(told.choices) == 3
 
-        body = {"model": "policy", "prompt": ["k1", "k2", "k3"], "n": 2, "temperature": 1.0, "max_tokens": 9}
+        body = {
+            "model": "policy",
+            "prompt": ["k1", "k2", "k3"],
+            "n": 2,
+            "temperature": 1.0,
+            "max_tokens": 9,
+        }
         told = engine.run(captured(engine, "/v1/completions", body | {"stream": stream}))
-        assert seen_by_index(told.own) == {2 * g + which: c.text for (g, which), c in told.choices.items()}
+        assert seen_by_index(told.own) == {
+            2 * g + which: c.text for (g, which), c in told.choices.items()
+        }
         for (generation, _), choice in told.choices.items():
             assert tokenizer.decode(choice.prompt_ids) == body["prompt"][generation]
             assert spans_cover(choice)
@@ -171,7 +204,9 @@ def test_searched_beams_have_no_tokens_and_say_so(engine: Engine) -> None:
 
 def test_any_request_is_answered_as_one_that_can_be_captured(engine: Engine) -> None:
     async def probe() -> None:
-        async with engine.http.get(f"{engine.url}/version", headers={engine_frames.ASK: "1"}) as reply:
+        async with engine.http.get(
+            f"{engine.url}/version", headers={engine_frames.ASK: "1"}
+        ) as reply:
             assert reply.headers[engine_frames.ASK] == "1"
             assert engine_frames.OWN_BODY not in reply.headers
             assert set(await reply.json()) == {"version"}
@@ -201,7 +236,11 @@ def test_the_client_sees_the_same_with_and_without_capture(
     wire, id_ = WIRES[name], {"x-request-id": "one"}
     for tools in (False, True):
         # With one candidate left the sampling is certain, and its path through the engine that of any other sampling.
-        body = {"model": "policy", "temperature": 1.0, "top_k": 1, "stream": stream} | wire.body("k1", tools) | more
+        body = (
+            {"model": "policy", "temperature": 1.0, "top_k": 1, "stream": stream}
+            | wire.body("k1", tools)
+            | more
+        )
         if not stream:
             body.pop("stream_options", None)
         _, without = engine.run(post(engine, wire.path, body, **id_))
@@ -222,9 +261,13 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
     replies: list[Sampled] = []
 
     async def client(number: int, until: asyncio.Event) -> None:
-        tokens = 140 + 4 * number  # other lengths, so they never all end at once and every swap meets some in flight
+        tokens = (
+            140 + 4 * number
+        )  # other lengths, so they never all end at once and every swap meets some in flight
         while not until.is_set():
-            body = request(temperature=1.0, max_tokens=tokens, ignore_eos=True, stream=number % 2 == 0)
+            body = request(
+                temperature=1.0, max_tokens=tokens, ignore_eos=True, stream=number % 2 == 0
+            )
             replies.append((await chat(engine, body)).tokens)
             assert len(replies[-1].ids) == tokens
 
@@ -244,7 +287,9 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
             for version, directory in list(versions.items())[1:]:
                 await under_load()
                 served = await engine_label(engine.http, engine.url)
-                result = await load_version(engine.http, engine.url, version, manifest(directory), engine.work, served)
+                result = await load_version(
+                    engine.http, engine.url, version, manifest(directory), engine.work, served
+                )
                 print(version, result, f"{result.total_ms:.0f} ms")
                 assert await engine_label(engine.http, engine.url) == version
             loaded.set()
@@ -288,13 +333,25 @@ def rewrite(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
         (lambda files: (files / "model.safetensors").write_bytes(b"\x08"), False, "deserializ"),
         (rewrite(lambda t: t.pop("model.norm.weight")), False, "missing: model.norm.weight"),
         (rewrite(lambda t: t.update(more=torch.zeros(1))), False, "unknown: more"),
-        (rewrite(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].clone()})), False, "dtype or shape"),
-        (rewrite(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()})), False, "dtype or shape"),
+        (
+            rewrite(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].clone()})),
+            False,
+            "dtype or shape",
+        ),
+        (
+            rewrite(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()})),
+            False,
+            "dtype or shape",
+        ),
         (rewrite(lambda t: t["model.norm.weight"].fill_(float("nan"))), False, "not finite"),
     ],
 )
 def test_a_bad_version_is_refused_and_the_old_one_serves_on(
-    engine: Engine, tmp_path: Path, damage: Callable[[Path], None], after_publishing: bool, reason: str
+    engine: Engine,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    after_publishing: bool,
+    reason: str,
 ) -> None:
     good = random_version(engine.work, 0)
     bad = tmp_path / "bad"
@@ -309,7 +366,10 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
         engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work, "run/7.0"))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [("run/7.0", 0, 24)]
-    assert worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
+    assert (
+        worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids))
+        < 1e-3
+    )
 
 
 def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine) -> None:
@@ -318,14 +378,28 @@ def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine
     engine.run(engine.load("run/7.2", rounded))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [("run/7.2", 0, 24)]
-    assert worst(reply.tokens.logprobs, logprobs_of(rounded, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
+    assert (
+        worst(
+            reply.tokens.logprobs, logprobs_of(rounded, reply.tokens.prompt_ids, reply.tokens.ids)
+        )
+        < 1e-3
+    )
 
 
-def test_of_two_workers_on_one_engine_one_loads_and_the_other_is_told(engine: Engine, tmp_path: Path) -> None:
+def test_of_two_workers_on_one_engine_one_loads_and_the_other_is_told(
+    engine: Engine, tmp_path: Path
+) -> None:
     async def race() -> list[object]:
         await engine.load("run/7.1", random_version(engine.work, 0))
         loads = [
-            load_version(engine.http, engine.url, name, manifest(random_version(engine.work, i)), tmp_path, "run/7.1")
+            load_version(
+                engine.http,
+                engine.url,
+                name,
+                manifest(random_version(engine.work, i)),
+                tmp_path,
+                "run/7.1",
+            )
             for i, name in ((1, "run/7.2"), (2, "theirs/0.0"))
         ]
         return await asyncio.gather(*loads, return_exceptions=True)
@@ -337,14 +411,21 @@ def test_of_two_workers_on_one_engine_one_loads_and_the_other_is_told(engine: En
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [(label, 0, 24)]
     weights = random_version(engine.work, 1 if label == "run/7.2" else 2)
-    assert worst(reply.tokens.logprobs, logprobs_of(weights, reply.tokens.prompt_ids, reply.tokens.ids)) < 1e-3
+    assert (
+        worst(
+            reply.tokens.logprobs, logprobs_of(weights, reply.tokens.prompt_ids, reply.tokens.ids)
+        )
+        < 1e-3
+    )
 
 
 def test_a_load_goes_on_when_its_worker_is_killed(engine: Engine, tmp_path: Path) -> None:
     async def asked_and_gone() -> str:
         await engine.load("run/7.3", random_version(engine.work, 0))
         verified = verify(manifest(random_version(engine.work, 1)), tmp_path)
-        files = {str(path): digest for path, digest in verified.items() if path.suffix == ".safetensors"}
+        files = {
+            str(path): digest for path, digest in verified.items() if path.suffix == ".safetensors"
+        }
         body = json.dumps({"version_id": "run/7.4", "served": "run/7.3", "files": files}).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", int(engine.url.rpartition(":")[2]))
         head = f"POST {PATH} HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -378,7 +459,10 @@ REPLIES = {
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learned these replies by heart."""
-    return taught(tmp_path_factory.mktemp("parrot"), {question: said for question, (said, _, _) in REPLIES.items()})
+    return taught(
+        tmp_path_factory.mktemp("parrot"),
+        {question: said for question, (said, _, _) in REPLIES.items()},
+    )
 
 
 FINISHES = {
@@ -389,17 +473,25 @@ FINISHES = {
 
 
 @pytest.mark.parametrize("name", FINISHES)
-def test_streamed_and_plain_replies_give_the_same_strict_calls(engine: Engine, parrot: Path, name: str) -> None:
+def test_streamed_and_plain_replies_give_the_same_strict_calls(
+    engine: Engine, parrot: Path, name: str
+) -> None:
     engine.run(engine.load(f"run/9.{list(FINISHES).index(name)}", parrot))
     wire = WIRES[name]
     for question, (said, calls, content) in REPLIES.items():
         for stream in (False, True):
-            body = {"model": "policy", "temperature": 0.0, "stream": stream} | wire.body(question, True)
+            body = {"model": "policy", "temperature": 0.0, "stream": stream} | wire.body(
+                question, True
+            )
             told = engine.run(captured(engine, wire.path, body))
             tokens = told.choices[0, 0]
             assert tokenizer.decode(tokens.prompt_ids) == rendered(question, TOOLS)
             assert tokenizer.decode(tokens.ids) == said + "<|im_end|>", question
-            assert wire.read(told.own, stream) == (content, calls, FINISHES[name][0 if calls else 1]), (
+            assert wire.read(told.own, stream) == (
+                content,
+                calls,
+                FINISHES[name][0 if calls else 1],
+            ), (
                 question,
                 stream,
             )
@@ -415,7 +507,11 @@ def test_turn_two_starts_with_exactly_the_tokens_of_turn_one(engine: Engine, par
         message: dict[str, Any] = {"role": "assistant", "content": first.content}
         if first.calls:
             message["tool_calls"] = [
-                {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                {
+                    "id": f"c{i}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
                 for i, (name, arguments) in enumerate(first.calls)
             ]
         again = request(question, max_tokens=1)
@@ -428,7 +524,9 @@ def test_turn_two_starts_with_exactly_the_tokens_of_turn_one(engine: Engine, par
 def test_tools_that_must_not_be_called_are_not(engine: Engine, parrot: Path) -> None:
     engine.run(engine.load("run/9.4", parrot))
     for stream in (False, True):
-        body = request("price of k1", temperature=0.0, max_tokens=60, stream=stream, tool_choice="none")
+        body = request(
+            "price of k1", temperature=0.0, max_tokens=60, stream=stream, tool_choice="none"
+        )
         reply = engine.run(chat(engine, body))
         assert (reply.calls, reply.content) == ([], CALL)
 
@@ -443,9 +541,14 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
             events = [await reply.content.readuntil(b"\n\n") for _ in range(8)]
             reply.close()
         frames = [
-            frame for event in events if engine_frames.is_comment(event) for frame in engine_frames.read_comment(event)
+            frame
+            for event in events
+            if engine_frames.is_comment(event)
+            for frame in engine_frames.read_comment(event)
         ]
-        told = folded(b"".join(event for event in events if not engine_frames.is_comment(event)), frames)
+        told = folded(
+            b"".join(event for event in events if not engine_frames.is_comment(event)), frames
+        )
         (tokens,) = told.choices.values()
         shown = seen_by_index(told.own)[0]
         # All that was shown is told; of the last comment read, the event may be missing.
@@ -466,7 +569,9 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
 
 def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
     port = int(engine.url.rsplit(":", 1)[1])
-    rival = VllmServer(RolloutSettings(port=port), random_version(engine.work, 0), engine.work / "rival.log")
+    rival = VllmServer(
+        RolloutSettings(port=port), random_version(engine.work, 0), engine.work / "rival.log"
+    )
     with pytest.raises(PortTaken, match=r"rollout\.port"):
         engine.run(rival.start())
 

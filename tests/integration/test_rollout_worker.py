@@ -142,20 +142,28 @@ class Bench:
     def said(self) -> list[WorkerStatus | None]:
         """Everything on the workers topic; None: a tombstone."""
         records = self._cluster.read_all(self._topics.workers)
-        return [None if record.value is None else self._codec.decode(record.value) for record in records]
+        return [
+            None if record.value is None else self._codec.decode(record.value) for record in records
+        ]
 
-    async def until(self, condition: Callable[[WorkerStatus | None], bool], timeout_s: float = 120) -> list[Any]:
+    async def until(
+        self, condition: Callable[[WorkerStatus | None], bool], timeout_s: float = 120
+    ) -> list[Any]:
         """Wait until the last thing said meets the condition; everything said."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             said = await asyncio.to_thread(self.said)
             if said and condition(said[-1]):
                 return said
-            assert asyncio.get_running_loop().time() < deadline, said[-1] if said else "nothing said"
+            assert asyncio.get_running_loop().time() < deadline, (
+                said[-1] if said else "nothing said"
+            )
             await asyncio.sleep(0.05)
 
     async def serves(self, version_id: str) -> WorkerStatus:
-        said = await self.until(lambda s: s is not None and s.state == "ready" and s.weight_version == version_id)
+        said = await self.until(
+            lambda s: s is not None and s.state == "ready" and s.weight_version == version_id
+        )
         status: WorkerStatus = said[-1]
         return status
 
@@ -180,12 +188,19 @@ def test_from_nothing_to_ready_to_gone(bench: Callable[[], Bench]) -> None:
             b.publish("theirs", 5)
             seen = len(await asyncio.to_thread(b.said))
             said = await b.until(lambda s: True)
-            while len(said) < seen + 4:  # a few heartbeats: the other run's version is no reason to be ready
+            while (
+                len(said) < seen + 4
+            ):  # a few heartbeats: the other run's version is no reason to be ready
                 said = await b.until(lambda s: True)
             assert {s.state for s in said if s} == {"starting"}
             first = b.publish("ours", 0)
             status = await b.serves(first)
-            assert (status.loads, status.models, status.run_id, status.error) == (1, ("policy",), "ours", None)
+            assert (status.loads, status.models, status.run_id, status.error) == (
+                1,
+                ("policy",),
+                "ours",
+                None,
+            )
             assert status.base_url == f"http://127.0.0.1:{b.engine.port}"
             assert status.last_load_ms is not None and status.heartbeat_interval_ms == 200
             second = b.publish("ours", 1)
@@ -233,7 +248,9 @@ def test_a_bad_version_is_named_and_the_old_one_serves(bench: Callable[[], Bench
             # Nothing served yet: the newest good one does.
             assert (await b.serves("ours/0.0")).loads == 1
             b.publish("ours", 2, damaged=True)
-            said = await b.until(lambda s: s is not None and s.error is not None and "ours-2" in s.error)
+            said = await b.until(
+                lambda s: s is not None and s.error is not None and "ours-2" in s.error
+            )
             assert (said[-1].state, said[-1].weight_version) == ("ready", "ours/0.0")
             b.publish("ours", 3)
             assert (await b.serves("ours/3.0")).error is None
@@ -242,7 +259,9 @@ def test_a_bad_version_is_named_and_the_old_one_serves(bench: Callable[[], Bench
     asyncio.run(scenario())
 
 
-def test_a_dead_engine_that_comes_back_is_loaded_before_it_is_ready(bench: Callable[[], Bench]) -> None:
+def test_a_dead_engine_that_comes_back_is_loaded_before_it_is_ready(
+    bench: Callable[[], Bench],
+) -> None:
     async def scenario() -> None:
         b = bench()
         b.publish("ours", 4)
@@ -270,7 +289,9 @@ def test_a_swap_that_broke_is_not_served(bench: Callable[[], Bench]) -> None:
             await b.serves("ours/0.0")
             b.engine.break_next_swap = True
             b.publish("ours", 1)
-            said = await b.until(lambda s: s is not None and s.error is not None and "put into its model" in s.error)
+            said = await b.until(
+                lambda s: s is not None and s.error is not None and "put into its model" in s.error
+            )
             assert said[-1].state in ("starting", "loading")
             b.engine.hold_updates.set()
             await b.serves("ours/1.0")
@@ -307,7 +328,9 @@ def test_two_workers_of_a_run_on_one_engine_agree(bench: Callable[[], Bench]) ->
     asyncio.run(scenario())
 
 
-def test_a_worker_whose_engine_was_taken_over_by_another_run_ends(bench: Callable[[], Bench]) -> None:
+def test_a_worker_whose_engine_was_taken_over_by_another_run_ends(
+    bench: Callable[[], Bench],
+) -> None:
     async def scenario() -> None:
         b = bench()
         b.publish("ours", 0)

@@ -64,7 +64,9 @@ class Client:
 
 @asynccontextmanager
 async def gateway(directory: Path, upstream: Any, **more: Any) -> AsyncIterator[Client]:
-    settings = Settings.model_validate({"data_dir": directory, "gateway": {"upstreams": [upstream], **more}})
+    settings = Settings.model_validate(
+        {"data_dir": directory, "gateway": {"upstreams": [upstream], **more}}
+    )
     bus = MemoryBus()
     app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
     async with running(app) as url, aiohttp.ClientSession() as http:
@@ -77,9 +79,13 @@ def test_claw_r1_against_a_real_engine(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with engine(directory) as url:
             for upstream in (url, {"url": url, "kind": "vllm"}):
-                async with gateway(tmp_path, upstream, tokenizer_path=directory, default_max_tokens=8) as client:
+                async with gateway(
+                    tmp_path, upstream, tokenizer_path=directory, default_max_tokens=8
+                ) as client:
                     await white_box(client, directory)
-            async with gateway(tmp_path, url, max_prompt_tokens=LIMIT, default_max_tokens=4) as client:
+            async with gateway(
+                tmp_path, url, max_prompt_tokens=LIMIT, default_max_tokens=4
+            ) as client:
                 await long_prompts(client)
 
     asyncio.run(scenario())
@@ -88,16 +94,26 @@ def test_claw_r1_against_a_real_engine(tmp_path: Path) -> None:
 async def white_box(client: Client, directory: Path) -> None:
     """A flow of one turn, as Claw-R1's agents go through it."""
     tokenizer = model.build_tokenizer()
-    text = tokenizer.apply_chat_template(QUESTION, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        QUESTION, tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
     prompt = tokenizer.encode(text, add_special_tokens=False)
     sampling = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "logprobs": True}
-    status, said = await client.post("/generate", {"prompt_ids": prompt, "sampling_params": sampling})
+    status, said = await client.post(
+        "/generate", {"prompt_ids": prompt, "sampling_params": sampling}
+    )
     assert status == 200, said
     ids, logprobs = said["token_ids"], said["log_probs"]
-    assert 0 < len(ids) <= 8 and len(logprobs) == len(ids) and said["stop_reason"] in ("stop", "length")
+    assert (
+        0 < len(ids) <= 8
+        and len(logprobs) == len(ids)
+        and said["stop_reason"] in ("stop", "length")
+    )
     network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
-        told = torch.log_softmax(network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1], -1)
+        told = torch.log_softmax(
+            network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1], -1
+        )
     again = told[torch.arange(len(ids)), torch.tensor(ids)].tolist()
     assert max(abs(a - b) for a, b in zip(again, logprobs, strict=True)) < 1e-3
     step = {
@@ -109,8 +125,12 @@ async def white_box(client: Client, directory: Path) -> None:
     assert unpack_ids(found.prompt_token_ids or b"") == prompt
     assert unpack_ids(found.response_token_ids or b"") == ids
     assert unpack_logprobs(found.response_logprobs or b"") == logprobs
-    assert json.loads(found.response_json)["content"] == tokenizer.decode(ids, skip_special_tokens=True)
-    assert [(v.start, v.end) for v in found.versions] == ([(0, len(ids))] if said["versions"] else [])
+    assert json.loads(found.response_json)["content"] == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
+    assert [(v.start, v.end) for v in found.versions] == (
+        [(0, len(ids))] if said["versions"] else []
+    )
 
 
 async def long_prompts(client: Client) -> None:
@@ -118,7 +138,9 @@ async def long_prompts(client: Client) -> None:
     tokenizer = model.build_tokenizer()
     for extra in (0, 1, 4):
         messages = [{"role": "user", "content": "price of k374 plus 2?" + "7" * extra}]
-        text = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
+        )
         tokens = len(tokenizer.encode(text, add_special_tokens=False))
         status, said = await client.post(
             "/t/g/v1/chat/completions", {"model": "policy", "messages": messages, "tools": TOOLS}
@@ -127,16 +149,26 @@ async def long_prompts(client: Client) -> None:
         if status != 200:
             assert status == 400 and f"has {tokens} tokens" in said["error"]["message"]
         else:
-            assert said["usage"]["prompt_tokens"] == tokens and said["usage"]["completion_tokens"] <= 4
+            assert (
+                said["usage"]["prompt_tokens"] == tokens and said["usage"]["completion_tokens"] <= 4
+            )
     for path, body in (
         ("/t/g/v1/completions", {"model": "policy", "prompt": "7" * (LIMIT + 1)}),
         (
             "/t/g/v1/messages",
-            {"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": "7" * (LIMIT + 1)}]},
+            {
+                "model": "policy",
+                "max_tokens": 4,
+                "messages": [{"role": "user", "content": "7" * (LIMIT + 1)}],
+            },
         ),
     ):
         status, said = await client.post(path, body)
-        assert status == 400 and f"the limit of this gateway is {LIMIT}" in said["error"]["message"], said
+        assert (
+            status == 400 and f"the limit of this gateway is {LIMIT}" in said["error"]["message"]
+        ), said
     assert all(len(s.prompt_token_ids or b"") <= 4 * LIMIT for s in client.steps)
-    status, said = await client.post("/t/g/v1/responses", {"model": "policy", "input": "7" * (model.MAX_TOKENS + 1)})
+    status, said = await client.post(
+        "/t/g/v1/responses", {"model": "policy", "input": "7" * (model.MAX_TOKENS + 1)}
+    )
     assert status == 400 and str(model.MAX_TOKENS) in said["error"]["message"], said

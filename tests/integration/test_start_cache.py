@@ -66,7 +66,9 @@ def test_a_start_that_crashes_on_it_goes_on_without(tmp_path: Path, jars_dir: Pa
     cache = start_cache(find_java(str(java)), jars_dir)
     for step in ("formatting", "start"):
         cache.path.write_bytes(b"bad")
-        with EmbeddedBroker(tmp_path / "broker", free_port(), java=str(java), jars_dir=jars_dir) as broker:
+        with EmbeddedBroker(
+            tmp_path / "broker", free_port(), java=str(java), jars_dir=jars_dir
+        ) as broker:
             assert broker.pids, step
         assert not cache.made
 

@@ -42,14 +42,18 @@ def mine(settings: Settings, cluster: Cluster) -> Settings:
 def admission(mine: Settings, tmp_path: Path) -> Iterator[None]:
     """The process, for the length of the test."""
     with (tmp_path / "admit.log").open("wb") as log:
-        process = subprocess.Popen(bonded([sys.executable, "-c", START, *words_of(mine)]), cwd=ROOT, stderr=log)
+        process = subprocess.Popen(
+            bonded([sys.executable, "-c", START, *words_of(mine)]), cwd=ROOT, stderr=log
+        )
     yield
     process.kill()
     process.wait()
 
 
 def candidate(tid: str, group: str, value: float | None) -> Candidate:
-    rewards = (RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),)
+    rewards = (
+        RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),
+    )
     return Candidate(
         run_id="demo", channel="train", trajectory_key=tid, trajectory_id=tid, group_id=group, revision=0, outcome="completed",
         opened_at=0, closed_at=1000, rewards=rewards if value is not None else (),
@@ -70,7 +74,11 @@ def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at
 
     def journal(kind: type) -> list[Any]:
         topic = topics.ready_batches("demo", "train")
-        found = (CODEC.decode(r.value) for r in cluster.read_all(topic)) if cluster.topics(topic) else ()
+        found = (
+            (CODEC.decode(r.value) for r in cluster.read_all(topic))
+            if cluster.topics(topic)
+            else ()
+        )
         return [d for d in found if isinstance(d, kind)]
 
     put(candidate("alone", "slow", 1.0))
@@ -79,8 +87,12 @@ def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at
         put(*(candidate(f"t{i}-{m}", f"g{i}", float(m)) for m in range(MEMBERS)))
     producer.flush()
     end = topics.ready_batches("demo", "train")
-    eventually(lambda: cluster.topics(end) and cluster.watermarks(end)[0][1] > GROUPS // BATCH_GROUPS, 300)
-    batches = eventually(lambda: found if len(found := journal(ReadyBatch)) == GROUPS // BATCH_GROUPS else None, 300)
+    eventually(
+        lambda: cluster.topics(end) and cluster.watermarks(end)[0][1] > GROUPS // BATCH_GROUPS, 300
+    )
+    batches = eventually(
+        lambda: found if len(found := journal(ReadyBatch)) == GROUPS // BATCH_GROUPS else None, 300
+    )
     assert [g.group_id for b in batches for g in b.groups] == [f"g{i}" for i in range(GROUPS)]
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
     (first,) = {b.input_from for b in batches}
@@ -93,10 +105,16 @@ def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at
     partition = partition_of(b"demo", CANDIDATE_PARTITIONS)
     for source in range(mine.kafka.partitions):
         producer.put(
-            topics.candidates, None, CODEC.encode(Tick(partition=source, event_time=late)), partition=partition
+            topics.candidates,
+            None,
+            CODEC.encode(Tick(partition=source, event_time=late)),
+            partition=partition,
         )
     producer.flush()
     refused = eventually(lambda: found if len(found := journal(Refused)) == 2 else None)
-    assert {(r.group_id, r.reason) for r in refused} == {("slow", "incomplete"), ("unjudged", "reward_missing")}
+    assert {(r.group_id, r.reason) for r in refused} == {
+        ("slow", "incomplete"),
+        ("unjudged", "reward_missing"),
+    }
     assert refused[-1].input_from > batches[-1].input_to, "nothing holds on to them"
     producer.close()

@@ -63,9 +63,13 @@ def test_killed_process_comes_back(tmp_path: Path) -> None:
             os.kill(first, signal.SIGKILL)
             await until(lambda: pid_of(supervisor, "a") not in (None, first))
             assert supervisor.table["a"]["restarts"] == 1
-            await until(lambda: read_table(tmp_path)["processes"]["a"]["pid"] == pid_of(supervisor, "a"))
+            await until(
+                lambda: read_table(tmp_path)["processes"]["a"]["pid"] == pid_of(supervisor, "a")
+            )
             written = read_table(tmp_path)
-            assert written["supervisor"] == os.getpid() and written["processes"]["a"]["restarts"] == 1
+            assert (
+                written["supervisor"] == os.getpid() and written["processes"]["a"]["restarts"] == 1
+            )
             second = pid_of(supervisor, "a")
             await supervisor.stop_all()
             assert not psutil.pid_exists(second or 0)
@@ -74,7 +78,9 @@ def test_killed_process_comes_back(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(("code", "why"), [(EXIT_FENCED, "fenced"), (EXIT_SETTINGS, "wrong settings"), (0, "done")])
+@pytest.mark.parametrize(
+    ("code", "why"), [(EXIT_FENCED, "fenced"), (EXIT_SETTINGS, "wrong settings"), (0, "done")]
+)
 def test_process_that_must_not_restart_stays_down(tmp_path: Path, code: int, why: str) -> None:
     async def body() -> None:
         async with Supervisor(tmp_path, restart_delay_s=0.01) as supervisor:
@@ -116,7 +122,10 @@ def test_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
         async with Supervisor(tmp_path, stop_timeout_s=0.5) as supervisor:
             supervisor.start(ProcessSpec("a", DEAF))
             await until(
-                lambda: (tmp_path / "logs" / "a.log").exists() and "up" in (tmp_path / "logs" / "a.log").read_text()
+                lambda: (
+                    (tmp_path / "logs" / "a.log").exists()
+                    and "up" in (tmp_path / "logs" / "a.log").read_text()
+                )
             )
             await supervisor.stop("a")
             assert supervisor.table["a"]["exit_code"] == -signal.SIGKILL
@@ -148,7 +157,9 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path, child: list[str])
         "        await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         process = psutil.Process(int(supervisor.stdout.readline()))
         supervisor.kill()
@@ -187,7 +198,9 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path; from runtime.process.supervisor import Supervisor; "
         "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+    ) as running:
         assert running.stdout is not None and running.stdout.readline() == b"up\n"
         with pytest.raises(AlreadyRunning):
             Supervisor(tmp_path).acquire()
@@ -196,7 +209,9 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
     assert ask_to_stop(tmp_path) is None, "its pid may be anybody's by now"
 
 
-def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(tmp_path: Path) -> None:
+def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
+    tmp_path: Path,
+) -> None:
     pids: list[int | None] = []
 
     async def body() -> None:
@@ -237,7 +252,10 @@ def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) ->
     ("code", "error"),
     [
         ("raise ValueError('no such thing')", "ValueError: no such thing"),
-        ("import sys; sys.exit('clawstream: setting a.b: wrong')", "clawstream: setting a.b: wrong"),
+        (
+            "import sys; sys.exit('clawstream: setting a.b: wrong')",
+            "clawstream: setting a.b: wrong",
+        ),
         (
             "from runtime.process.lifecycle import die; from runtime.logs import configure; configure('a'); die(KeyError('k'))",
             "'k'",

@@ -27,7 +27,9 @@ RUN = "import sys; from runtime.process.config import load; from stream_jobs.ass
 
 def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
     """What kafka-configs does."""
-    entries = [ConfigEntry(n, v, incremental_operation=AlterConfigOpType.SET) for n, v in config.items()]
+    entries = [
+        ConfigEntry(n, v, incremental_operation=AlterConfigOpType.SET) for n, v in config.items()
+    ]
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
     for future in cluster.admin.incremental_alter_configs([resource]).values():
         future.result()
@@ -40,9 +42,15 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     cluster.create_topic(
         topics.steps, 4, {"max.message.bytes": "20000000"}
     )  # stamps what producers say; larger is well
-    cluster.create_topic(topics.workers, 1, {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1000000"})
     cluster.create_topic(
-        topics.rewards, 3, {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "20000000"}
+        topics.workers,
+        1,
+        {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1000000"},
+    )
+    cluster.create_topic(
+        topics.rewards,
+        3,
+        {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "20000000"},
     )
     with pytest.raises(SettingsError) as refused:
         create_topics(cluster, settings)
@@ -55,10 +63,19 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
         f"topic {topics.workers}: cleanup.policy is delete, must be compact",
         f"topic {topics.workers}: max.message.bytes is 1000000, must be 10485760 or more",
     ], said
-    assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, "nothing was made"
-    for run in ([sys.executable, "-c", RUN], [sys.executable, "-m", "clawstream", "topics", "create"]):
-        done = subprocess.run([*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, done.stderr
+    assert len(cluster.topics().keys() & {s.name for s in topics.specs(4, -1)}) == 3, (
+        "nothing was made"
+    )
+    for run in (
+        [sys.executable, "-c", RUN],
+        [sys.executable, "-m", "clawstream", "topics", "create"],
+    ):
+        done = subprocess.run(
+            [*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, (
+            done.stderr
+        )
 
     cluster.delete_topic(topics.rewards)
     commands = [line for line in said if line.startswith("mend it:")]
@@ -91,7 +108,9 @@ def test_a_copy_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
     with pytest.raises(SettingsError, match=r"jobs\.write_ticks=false"):
         create_topics(cluster, target)
     with running(target, cluster, tmp_path, write_ticks=False) as jobs:
-        ahead = int(time.time() * 1000) + 1_800_000  # Kafka refuses what is more than an hour ahead of its own clock
+        ahead = (
+            int(time.time() * 1000) + 1_800_000
+        )  # Kafka refuses what is more than an hour ahead of its own clock
         for _ in range(2):
             value = jobs.codec.encode(step("k", [1], [2]))
             jobs.producer.put(jobs.topics.steps, b"k", value, partition=0, timestamp_ms=ahead)

@@ -41,7 +41,9 @@ from trainer.versions.atomic_directory import new_directory
 CODEC = Codec()
 PARTITION = partition_of(b"old", 4)
 OLD = "old"
-ALIVE, NEXT = [r for i in range(99) if partition_of((r := f"alive-{i}").encode(), 4) == PARTITION][:2]
+ALIVE, NEXT = [r for i in range(99) if partition_of((r := f"alive-{i}").encode(), 4) == PARTITION][
+    :2
+]
 
 
 class Stand(NamedTuple):
@@ -54,8 +56,15 @@ class Stand(NamedTuple):
 class Installation:
     """Two runs on one partition of the candidates: one that ends, one that goes on."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, jobs: Jobs, eventually: Eventually) -> None:
-        self.settings, self.cluster, self.jobs, self.eventually = settings, cluster, jobs, eventually
+    def __init__(
+        self, settings: Settings, cluster: Cluster, jobs: Jobs, eventually: Eventually
+    ) -> None:
+        self.settings, self.cluster, self.jobs, self.eventually = (
+            settings,
+            cluster,
+            jobs,
+            eventually,
+        )
         self.topics = settings.kafka.topics
         self.feeds = {run: Feed(self.of(run)) for run in (OLD, ALIVE)}
 
@@ -99,7 +108,9 @@ class Installation:
         def there() -> bool:
             entries = self.candidates()
             rewarded = {
-                e.event.trajectory_id: e.offset for e in entries if isinstance(e.event, Candidate) and e.event.rewards
+                e.event.trajectory_id: e.offset
+                for e in entries
+                if isinstance(e.event, Candidate) and e.event.rewards
             }
             return rewarded.keys() >= {*keys} and self.ticked(max(rewarded[k] for k in keys))
 
@@ -107,7 +118,11 @@ class Installation:
 
     def ticked(self, offset: int) -> bool:
         """Whether every partition has ticked behind an offset of the candidates."""
-        return {e.event.partition for e in self.candidates() if isinstance(e.event, Tick) and e.offset > offset} == {
+        return {
+            e.event.partition
+            for e in self.candidates()
+            if isinstance(e.event, Tick) and e.offset > offset
+        } == {
             0,
             1,
             2,
@@ -116,14 +131,24 @@ class Installation:
 
     def lows(self, *topics: str) -> dict[tuple[str, int], int]:
         """Where partitions begin. topics: default: all but the state log, which trims itself."""
-        mine = topics or [t for t in self.cluster.topics() if t.startswith(f"{self.topics.prefix}.")]
+        mine = topics or [
+            t for t in self.cluster.topics() if t.startswith(f"{self.topics.prefix}.")
+        ]
         return {
-            (t, p): low for t in mine if t != self.topics.assembly for p, (low, _) in self.cluster.watermarks(t).items()
+            (t, p): low
+            for t in mine
+            if t != self.topics.assembly
+            for p, (low, _) in self.cluster.watermarks(t).items()
         }
 
     def ends(self) -> dict[tuple[str, int], int]:
         """Where the partitions end that the lake reads."""
-        kept = (self.topics.steps, self.topics.rewards, self.topics.candidates, *map(self.journal, self.feeds))
+        kept = (
+            self.topics.steps,
+            self.topics.rewards,
+            self.topics.candidates,
+            *map(self.journal, self.feeds),
+        )
         return {(t, p): end for t in kept for p, (_, end) in self.cluster.watermarks(t).items()}
 
     def journal(self, run: str) -> str:
@@ -172,7 +197,12 @@ class Installation:
         )
         at = Stand(self.cluster.topic_id(journal), behind)
         info = {
-            "position": {"topic_id": at.topic_id, "partition": 0, "next_offset": behind, "next_batch_seq": last + 1},
+            "position": {
+                "topic_id": at.topic_id,
+                "partition": 0,
+                "next_offset": behind,
+                "next_batch_seq": last + 1,
+            },
             "weights_topic_id": self.cluster.topic_id(weights),
         }
         with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", info):
@@ -225,12 +255,18 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     assert set(here.values()) == {0}
     held = i.trim(int(time.time() * 1000))
     assert (
-        "the lake has it up to 0" in held[candidates].why and "the lake has it up to 0" in held[topics.rewards, 0].why
+        "the lake has it up to 0" in held[candidates].why
+        and "the lake has it up to 0" in held[topics.rewards, 0].why
     )
-    assert f"has ended at {ended}, but the admission of old (train) has read to" in held[journal].why
+    assert (
+        f"has ended at {ended}, but the admission of old (train) has read to" in held[journal].why
+    )
     i.admit(OLD)
     held = i.trim()
-    assert "2 batches of run old are not trained (--give-up old); the lake has it up to 0" in held[journal].why
+    assert (
+        "2 batches of run old are not trained (--give-up old); the lake has it up to 0"
+        in held[journal].why
+    )
     position = i.trained(OLD, 1)
     assert i.trim()[journal].why == "the lake has it up to 0"
     assert i.lows() == here, "nothing was removed"
@@ -241,16 +277,23 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     i.lake_catches_up()
     log = i.candidates()
     first = min(e.offset for e in log if getattr(e.event, "run_id", None) == ALIVE)
-    ticks = {e.event.partition: e.offset for e in log if isinstance(e.event, Tick) and e.offset < first}
+    ticks = {
+        e.event.partition: e.offset for e in log if isinstance(e.event, Tick) and e.offset < first
+    }
     done = i.trim(before)
-    assert ended < min(ticks.values()) == done[candidates].to == i.lows(topics.candidates)[candidates]
     assert (
-        done[candidates].why == f"run {ALIVE} lives, since offset {first}; the Ticks before {first} tell the time there"
+        ended < min(ticks.values()) == done[candidates].to == i.lows(topics.candidates)[candidates]
+    )
+    assert (
+        done[candidates].why
+        == f"run {ALIVE} lives, since offset {first}; the Ticks before {first} tell the time there"
     )
     assert done[journal].to == position.next_offset == i.lows(i.journal(OLD))[journal]
     assert not done[i.journal(ALIVE), 0].removes
     kept = [c for c in done.values() if c.topic == topics.rewards]
-    assert not any(c.removes for c in kept) and all(f"{topics.steps} has steps since then" in c.why for c in kept)
+    assert not any(c.removes for c in kept) and all(
+        f"{topics.steps} has steps since then" in c.why for c in kept
+    )
     for p in range(4):  # retention takes the steps that are done with
         cluster.delete_records(topics.steps, p, applied.get((topics.steps, p), 0))
     done = i.trim(before)
@@ -275,24 +318,36 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     i.admit(NEXT)
     whole = [*log, *(e for e in i.candidates() if e.offset > log[-1].offset)]
     assert alive.groups() == ["a1", "a2"]
-    assert [b.content_hash for b in alive.batches()] == decided_at_once(whole, cluster.topic_id(topics.candidates))
+    assert [b.content_hash for b in alive.batches()] == decided_at_once(
+        whole, cluster.topic_id(topics.candidates)
+    )
     assert check(i.of(ALIVE), "train")["first_difference"] is None
     for refused in (lambda: i.desk(OLD), lambda: check(i.of(OLD), "train")):
         with pytest.raises(UnreadableJournal, match="take another run_id"):
             refused()
-    assert cluster.check_position(journal[0], position.topic_id, 0, position.next_offset), "its trainer can start"
+    assert cluster.check_position(journal[0], position.topic_id, 0, position.next_offset), (
+        "its trainer can start"
+    )
     with pytest.raises(SourceTruncated, match="run clawstream doctor"):
         cluster.check_position(journal[0], position.topic_id, 0, position.next_offset - 1)
     i.lake_catches_up()
     assert set(alive.column("candidates", "run_id")) == {OLD, ALIVE}
     assert i.flaws() == []
     done = i.trim()
-    assert not done[candidates].removes and "old" not in done[candidates].why, "what comes of it late holds nothing"
+    assert not done[candidates].removes and "old" not in done[candidates].why, (
+        "what comes of it late holds nothing"
+    )
 
 
-def test_the_command_shows_a_plan_and_gives_up_by_name(settings: Settings, cluster: Cluster) -> None:
+def test_the_command_shows_a_plan_and_gives_up_by_name(
+    settings: Settings, cluster: Cluster
+) -> None:
     create_topics(cluster, settings)
-    topics, producer, lake = settings.kafka.topics, cluster.producer(), Lake(settings.lake_uri, {}, 10)
+    topics, producer, lake = (
+        settings.kafka.topics,
+        cluster.producer(),
+        Lake(settings.lake_uri, {}, 10),
+    )
     events = [
         (b"quiet", cand("x", run_id="quiet")),
         (b"alive", policy(run_id="alive")),
@@ -304,7 +359,9 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(settings: Settings, clust
     producer.close()
     lake.claim()
     for table in ("candidates", "run_events"):
-        lake.append(table, [], {(cluster.topic_id(topics.candidates), 1): 3}, lambda *_: None, mark=True)
+        lake.append(
+            table, [], {(cluster.topic_id(topics.candidates), 1): 3}, lambda *_: None, mark=True
+        )
 
     done = call("topics", "trim", *words_of(settings), timeout_s=240)
     assert done.returncode == 0, done.stderr
@@ -313,8 +370,21 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(settings: Settings, clust
     ]  # fmt: skip
     assert done.stdout.endswith("\n\nnothing can go\n")
     done = call("topics", "trim", "--yes", "--give-up", "alive", *words_of(settings), timeout_s=240)
-    assert done.returncode == 2 and "run alive lives: end it first, clawstream run end alive --yes" in done.stderr
-    done = call("topics", "trim", "--yes", "--give-up", "quiet", "--format", "json", *words_of(settings), timeout_s=240)
+    assert (
+        done.returncode == 2
+        and "run alive lives: end it first, clawstream run end alive --yes" in done.stderr
+    )
+    done = call(
+        "topics",
+        "trim",
+        "--yes",
+        "--give-up",
+        "quiet",
+        "--format",
+        "json",
+        *words_of(settings),
+        timeout_s=240,
+    )
     assert done.returncode == 0, done.stderr
     (cut,) = (c for c in json.loads(done.stdout) if c["end"])
     assert cut == {
@@ -325,14 +395,27 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(settings: Settings, clust
 
 
 def plan(
-    settings: Settings, cluster: Cluster, given_up: str = "", applied: int = 99, before_ms: int | None = None
+    settings: Settings,
+    cluster: Cluster,
+    given_up: str = "",
+    applied: int = 99,
+    before_ms: int | None = None,
 ) -> dict[str, Cut]:
     """Of the runs' partition, or 0, of each topic: what would go if the lake had all."""
-    at = [(t, p) for t in cluster.topics() if t.startswith(f"{settings.kafka.topic_prefix}.") for p in range(4)]
-    kept = Kept(dict.fromkeys(at, 99), dict.fromkeys(range(4), applied), before_ms, {given_up} - {""})
+    at = [
+        (t, p)
+        for t in cluster.topics()
+        if t.startswith(f"{settings.kafka.topic_prefix}.")
+        for p in range(4)
+    ]
+    kept = Kept(
+        dict.fromkeys(at, 99), dict.fromkeys(range(4), applied), before_ms, {given_up} - {""}
+    )
     cuts = TopicTrim(cluster, settings, kept).cuts
     return {
-        c.topic: c for c in cuts if c.partition == (PARTITION if c.topic == settings.kafka.topics.candidates else 0)
+        c.topic: c
+        for c in cuts
+        if c.partition == (PARTITION if c.topic == settings.kafka.topics.candidates else 0)
     }
 
 
@@ -349,7 +432,10 @@ def test_a_run_whose_decisions_are_not_seen_is_held(
 
     # the admission was killed before it decided anything: it may start again
     held = plan(settings, cluster)[topics.candidates]
-    assert held.to == 0 and f"has ended at 2, but the admission of {OLD} (train) has read to 0" in held.why
+    assert (
+        held.to == 0
+        and f"has ended at 2, but the admission of {OLD} (train) has read to 0" in held.why
+    )
     assert plan(settings, cluster, OLD)[topics.candidates].to == 3
 
     applied = PolicyApplied(
@@ -371,10 +457,14 @@ def test_a_run_whose_decisions_are_not_seen_is_held(
         plan(settings, cluster, OLD)
 
 
-def test_rewards_that_came_before_their_steps_stay_with_them(settings: Settings, cluster: Cluster) -> None:
+def test_rewards_that_came_before_their_steps_stay_with_them(
+    settings: Settings, cluster: Cluster
+) -> None:
     topics, producer, minute = settings.kafka.topics, cluster.producer(), 60_000
     for spec in topics.specs(1, -1):  # with times of their own, as copies have
-        cluster.create_topic(spec.name, spec.partitions, {**spec.config, "message.timestamp.type": "CreateTime"})
+        cluster.create_topic(
+            spec.name, spec.partitions, {**spec.config, "message.timestamp.type": "CreateTime"}
+        )
     now = int(time.time() * 1000)
     for at in (now - 50 * minute, now - 39 * minute, now - 10 * minute):
         producer.put(topics.rewards, b"k", b"x", timestamp_ms=at)

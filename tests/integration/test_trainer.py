@@ -78,7 +78,11 @@ class Feed:
     def __post_init__(self) -> None:
         self.topics, self.codec = self.settings.kafka.topics, Codec()
         self.topic = self.topics.ready_batches(self.settings.run_id, "train")
-        create_topics(self.cluster, self.settings, [self.topics.ready_batches_spec(self.settings.run_id, "train")])
+        create_topics(
+            self.cluster,
+            self.settings,
+            [self.topics.ready_batches_spec(self.settings.run_id, "train")],
+        )
         self.producer: Producer = self.cluster.producer(f"{self.topics.prefix}-feed")
         self.plain: Producer = self.cluster.producer()
         self.trajectories_id = self.cluster.topic_id(self.topics.trajectories)
@@ -105,9 +109,13 @@ class Feed:
         first = self.written[partition]
         self.written[partition] += len(parts)
         last = self.written[partition] - 1
-        place = Place(topic_id=self.trajectories_id, partition=partition, first_offset=first, last_offset=last)
+        place = Place(
+            topic_id=self.trajectories_id, partition=partition, first_offset=first, last_offset=last
+        )
         value = float((seq + g + m) % 3)
-        reward = RewardValue(source="rule", name="r", function_version="1", value=value, reward_revision=0)
+        reward = RewardValue(
+            source="rule", name="r", function_version="1", value=value, reward_revision=0
+        )
         return BatchMember(
             trajectory_id=name, trajectory_key=name, revision=0, place=place, rewards=(reward,), untrainable_steps=(),
             trainable_tokens=4,
@@ -115,8 +123,18 @@ class Feed:
 
     def _parts(self, name: str, n: int) -> list[Trajectory]:
         """Every third trajectory has two parts."""
-        said = Segment(parent=0, step_index=0, token_ids=pack_ids([8 + n % 20, 9]), logprobs=pack_logprobs([-3.0] * 2))
-        more = Segment(parent=1, step_index=1, token_ids=pack_ids([10, 8 + n % 20]), logprobs=pack_logprobs([-3.0] * 2))
+        said = Segment(
+            parent=0,
+            step_index=0,
+            token_ids=pack_ids([8 + n % 20, 9]),
+            logprobs=pack_logprobs([-3.0] * 2),
+        )
+        more = Segment(
+            parent=1,
+            step_index=1,
+            token_ids=pack_ids([10, 8 + n % 20]),
+            logprobs=pack_logprobs([-3.0] * 2),
+        )
         steps = tuple(
             TrajectoryStep(
                 step_id=f"{name}~{i}.0", index=i, segment=i + 1, status="ok", drift="clean", prompt_tokens=2 + i,
@@ -154,7 +172,10 @@ class Feed:
     def versions(self) -> list[WeightVersion]:
         """Published until now: a transaction is seen a moment after its commit."""
         decoder = Decoder(self.cluster, self.topics.schemas)
-        return [decoder.decode(r.value) for r in self.cluster.read_all(self.topics.weights, await_open=True)]
+        return [
+            decoder.decode(r.value)
+            for r in self.cluster.read_all(self.topics.weights, await_open=True)
+        ]
 
     def ids(self) -> list[str]:
         return [v.version_id.partition("/")[2] for v in self.versions()]
@@ -162,13 +183,17 @@ class Feed:
     def lag(self) -> int:
         """Of the trainer's group, control records included."""
         group = f"{self.topics.prefix}-trainer.{self.settings.run_id}.train"
-        return self.cluster.watermarks(self.topic)[0][1] - self.cluster.committed(group).get((self.topic, 0), 0)
+        return self.cluster.watermarks(self.topic)[0][1] - self.cluster.committed(group).get(
+            (self.topic, 0), 0
+        )
 
 
 @pytest.fixture
 def trained(settings: Settings, model_dir: Path) -> Settings:
     """The settings of a trainer of the tiny model."""
-    more = settings.trainer.model_copy(update={"model_path": model_dir, "device": "cpu", "lr": 1e-3})
+    more = settings.trainer.model_copy(
+        update={"model_path": model_dir, "device": "cpu", "lr": 1e-3}
+    )
     return settings.model_copy(update={"run_id": "r", "trainer": more})
 
 
@@ -181,7 +206,9 @@ def feed(cluster: Cluster, trained: Settings) -> Iterator[Feed]:
 
 
 def until(settings: Settings, max_versions: int) -> Settings:
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"max_versions": max_versions})})
+    return settings.model_copy(
+        update={"trainer": settings.trainer.model_copy(update={"max_versions": max_versions})}
+    )
 
 
 class Nursery:
@@ -189,7 +216,9 @@ class Nursery:
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen([sys.executable, "-c", NURSERY], stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], stdin=pipe, stdout=pipe, text=True
+        )
 
     def _ask(self, **order: object) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -257,10 +286,15 @@ def test_batches_become_versions_and_the_lag_reaches_zero(
     assert versions[1].metrics["groups"] == GROUPS
     assert versions[1].metrics["tokens"] == GROUPS * MEMBERS * 4
     assert versions[1].batches_topic_id == feed.cluster.topic_id(feed.topic)
-    letters = [feed.codec.decode(r.value) for r in feed.cluster.read_all(feed.topics.dead_letters, await_open=True)]
-    assert [(x.topic, x.offset, x.value, x.process, x.reason) for x in letters if isinstance(x, DeadLetter)] == [
-        (feed.topic, 1, b"no record", "trainer", "undecodable")
+    letters = [
+        feed.codec.decode(r.value)
+        for r in feed.cluster.read_all(feed.topics.dead_letters, await_open=True)
     ]
+    assert [
+        (x.topic, x.offset, x.value, x.process, x.reason)
+        for x in letters
+        if isinstance(x, DeadLetter)
+    ] == [(feed.topic, 1, b"no record", "trainer", "undecodable")]
 
 
 def test_a_gap_is_an_error_that_names_both_numbers(feed: Feed, trained: Settings) -> None:
@@ -314,7 +348,9 @@ def test_a_ready_batches_topic_made_anew_stops_a_trainer_that_has_trained(
     assert flaws[1] is None and flaws[0] is not None and "another run_id" in flaws[0]
 
 
-def test_a_topic_that_ends_before_the_position_stops_the_trainer(feed: Feed, trained: Settings) -> None:
+def test_a_topic_that_ends_before_the_position_stops_the_trainer(
+    feed: Feed, trained: Settings
+) -> None:
     feed.write(feed.batch(0))
     train(until(trained, 1), threading.Event())
     feed.write(feed.batch(1))
@@ -335,7 +371,9 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
         with nursery.trainer(trained, log) as pid:
             eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 180)
-            time.sleep(rng.random() * 0.1)  # anywhere in training, checkpoint, publication, deletion
+            time.sleep(
+                rng.random() * 0.1
+            )  # anywhere in training, checkpoint, publication, deletion
             os.kill(pid, signal.SIGKILL)
             assert nursery.wait(pid) == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
     feed.write(feed.batch(total - 1))

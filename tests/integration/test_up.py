@@ -46,8 +46,17 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
 ) -> None:
     home, gateway = tmp_path / "data", free_port()
     here = f"data_dir={home}"
-    words = [here, "run_id=mine", f"broker.port={free_port()}", f"gateway.port={gateway}", "kafka.partitions=2"]
-    words += ["gateway.upstreams=[{url: 'http://127.0.0.1:9', api_key: a-secret-key}]", "jobs.worker_id=1"]
+    words = [
+        here,
+        "run_id=mine",
+        f"broker.port={free_port()}",
+        f"gateway.port={gateway}",
+        "kafka.partitions=2",
+    ]
+    words += [
+        "gateway.upstreams=[{url: 'http://127.0.0.1:9', api_key: a-secret-key}]",
+        "jobs.worker_id=1",
+    ]
     up = processes.start("up", command("up", *words), env=ENVIRON)
     eventually(lambda: up.poll() is not None or '"event": "up"' in processes.log("up"))
     said = events(processes, "up")
@@ -61,7 +70,9 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     # the directory remembers the settings, but no secrets
     kept = home / "settings.json"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert all("a-secret-key" not in p.read_text(errors="replace") for p in (kept, home / "up.json"))
+    assert all(
+        "a-secret-key" not in p.read_text(errors="replace") for p in (kept, home / "up.json")
+    )
     lag = call("lag", here)
     assert lag.returncode == 0 and "claw-admit.mine.train" in lag.stdout, lag.stderr
     told = call("status", here)
@@ -74,10 +85,16 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     assert second.returncode == EXIT_IN_USE and "another `clawstream up` works on" in second.stderr
     assert "Traceback" not in second.stderr
     other = call("lag", here, "kafka.partitions=3")
-    assert other.returncode == EXIT_SETTINGS and "was made with 2, and that cannot change" in other.stderr
+    assert (
+        other.returncode == EXIT_SETTINGS
+        and "was made with 2, and that cannot change" in other.stderr
+    )
 
     # kill -9: nothing of it is left, and nothing that was acknowledged is lost
-    assert httpx.post(f"http://127.0.0.1:{gateway}/submit_steps", json={"steps": [STEP]}).status_code == 200
+    assert (
+        httpx.post(f"http://127.0.0.1:{gateway}/submit_steps", json={"steps": [STEP]}).status_code
+        == 200
+    )
     children = family(up.pid)
     assert len(children) >= len(DATA_PART)
     up.kill()
@@ -92,7 +109,11 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     again = processes.start("again", command("up", here, words[5]), env=ENVIRON)
     eventually(lambda: again.poll() is not None or '"event": "up"' in processes.log("again"))
     assert again.poll() is None, processes.log("again")
-    rows = eventually(lambda: json.loads(call("sql", "select step_id from steps", here, "-f", "json").stdout or "[]"))
+    rows = eventually(
+        lambda: json.loads(
+            call("sql", "select step_id from steps", here, "-f", "json").stdout or "[]"
+        )
+    )
     assert len(rows) == 1
 
     # down waits for the orderly end
@@ -105,8 +126,17 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
 
 
 def test_all_that_can_be_known_is_said_before_anything_starts(tmp_path: Path) -> None:
-    words = ["jobs.reward_functions={'*': ['no.such.module:function@1']}", "gateway.compute_reward=nothing@1"]
-    done = call("up", f"data_dir={tmp_path}", f"broker.port={free_port()}", f"gateway.port={free_port()}", *words)
+    words = [
+        "jobs.reward_functions={'*': ['no.such.module:function@1']}",
+        "gateway.compute_reward=nothing@1",
+    ]
+    done = call(
+        "up",
+        f"data_dir={tmp_path}",
+        f"broker.port={free_port()}",
+        f"gateway.port={free_port()}",
+        *words,
+    )
     assert done.returncode == EXIT_SETTINGS, done.stderr
     assert "jobs.reward_functions" in done.stderr and "gateway.compute_reward" in done.stderr
     assert "Traceback" not in done.stderr

@@ -40,7 +40,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(tmp_path: Path) -> None:
+def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
+    tmp_path: Path,
+) -> None:
     """As one does that reads its logs. Once it is gone for good, the error says so."""
 
     async def body() -> None:
@@ -49,7 +51,9 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
             supervisor.start(ProcessSpec("broker", SLEEP))
             await until(lambda: supervisor.state("broker") == "running")
             with capture_logs() as lines:
-                waiting = asyncio.create_task(installation.wait_for_kafka(timeout_s=0.0, say_every_s=0.0))
+                waiting = asyncio.create_task(
+                    installation.wait_for_kafka(timeout_s=0.0, say_every_s=0.0)
+                )
                 await until(lambda: len(lines) >= 3 or waiting.done())
             assert not waiting.done()
             assert {line["event"] for line in lines} == {"waiting_for_broker"}
@@ -70,7 +74,11 @@ def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None
     async def body() -> None:
         stop = asyncio.Event()
         up = asyncio.create_task(main(settings(tmp_path, free_port(), java=str(java)), stop))
-        await until(lambda: up.done() or read_table(tmp_path).get("processes", {}).get("broker", {}).get("pid"))
+        await until(
+            lambda: (
+                up.done() or read_table(tmp_path).get("processes", {}).get("broker", {}).get("pid")
+            )
+        )
         assert not up.done()
         stop.set()
         await asyncio.wait_for(up, 60)
@@ -85,10 +93,17 @@ def test_nothing_is_waited_for_when_the_broker_cannot_run(tmp_path: Path) -> Non
     async def body() -> None:
         async with Installation(settings(tmp_path, free_port())) as installation:
             supervisor = installation.supervisor
-            supervisor.start(ProcessSpec("broker", [sys.executable, "-c", "raise SystemExit('the disk is full')"]))
+            supervisor.start(
+                ProcessSpec(
+                    "broker", [sys.executable, "-c", "raise SystemExit('the disk is full')"]
+                )
+            )
             supervisor.start(ProcessSpec("assemble", SLEEP))
             await until(
-                lambda: supervisor.state("broker") == "restarting" and supervisor.state("assemble") == "running"
+                lambda: (
+                    supervisor.state("broker") == "restarting"
+                    and supervisor.state("assemble") == "running"
+                )
             )
             with capture_logs() as lines:
                 assert not await installation.stop_in_order()
@@ -103,6 +118,8 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortTaken, match=rf"broker cannot listen on 127\.0\.0\.1:{port}: .* set broker\.port"):
+        with pytest.raises(
+            PortTaken, match=rf"broker cannot listen on 127\.0\.0\.1:{port}: .* set broker\.port"
+        ):
             asyncio.run(main(settings(tmp_path, port), asyncio.Event()))
     assert read_table(tmp_path)["processes"] == {}

@@ -32,7 +32,9 @@ def policy(**changes: Any) -> AdmissionPolicy:
 
 
 def reward(value: float | None, source: Any = "rule", name: str = "exact") -> RewardValue:
-    return RewardValue(source=source, name=name, function_version="1", value=value, reward_revision=0)
+    return RewardValue(
+        source=source, name=name, function_version="1", value=value, reward_revision=0
+    )
 
 
 def cand(tid: str, group: str = "g", value: float | None = 1.0, **changes: Any) -> Candidate:
@@ -51,7 +53,10 @@ def tick(event_time: int, partition: int = 0) -> Tick:
 
 
 def entries(*events: Any) -> list[Entry]:
-    return [Entry(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i)) for i, e in enumerate(events)]
+    return [
+        Entry(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i))
+        for i, e in enumerate(events)
+    ]
 
 
 def fold(*events: Any, channel: Any = "train", source: Source = SOURCE) -> list[Decision]:
@@ -63,8 +68,14 @@ def fold(*events: Any, channel: Any = "train", source: Source = SOURCE) -> list[
 
 def groups(decisions: list[Decision]) -> list[list[list[str]]]:
     """Trajectory ids by group by batch."""
-    return [[[m.trajectory_id for m in g.members] for g in d.groups] for d in decisions if isinstance(d, ReadyBatch)]
+    return [
+        [[m.trajectory_id for m in g.members] for g in d.groups]
+        for d in decisions
+        if isinstance(d, ReadyBatch)
+    ]
 
 
 def refusals(decisions: list[Decision]) -> list[tuple[str, tuple[str, ...], bool]]:
-    return [(d.reason, d.trajectory_ids, d.whole_group) for d in decisions if isinstance(d, Refused)]
+    return [
+        (d.reason, d.trajectory_ids, d.whole_group) for d in decisions if isinstance(d, Refused)
+    ]

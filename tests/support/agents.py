@@ -23,7 +23,9 @@ HOP = ("host", "connection", "transfer-encoding", "content-length", "accept-enco
 
 def install() -> None:
     """Puts the agents into .agents, if they are not there yet."""
-    done = subprocess.run(["bash", "infra/install-agents.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "infra/install-agents.sh"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -61,7 +63,9 @@ class Ear:
     async def listen(self, to: str) -> AsyncIterator[str]:
         """Between an agent and the server at `to`; gives the URL for the agent."""
         app = web.Application(client_max_size=64 << 20)
-        async with aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        async with aiohttp.ClientSession(
+            auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None)
+        ) as http:
             app.router.add_route("*", "/{tail:.*}", partial(self._pass, http, to))
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
             await runner.setup()
@@ -78,10 +82,14 @@ class Ear:
             while not any(words in e.reply for e in self.exchanges):  # noqa: ASYNC110 - agents are of the outside
                 await asyncio.sleep(0.2)
 
-    async def _pass(self, http: aiohttp.ClientSession, to: str, request: web.Request) -> web.StreamResponse:
+    async def _pass(
+        self, http: aiohttp.ClientSession, to: str, request: web.Request
+    ) -> web.StreamResponse:
         body = await request.read()
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
-        async with http.request(request.method, to + request.raw_path, headers=headers, data=body or None) as got:
+        async with http.request(
+            request.method, to + request.raw_path, headers=headers, data=body or None
+        ) as got:
             returned = {k: v for k, v in got.headers.items() if k.lower() not in HOP}
             response = web.StreamResponse(status=got.status, headers=returned)
             await response.prepare(request)
@@ -91,7 +99,9 @@ class Ear:
                 await response.write(piece)
             sent = {k.lower(): v for k, v in request.headers.items()}
             told = {k.lower(): v for k, v in got.headers.items()}
-            self.exchanges.append(Exchange(request.method, request.path_qs, sent, body, got.status, told, heard))
+            self.exchanges.append(
+                Exchange(request.method, request.path_qs, sent, body, got.status, told, heard)
+            )
             await response.write_eof()
             return response
 
@@ -119,7 +129,9 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-async def run(words: list[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 300.0) -> Ended:
+async def run(
+    words: list[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 300.0
+) -> Ended:
     """Run an agent to its end. It is killed at the deadline, and that is its exit code then."""
     process = await asyncio.create_subprocess_exec(
         *words, cwd=cwd, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,

@@ -35,7 +35,9 @@ DEADLINE_S = 15.0
 VICTIMS = ("assemble", "assemble-1", "reward", "admit", "lake", "broker")
 
 
-def installation(home: Path, processes: tuple[str, ...], rng: random.Random, **more: Any) -> Settings:
+def installation(
+    home: Path, processes: tuple[str, ...], rng: random.Random, **more: Any
+) -> Settings:
     """Settings of the first machine. more: sections that are laid over these."""
     sections: dict[str, Any] = {
         "run_id": RUN,
@@ -65,7 +67,9 @@ def installation(home: Path, processes: tuple[str, ...], rng: random.Random, **m
         "up": {"processes": processes, "restart_delay_s": 0.3, "drain_timeout_s": 120.0},
     }
     for name, section in more.items():
-        sections[name] = {**sections.get(name, {}), **section} if isinstance(section, dict) else section
+        sections[name] = (
+            {**sections.get(name, {}), **section} if isinstance(section, dict) else section
+        )
     return Settings.model_validate(sections)
 
 
@@ -74,7 +78,9 @@ def another_worker(settings: Settings, worker: str) -> Settings:
     return settings.model_copy(
         update={
             "data_dir": settings.data_dir.parent / f"machine-{worker}",
-            "kafka": settings.kafka.model_copy(update={"bootstrap_servers": settings.bootstrap_servers}),
+            "kafka": settings.kafka.model_copy(
+                update={"bootstrap_servers": settings.bootstrap_servers}
+            ),
             "jobs": settings.jobs.model_copy(update={"worker_id": worker}),
             "up": settings.up.model_copy(update={"processes": ("assemble",)}),
         }
@@ -178,7 +184,10 @@ class Installation:
             out.look()
             if left := len(steps - out.steps):
                 return f"{left} steps are in no closed trajectory"
-            if len(groups := {out.groups[t] for t in out.groups.keys() - out.decided}) >= BATCH_GROUPS:
+            if (
+                len(groups := {out.groups[t] for t in out.groups.keys() - out.decided})
+                >= BATCH_GROUPS
+            ):
                 return f"{len(groups)} groups are not decided"
             lag = {g: n for g, n in self.lag().items() if n}
             if lag:
@@ -224,7 +233,9 @@ def running(settings: Settings, workers: int) -> Iterator[Installation]:
 @contextmanager
 def fed(made: Installation, steps: int, rate: float, seed: int, **load: Any) -> Iterator[Feeder]:
     """A feeder for it; it has ended behind the block."""
-    feeder = Feeder(made.settings, made.settings.data_dir.parent / "feeder", steps, rate, seed, **load)
+    feeder = Feeder(
+        made.settings, made.settings.data_dir.parent / "feeder", steps, rate, seed, **load
+    )
     try:
         yield feeder
     finally:

@@ -101,12 +101,18 @@ class Agents:
             self._put_off(delay, event)
 
     def _put_off(self, delay: int, event: Event) -> None:
-        heapq.heappush(self._later, (self._count + self._rng.randrange(delay, 2 * delay), next(self._ties), event))
+        heapq.heappush(
+            self._later,
+            (self._count + self._rng.randrange(delay, 2 * delay), next(self._ties), event),
+        )
 
     def _begin(self) -> None:
         self._groups += 1
         group = f"g{self._groups}-{self._rng.randrange(1 << 32):08x}"
-        self._open += [self._member(f"{group}-{m}-{self._rng.randrange(1 << 32):x}", group) for m in range(GROUP_SIZE)]
+        self._open += [
+            self._member(f"{group}-{m}-{self._rng.randrange(1 << 32):x}", group)
+            for m in range(GROUP_SIZE)
+        ]
         if self._rng.random() < 0.2:
             self._open.append(self._anonymous(bucket_key(b"key", b"task %d" % (self._groups // 8))))
         if self._rng.random() < 0.01:
@@ -117,14 +123,21 @@ class Agents:
         rng = self._rng
         gold = str(rng.randrange(2))
         metadata = json.dumps({"gold": gold}).encode()
-        yield 0, self._session(key, "opened", group_id=group, group_size=GROUP_SIZE, metadata_json=metadata)
+        yield (
+            0,
+            self._session(
+                key, "opened", group_id=group, group_size=GROUP_SIZE, metadata_json=metadata
+            ),
+        )
         when = rng.random()  # the reward comes before the steps, at the end, or late
         score = self._reward(key, float(rng.randrange(2)))
         if when < 0.2:
             yield 0, score
         ids, first = [1, 2, 3, rng.randrange(50)], list[int]()
         for turn in range(rng.randrange(1, 7)):
-            if first and rng.random() < 0.1:  # a sub-tree: it goes on from the first prompt, with other words
+            if (
+                first and rng.random() < 0.1
+            ):  # a sub-tree: it goes on from the first prompt, with other words
                 yield 0, self._step(key, [*first, 60, 61, turn], str(rng.randrange(2)))
             said = [10 + turn, rng.randrange(100), 12]
             step = self._step(key, ids, str(rng.randrange(2)), said)
@@ -132,7 +145,14 @@ class Agents:
             if rng.random() < 0.05:  # the client did not get the reply, and asks again
                 yield (
                     0,
-                    self._step(key, ids, str(rng.randrange(2)), said, idempotency_key=f"call-{turn}", retry_count=1),
+                    self._step(
+                        key,
+                        ids,
+                        str(rng.randrange(2)),
+                        said,
+                        idempotency_key=f"call-{turn}",
+                        retry_count=1,
+                    ),
                 )
             if rng.random() < 0.1:
                 yield rng.choice((0, NOW_AND_THEN)), self._reward(key, 0.5, step_id=step.step_id)
@@ -141,7 +161,12 @@ class Agents:
         end = rng.random()
         if end < 0.02:
             return  # it never comes to its end, nor gets a reward
-        yield 0, self._session(key, "failed" if end < 0.07 else "abandoned" if end < 0.09 else "completed")
+        yield (
+            0,
+            self._session(
+                key, "failed" if end < 0.07 else "abandoned" if end < 0.09 else "completed"
+            ),
+        )
         if when >= 0.2:
             yield (0 if when < 0.7 else NOW_AND_THEN if when < 0.95 else LONG_AFTER), score
         if rng.random() < 0.05:
@@ -157,7 +182,9 @@ class Agents:
         ids = [5, 6]
         for turn in range(self._rng.randrange(1, 4)):
             said = [20 + turn, self._rng.randrange(1000)]
-            step = self._step(key, ids, f"reply {said[1]}", said, orjson.dumps({"messages": messages}))
+            step = self._step(
+                key, ids, f"reply {said[1]}", said, orjson.dumps({"messages": messages})
+            )
             yield 0, step
             messages = [
                 *messages,
@@ -187,10 +214,17 @@ class Agents:
 
     def _session(self, key: str, kind: Any, **more: Any) -> SessionEvent:
         return SessionEvent(
-            event_id=new_event_id(), run_id=self._run, trajectory_key=key, kind=kind, created_at=0, **more
+            event_id=new_event_id(),
+            run_id=self._run,
+            trajectory_key=key,
+            kind=kind,
+            created_at=0,
+            **more,
         )
 
-    def _reward(self, key: str, value: float, step_id: str | None = None, revision: int = 0) -> Reward:
+    def _reward(
+        self, key: str, value: float, step_id: str | None = None, revision: int = 0
+    ) -> Reward:
         return Reward(
             event_id=new_event_id(), run_id=self._run, trajectory_key=key, source="env", name="step" if step_id else "score",
             function_version="1", value=value, step_id=step_id, reward_revision=revision, created_at=0,
@@ -198,7 +232,12 @@ class Agents:
 
     def _mark(self, key: str, quality: float) -> Curation:
         return Curation(
-            event_id=new_event_id(), run_id=self._run, trajectory_key=key, by="test", created_at=0, quality=quality
+            event_id=new_event_id(),
+            run_id=self._run,
+            trajectory_key=key,
+            by="test",
+            created_at=0,
+            quality=quality,
         )
 
 
@@ -211,12 +250,18 @@ async def feed(load: Load, truth: TextIO) -> None:
     """Send until all is sent, and note what is acknowledged; see the module."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agents, codec, topics = Agents(load.run, load.seed, load.concurrency), Codec(), Topics(load.prefix)
+    agents, codec, topics = (
+        Agents(load.run, load.seed, load.concurrency),
+        Codec(),
+        Topics(load.prefix),
+    )
     producer = Cluster(load.servers).producer()
     begun, sent = time.monotonic(), 0
     while True:
         agents.more = agents.steps < load.steps or not stop.is_set()
-        chunk = [e for _ in range(max(1, round(load.rate * CHUNK_S))) if (e := agents.take()) is not None]
+        chunk = [
+            e for _ in range(max(1, round(load.rate * CHUNK_S))) if (e := agents.take()) is not None
+        ]
         if not chunk:
             break
         left = chunk
@@ -258,7 +303,9 @@ def main(load: str) -> None:
 class Feeder:
     """The process, for a test."""
 
-    def __init__(self, settings: Settings, home: Path, steps: int, rate: float, seed: int = 1, **load: Any) -> None:
+    def __init__(
+        self, settings: Settings, home: Path, steps: int, rate: float, seed: int = 1, **load: Any
+    ) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.truth = home / "truth"
         self._log = home / "feeder.log"

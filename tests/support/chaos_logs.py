@@ -59,7 +59,11 @@ class Outputs:
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         topics = settings.kafka.topics
         self._cluster = cluster
-        self._wanted = [topics.trajectories, topics.candidates, topics.ready_batches(settings.run_id, TRAIN)]
+        self._wanted = [
+            topics.trajectories,
+            topics.candidates,
+            topics.ready_batches(settings.run_id, TRAIN),
+        ]
         self._decoder = Decoder(cluster, topics.schemas)
         self._reader = cluster.reader("tests", {})
         self.steps: set[str] = set()
@@ -94,7 +98,9 @@ class Outputs:
             case Candidate():
                 self.groups[event.trajectory_id] = event.group_id
             case Tick(event_time=int(at)):
-                self.event_times[event.partition] = max(at, self.event_times.get(event.partition, at))
+                self.event_times[event.partition] = max(
+                    at, self.event_times.get(event.partition, at)
+                )
             case ReadyBatch():
                 self.batches += 1
                 self.decided.update(m.trajectory_id for g in event.groups for m in g.members)
@@ -113,10 +119,14 @@ class Logs:
     """What a fold in memory makes of each partition of the inputs."""
     payload: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     """Records of a trajectory's part."""
-    candidates: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    candidates: dict[tuple[str, int], list[bytes]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Records of a trajectory's revision."""
     marks: dict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
-    letters: dict[tuple[str, int, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    letters: dict[tuple[str, int, int], list[bytes]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Dead letters of a place."""
     times: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """(topic, partition) of an output to the log timestamps of its records, ms, ticks left out."""
@@ -142,13 +152,18 @@ class Logs:
                 yield record, event
 
         for p in range(settings.kafka.partitions):
-            sources: Iterable[tuple[Source, str]] = ((STEPS, topics.steps), (REWARDS, topics.rewards))
+            sources: Iterable[tuple[Source, str]] = (
+                (STEPS, topics.steps),
+                (REWARDS, topics.rewards),
+            )
             logs = [[(s, r, e) for r, e in decoded(t, p)] for s, t in sources]
             out._inputs(heapq.merge(*logs, key=lambda taken: taken[1].timestamp_ms))
             for record, event in decoded(topics.trajectories, p):
                 out._output(record, event)
         for p in range(cluster.topics(topics.candidates)[topics.candidates]):
-            mine = p == partition_of(settings.run_id.encode(), cluster.topics(topics.candidates)[topics.candidates])
+            mine = p == partition_of(
+                settings.run_id.encode(), cluster.topics(topics.candidates)[topics.candidates]
+            )
             for record, event in decoded(topics.candidates, p):
                 out._output(record, event)
                 if mine and isinstance(event, Candidate | AdmissionPolicy | RunEnded | Tick):
@@ -171,7 +186,10 @@ class Logs:
     def _await_admission(self, cluster: Cluster) -> None:
         """Ticks decide too, and come all the time: until the journal has what those that were read decide."""
         candidates = self.settings.kafka.topics.candidates
-        at = candidates, partition_of(self.settings.run_id.encode(), cluster.topics(candidates)[candidates])
+        at = (
+            candidates,
+            partition_of(self.settings.run_id.encode(), cluster.topics(candidates)[candidates]),
+        )
         group = f"{self.settings.kafka.topic_prefix}-admit.{self.settings.run_id}.{TRAIN}"
         end, deadline = self.entries[-1].offset + 1 if self.entries else 0, time.monotonic() + 60
         while cluster.committed(group).get(at, 0) < end:
@@ -244,7 +262,10 @@ class Logs:
             expected |= fold.trajectories
             last |= {t: replace(fold.last(t), revision=0) for t in fold.trajectories}
             marks |= {(m.step_id, m.kind) for m in fold.marks}
-            letters |= {(topics.steps if b.source == STEPS else topics.rewards, p, b.offset) for b in fold.burials}
+            letters |= {
+                (topics.steps if b.source == STEPS else topics.rewards, p, b.offset)
+                for b in fold.burials
+            }
         found: dict[str, list[Trajectory]] = defaultdict(list)
         for (_, _), values in sorted(self.payload.items()):
             part = decode(values[0])
@@ -267,8 +288,12 @@ class Logs:
 
     def _check_admission(self) -> dict[str, Any]:
         """Each batch once, each trajectory decided once; the journal is what a fold of the candidates gives, decision by decision."""
-        topic_id = next(d.input_topic_id for d in self.decisions if isinstance(d, ReadyBatch | Refused))
-        fold = Admission(self.settings.run_id, TRAIN, CandidateLog(topic_id, 0, self.settings.kafka.partitions))
+        topic_id = next(
+            d.input_topic_id for d in self.decisions if isinstance(d, ReadyBatch | Refused)
+        )
+        fold = Admission(
+            self.settings.run_id, TRAIN, CandidateLog(topic_id, 0, self.settings.kafka.partitions)
+        )
         expected = [d for e in self.entries for d in fold.fold(e)]
         assert [_gist(d) for d in self.decisions if not isinstance(d, Late)] == [
             _gist(d) for d in expected if not isinstance(d, Late)
@@ -285,7 +310,9 @@ class Logs:
         open_ = everyone - set(admitted) - set(refused)
         assert everyone == {*admitted, *refused, *open_} and {*admitted, *refused} <= everyone
         # Enough must have gone the whole way, else all this says little.
-        assert len(admitted) > len(everyone) / 4, f"only {len(admitted)} of {len(everyone)} trajectories were admitted"
+        assert len(admitted) > len(everyone) / 4, (
+            f"only {len(admitted)} of {len(everyone)} trajectories were admitted"
+        )
         return {
             "trajectories": len(everyone), "batches": len(batches), "admitted": len(admitted), "refused": len(set(refused)),
             "open": len(open_),
@@ -296,7 +323,10 @@ class Logs:
 
         The state log must be whole: no snapshot has trimmed it. Returns how many of its records do not count.
         """
-        topic, decoder = self.settings.kafka.topics.assembly, Decoder(cluster, self.settings.kafka.topics.schemas)
+        topic, decoder = (
+            self.settings.kafka.topics.assembly,
+            Decoder(cluster, self.settings.kafka.topics.schemas),
+        )
         closed, revised, fenced = Counter[str](), Counter[str](), 0
         for p in range(self.settings.kafka.partitions):
             epoch, seq = -1, 0
@@ -312,8 +342,12 @@ class Logs:
                     for entry in unpacked(event):
                         if entry[0] in (op.CLOSED, op.REVISED):
                             (closed if entry[0] == op.CLOSED else revised)[entry[2]] += 1
-        assert closed == Counter({t for t, _ in self.payload}), "others are closed, or oftener, than was decided"
-        assert revised == Counter(t for t, _ in self.candidates), "there are other revisions than were decided"
+        assert closed == Counter({t for t, _ in self.payload}), (
+            "others are closed, or oftener, than was decided"
+        )
+        assert revised == Counter(t for t, _ in self.candidates), (
+            "there are other revisions than were decided"
+        )
         return {"fenced_records": fenced, "decisions": sum(closed.values()) + sum(revised.values())}
 
     def check_lake(self) -> None:
@@ -328,13 +362,23 @@ class Logs:
         }
         for (table, column), names in rows.items():
             assert Counter(self._column(table, column)) == dict.fromkeys(names, 1), table
-        parts = zip(self._column("trajectories", "trajectory_id"), self._column("trajectories", "part"), strict=True)
+        parts = zip(
+            self._column("trajectories", "trajectory_id"),
+            self._column("trajectories", "part"),
+            strict=True,
+        )
         assert Counter(parts) == dict.fromkeys(self.payload, 1)
-        made = zip(self._column("candidates", "trajectory_id"), self._column("candidates", "revision"), strict=True)
+        made = zip(
+            self._column("candidates", "trajectory_id"),
+            self._column("candidates", "revision"),
+            strict=True,
+        )
         assert Counter(made) == dict.fromkeys(self.candidates, 1)
         assert len(self._column("dead_letters", "offset")) == len(self.letters)
         batches = [d for d in self.decisions if isinstance(d, ReadyBatch)]
-        groups = sum(len(b.groups) for b in batches) + sum(isinstance(d, Refused) for d in self.decisions)
+        groups = sum(len(b.groups) for b in batches) + sum(
+            isinstance(d, Refused) for d in self.decisions
+        )
         # A deadline may have passed since the logs were read: what came behind their end is left out.
         for table, count in (("batches", len(batches)), ("groups", groups)):
             offsets = self._column(table, "kafka_offset")
@@ -365,7 +409,9 @@ def _same(what: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """As a comparison, but it says what differs: there are thousands."""
     assert found.keys() == expected.keys(), f"{what}: {list(found.keys() ^ expected.keys())[:5]}"
     different = [name for name in expected if found[name] != expected[name]]
-    assert not different, f"{len(different)} {what} differ, e.g.\n{found[different[0]]}\n{expected[different[0]]}"
+    assert not different, (
+        f"{len(different)} {what} differ, e.g.\n{found[different[0]]}\n{expected[different[0]]}"
+    )
 
 
 def _gist(decision: Decision) -> object:

@@ -63,7 +63,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def rendered(tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[Any] | None) -> str:
     """The prompt that the chat template makes."""
     messages = [{"role": "user", "content": question}]
-    return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+    return str(
+        tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+    )
 
 
 def teach(directory: Path) -> Path:
@@ -91,7 +95,9 @@ def teach(directory: Path) -> Path:
     return directory
 
 
-def _row(tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[Any] | None) -> tuple[list[int], list[int]]:
+def _row(
+    tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[Any] | None
+) -> tuple[list[int], list[int]]:
     """Ids of a lesson, and those of them that are to be learned."""
     before = tokenizer.encode(rendered(tokenizer, question, tools), add_special_tokens=False)
     after = tokenizer.encode(LESSONS[question].text() + IM_END, add_special_tokens=False)
@@ -108,7 +114,9 @@ class Gateway:
 
     def steps(self, trajectory: str) -> list[Step]:
         """The steps of a trajectory, in order."""
-        records = [self.codec.decode(m.value) for m in self.bus.messages if m.key == trajectory.encode()]
+        records = [
+            self.codec.decode(m.value) for m in self.bus.messages if m.key == trajectory.encode()
+        ]
         return [r for r in records if isinstance(r, Step)]
 
 
@@ -145,7 +153,13 @@ class Contract:
     """Of the locked one, by scope."""
 
     def ask(
-        self, speaker: Speaker, said: Any, tools: bool, stream: bool, to: Gateway | None = None, **more: Any
+        self,
+        speaker: Speaker,
+        said: Any,
+        tools: bool,
+        stream: bool,
+        to: Gateway | None = None,
+        **more: Any,
     ) -> tuple[list[Seen], list[Step]]:
         """Ask in a trajectory of its own: what the client sees, what is recorded."""
         to, trajectory = to or self.captured, f"t{uuid4().hex}"
@@ -157,7 +171,9 @@ class Contract:
 
         async def render() -> Any:
             headers = {"content-type": "application/json"}
-            async with self.http.post(f"{self.engine}{path}/render", data=step.request_json, headers=headers) as reply:
+            async with self.http.post(
+                f"{self.engine}{path}/render", data=step.request_json, headers=headers
+            ) as reply:
                 assert reply.status == 200, await reply.text()
                 return await reply.json()
 
@@ -168,7 +184,9 @@ class Contract:
     def recomputed(self, prompt: list[int], ids: list[int], **more: Any) -> list[float]:
         """Log-probabilities as transformers computes them in float32. more: inputs of the model beside the ids."""
         with torch.inference_mode():
-            logits = self.network(torch.tensor([prompt + ids]), **more).logits[0, len(prompt) - 1 : -1]
+            logits = self.network(torch.tensor([prompt + ids]), **more).logits[
+                0, len(prompt) - 1 : -1
+            ]
         return [float(row[i]) for row, i in zip(logits.log_softmax(-1), ids, strict=True)]
 
 
@@ -178,12 +196,16 @@ async def gateway(directory: Path, engine: str, kind: str, **more: Any) -> Async
     given = {"upstreams": [{"url": engine, "kind": kind}], **more}
     settings = Settings.model_validate({"data_dir": directory, "gateway": given})
     bus, codec = MemoryBus(), Codec()
-    async with running(create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)) as url:
+    async with running(
+        create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+    ) as url:
         yield Gateway(url, bus, codec)
 
 
 @contextmanager
-def standing(work: Path, directory: Path, tokenizer: Any, network: Any, *words: str) -> Iterator[Contract]:
+def standing(
+    work: Path, directory: Path, tokenizer: Any, network: Any, *words: str
+) -> Iterator[Contract]:
     """A real vLLM that serves a model, and gateways before it. network: the same model in transformers; words: more of vLLM's arguments."""
     settings = engine_settings(
         max_num_seqs=16,
@@ -198,7 +220,10 @@ def standing(work: Path, directory: Path, tokenizer: Any, network: Any, *words: 
     )
     server = VllmServer(settings, directory, work / "vllm.log")
     scopes: tuple[Scope, ...] = ("agent", "reward")
-    keys = {str(scope): create_key(work / "locked" / "api-keys.json", scope, (scope,)) for scope in scopes}
+    keys = {
+        str(scope): create_key(work / "locked" / "api-keys.json", scope, (scope,))
+        for scope in scopes
+    }
     with closing(Loop()) as loop:
         stack = AsyncExitStack()
 
@@ -236,9 +261,16 @@ def logprobs_of(step: Step) -> list[float]:
     return unpack_logprobs(step.response_logprobs)
 
 
-def checked(contract: Contract, speaker: Speaker, step: Step, seen: Seen, stream: bool, **more: Any) -> None:
+def checked(
+    contract: Contract, speaker: Speaker, step: Step, seen: Seen, stream: bool, **more: Any
+) -> None:
     """A step of an engine with our middleware is complete, and what the client saw. more: inputs of the model beside the ids."""
-    assert (step.protocol, step.status, step.streamed, step.tokens_absent_reason) == (speaker.name, "ok", stream, None)
+    assert (step.protocol, step.status, step.streamed, step.tokens_absent_reason) == (
+        speaker.name,
+        "ok",
+        stream,
+        None,
+    )
     assert step.prompt_token_ids is not None and step.response_token_ids is not None
     assert step.response_logprobs is not None and seen.finish is not None
     prompt, ids = unpack_ids(step.prompt_token_ids), unpack_ids(step.response_token_ids)
@@ -249,7 +281,9 @@ def checked(contract: Contract, speaker: Speaker, step: Step, seen: Seen, stream
     assert step.version_first == VERSION
     assert prompt == contract.rendered(speaker.path, step)
     assert step.finish_reason == ("tool_calls" if seen.calls else speaker.finishes[seen.finish])
-    worst = max(abs(a - b) for a, b in zip(logprobs, contract.recomputed(prompt, ids, **more), strict=True))
+    worst = max(
+        abs(a - b) for a, b in zip(logprobs, contract.recomputed(prompt, ids, **more), strict=True)
+    )
     assert worst < CLOSE
 
 

@@ -62,7 +62,10 @@ class Case:
 
 def cases() -> list[Case]:
     """All of the manifest."""
-    return [Case(name, **said) for name, said in json.loads((CORPUS / "manifest.json").read_bytes()).items()]
+    return [
+        Case(name, **said)
+        for name, said in json.loads((CORPUS / "manifest.json").read_bytes()).items()
+    ]
 
 
 @asynccontextmanager
@@ -75,7 +78,9 @@ async def replaying(reply_of: Mapping[str, bytes]) -> AsyncIterator[str]:
             length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
             body = await reader.readexactly(length)
             model = json.loads(body)["model"] if body else None
-            writer.write(reply_of.get(model, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"))
+            writer.write(
+                reply_of.get(model, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            )
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # a connection that was let go
@@ -91,7 +96,12 @@ async def replaying(reply_of: Mapping[str, bytes]) -> AsyncIterator[str]:
 
 def reply(data: bytes, content_type: str, *headers: str) -> bytes:
     """A whole HTTP reply of 200."""
-    head = ["HTTP/1.1 200 OK", f"content-type: {content_type}", f"content-length: {len(data)}", "connection: close"]
+    head = [
+        "HTTP/1.1 200 OK",
+        f"content-type: {content_type}",
+        f"content-length: {len(data)}",
+        "connection: close",
+    ]
     return "\r\n".join([*head, *headers, "", ""]).encode() + data
 
 
@@ -112,8 +122,12 @@ class Clients:
     """The official clients, made once: each one loads the machine's certificates. `async with` closes them."""
 
     def __init__(self) -> None:
-        self._openai = AsyncOpenAI(base_url="http://unset", api_key="none", max_retries=0, timeout=300)
-        self._anthropic = AsyncAnthropic(base_url="http://unset", api_key="none", max_retries=0, timeout=300)
+        self._openai = AsyncOpenAI(
+            base_url="http://unset", api_key="none", max_retries=0, timeout=300
+        )
+        self._anthropic = AsyncAnthropic(
+            base_url="http://unset", api_key="none", max_retries=0, timeout=300
+        )
 
     async def __aenter__(self) -> Clients:
         return self
@@ -130,7 +144,9 @@ class Clients:
                 anthropic = self._anthropic.with_options(base_url=base_url)
                 return Seen(parts, await _messages(anthropic, case, parts), None)
             openai = self._openai.with_options(base_url=base_url + "/v1")
-            ask = {"chat": _chat, "completions": _completions, "responses": _responses}[case.protocol]
+            ask = {"chat": _chat, "completions": _completions, "responses": _responses}[
+                case.protocol
+            ]
             return Seen(parts, await ask(openai, case, parts), None)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must be the same through the gateway
             return Seen(parts, None, f"{type(error).__name__}: {error}")
@@ -141,21 +157,28 @@ async def _chat(client: AsyncOpenAI, case: Case, parts: list[Any]) -> list[Any]:
         whole = await client.chat.completions.create(**case.request())
         parts.append(_dict(whole))
         return [_dict(choice.message) for choice in whole.choices]
-    chunks = [chunk async for chunk in await client.chat.completions.create(**case.request(), stream=True)]
+    chunks = [
+        chunk async for chunk in await client.chat.completions.create(**case.request(), stream=True)
+    ]
     parts += [_dict(chunk) for chunk in chunks]
     state = ChatCompletionStreamState()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of pydantic, for values of another type than the client expects
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of pydantic, for values of another type than the client expects
         for chunk in chunks:
             if chunk.object == "chat.completion.chunk":  # as `client.chat.completions.stream` does
                 state.handle_chunk(chunk)
-    return [_as_plain(_dict(choice.message)) for choice in state.current_completion_snapshot.choices]
+    return [
+        _as_plain(_dict(choice.message)) for choice in state.current_completion_snapshot.choices
+    ]
 
 
 def _as_plain(message: dict[str, Any]) -> dict[str, Any]:
     """A streamed message as a plain reply has it: openai-python adds up repeated roles, and leaves the index in each call."""
     calls = [
-        {name: value for name, value in call.items() if name != "index"} for call in message.get("tool_calls") or ()
+        {name: value for name, value in call.items() if name != "index"}
+        for call in message.get("tool_calls") or ()
     ]
     return message | {"role": "assistant"} | ({"tool_calls": calls} if calls else {})
 

@@ -15,8 +15,16 @@ from gateway.capture.stream import EventStream
 from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Dialect, Kind
 from gateway.testing.script import Json, Say, Script, Voice
 
-LOOK: Json = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k1"}'}}
-ADD: Json = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "ü\\n"}'}}
+LOOK: Json = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": '{"key": "k1"}'},
+}
+ADD: Json = {
+    "id": "call_2",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1, "b": "ü\\n"}'},
+}
 
 
 class Streamed(NamedTuple):
@@ -28,7 +36,9 @@ class Streamed(NamedTuple):
     held: bytes
 
 
-def streamed(dialect: Dialect, body: bytes, kind: Kind, data: bytes, cuts: Iterable[int] = ()) -> Streamed:
+def streamed(
+    dialect: Dialect, body: bytes, kind: Kind, data: bytes, cuts: Iterable[int] = ()
+) -> Streamed:
     """A stream through the gateway's reader, in pieces cut at these places."""
     stream = EventStream(dialect.fold(dialect.request(body), kind), Captured())
     places = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
@@ -67,21 +77,35 @@ def says(finish: Sequence[str] = ("stop", "length"), tools: bool = True) -> st.S
 
 def json_values() -> st.SearchStrategy[Any]:
     """JSON of any shape."""
-    leaves = st.none() | st.booleans() | st.integers(-2, 3) | st.floats(allow_nan=False) | st.text(max_size=3)
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers(-2, 3)
+        | st.floats(allow_nan=False)
+        | st.text(max_size=3)
+    )
     names = st.sampled_from(["type", "text", "index", "message", "error", "x"])
-    return st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4), max_leaves=8)
+    return st.recursive(
+        leaves,
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4),
+        max_leaves=8,
+    )
 
 
 @st.composite
 def broken(draw: st.DrawFn, voice: Voice, request: Json) -> list[Any]:
     """The events of a real stream, some of them with a value somewhere in them replaced, lost or doubled."""
     stream = Splitter().feed(written(voice, request, [draw(says())]))
-    events: list[Any] = [orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"]
+    events: list[Any] = [
+        orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"
+    ]
     for event in draw(st.permutations(events))[: draw(st.integers(0, 4))]:
         holder, place = draw(st.sampled_from(list(_places(event))))
         holder[place] = draw(json_values())
     lost = draw(st.sets(st.integers(0, len(events) - 1), max_size=3))
-    return [e for at, e in enumerate(events) if at not in lost] + draw(st.lists(json_values(), max_size=2))
+    return [e for at, e in enumerate(events) if at not in lost] + draw(
+        st.lists(json_values(), max_size=2)
+    )
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -96,7 +96,11 @@ class Reply:
 def manifest(directory: Path) -> tuple[WeightFile, ...]:
     """All files of a directory as a version's manifest."""
     return tuple(
-        WeightFile(url=f.as_uri(), sha256=hashlib.sha256(f.read_bytes()).hexdigest(), size_bytes=f.stat().st_size)
+        WeightFile(
+            url=f.as_uri(),
+            sha256=hashlib.sha256(f.read_bytes()).hexdigest(),
+            size_bytes=f.stat().st_size,
+        )
         for f in sorted(directory.iterdir())
     )
 
@@ -148,7 +152,9 @@ def request(question: str = "price of k374 plus 2?", **more: Any) -> dict[str, A
     }
 
 
-async def post(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> tuple[Mapping[str, str], bytes]:
+async def post(
+    engine: Engine, path: str, body: dict[str, Any], **headers: str
+) -> tuple[Mapping[str, str], bytes]:
     """Headers and bytes of a reply that must be one."""
     async with engine.http.post(engine.url + path, json=body, headers=headers) as reply:
         raw = await reply.read()
@@ -164,7 +170,10 @@ async def captured(engine: Engine, path: str, body: dict[str, Any], **headers: s
     if body.get("stream"):
         events = [event + b"\n\n" for event in raw.split(b"\n\n")[:-1]]
         frames = [
-            frame for event in events if engine_frames.is_comment(event) for frame in engine_frames.read_comment(event)
+            frame
+            for event in events
+            if engine_frames.is_comment(event)
+            for frame in engine_frames.read_comment(event)
         ]
         own = b"".join(event for event in events if not engine_frames.is_comment(event))
     else:
@@ -184,7 +193,9 @@ def folded(own: bytes, frames: Sequence[engine_frames.Frame]) -> Told:
             assert cached is not None and 0 <= cached < len(prompts[generation])
         absent += [reason] if reason is not None else []
         for which, ids, logprobs, finish, spans in news:
-            had = choices.get((generation, which), Sampled(prompts[generation], [], [], None, [], how[generation]))
+            had = choices.get(
+                (generation, which), Sampled(prompts[generation], [], [], None, [], how[generation])
+            )
             assert had.finish is None
             assert logprobs is not None
             choices[generation, which] = Sampled(
@@ -219,7 +230,10 @@ def read_chat(body: bytes, stream: bool) -> Seen:
     if not stream:
         (choice,) = json.loads(body)["choices"]
         message = choice["message"]
-        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+        calls = [
+            (c["function"]["name"], c["function"]["arguments"])
+            for c in message.get("tool_calls") or []
+        ]
         return message["content"], calls, choice["finish_reason"]
     assert body.endswith(b"data: [DONE]\n\n")
     choices = [choice for chunk in data_of(body) for choice in chunk["choices"]]
@@ -227,27 +241,40 @@ def read_chat(body: bytes, stream: bool) -> Seen:
     for choice in choices:
         for call in choice["delta"].get("tool_calls") or []:
             had, function = made.get(call["index"], ("", "")), call["function"]
-            made[call["index"]] = (had[0] + (function.get("name") or ""), had[1] + (function.get("arguments") or ""))
+            made[call["index"]] = (
+                had[0] + (function.get("name") or ""),
+                had[1] + (function.get("arguments") or ""),
+            )
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     finish = next(choice["finish_reason"] for choice in choices if choice["finish_reason"])
     return text or None, [made[i] for i in sorted(made)], finish
 
 
 def read_completion(body: bytes, stream: bool) -> Seen:
-    choices = [choice for chunk in (data_of(body) if stream else [json.loads(body)]) for choice in chunk["choices"]]
+    choices = [
+        choice
+        for chunk in (data_of(body) if stream else [json.loads(body)])
+        for choice in chunk["choices"]
+    ]
     return "".join(choice["text"] for choice in choices) or None, [], choices[-1]["finish_reason"]
 
 
 def read_response(body: bytes, stream: bool) -> Seen:
     if not stream:
         whole = json.loads(body)
-        calls = [(item["name"], item["arguments"]) for item in whole["output"] if item["type"] == "function_call"]
+        calls = [
+            (item["name"], item["arguments"])
+            for item in whole["output"]
+            if item["type"] == "function_call"
+        ]
         messages = [item for item in whole["output"] if item["type"] == "message"]
         text = "".join(part["text"] for item in messages for part in item["content"])
         return text or None, calls, whole["status"]
     events = data_of(body)
     text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
-    arguments = "".join(e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta")
+    arguments = "".join(
+        e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"
+    )
     items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
     assert arguments == "".join(argument for _, argument in calls)
@@ -257,13 +284,21 @@ def read_response(body: bytes, stream: bool) -> Seen:
 def read_message(body: bytes, stream: bool) -> Seen:
     if not stream:
         whole = json.loads(body)
-        calls = [(part["name"], json.dumps(part["input"])) for part in whole["content"] if part["type"] == "tool_use"]
+        calls = [
+            (part["name"], json.dumps(part["input"]))
+            for part in whole["content"]
+            if part["type"] == "tool_use"
+        ]
         text = "".join(part["text"] for part in whole["content"] if part["type"] == "text")
         return text or None, calls, whole["stop_reason"]
     events = data_of(body)
     deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
     text = "".join(delta.get("text", "") for delta in deltas)
-    names = {e["index"]: e["content_block"].get("name") for e in events if e["type"] == "content_block_start"}
+    names = {
+        e["index"]: e["content_block"].get("name")
+        for e in events
+        if e["type"] == "content_block_start"
+    }
     arguments = dict.fromkeys((index for index, name in names.items() if name), "")
     for event in events:
         if event["type"] == "content_block_delta" and event["index"] in arguments:
@@ -280,7 +315,11 @@ def network_of(directory: Path) -> Any:
 def logprobs_of(directory: Path, prompt: list[int], ids: list[int]) -> list[float]:
     """What transformers says in float32."""
     with torch.inference_mode():
-        table = network_of(directory)(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        table = (
+            network_of(directory)(torch.tensor([prompt + ids]))
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+        )
     return [float(row[i]) for row, i in zip(table, ids, strict=True)]
 
 
@@ -290,11 +329,15 @@ def worst(a: list[float], b: list[float]) -> float:
 
 def spans_cover(tokens: Sampled) -> bool:
     ends = [0, *(end for _, _, end in tokens.spans)]
-    return [start for _, start, _ in tokens.spans] == ends[:-1] and ends[-1] == len(tokens.ids) == len(tokens.logprobs)
+    return [start for _, start, _ in tokens.spans] == ends[:-1] and ends[-1] == len(
+        tokens.ids
+    ) == len(tokens.logprobs)
 
 
 RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
-MESSAGE_TOOLS = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+MESSAGE_TOOLS = [
+    {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+]
 
 
 @dataclass(frozen=True)
@@ -310,14 +353,19 @@ WIRES = {
     "chat": Wire(
         "/v1/chat/completions",
         lambda said, tools: (
-            {"messages": [{"role": "user", "content": said}], "max_tokens": 60} | ({"tools": TOOLS} if tools else {})
+            {"messages": [{"role": "user", "content": said}], "max_tokens": 60}
+            | ({"tools": TOOLS} if tools else {})
         ),
         read_chat,
     ),
-    "completions": Wire("/v1/completions", lambda said, _: {"prompt": said, "max_tokens": 60}, read_completion),
+    "completions": Wire(
+        "/v1/completions", lambda said, _: {"prompt": said, "max_tokens": 60}, read_completion
+    ),
     "responses": Wire(
         "/v1/responses",
-        lambda said, tools: {"input": said, "max_output_tokens": 60} | ({"tools": RESPONSE_TOOLS} if tools else {}),
+        lambda said, tools: (
+            {"input": said, "max_output_tokens": 60} | ({"tools": RESPONSE_TOOLS} if tools else {})
+        ),
         read_response,
     ),
     "messages": Wire(
@@ -334,7 +382,11 @@ WIRES = {
 def rendered(question: str, tools: Any) -> str:
     """The prompt that the chat template makes."""
     messages = [{"role": "user", "content": question}]
-    return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+    return str(
+        tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+    )
 
 
 PASSING = re.compile(rb'"created(_at)?":[0-9.]+|(chatcmpl-tool-|call_|msg_|resp_|fc_)[0-9a-f]+')
@@ -344,7 +396,10 @@ PASSING = re.compile(rb'"created(_at)?":[0-9.]+|(chatcmpl-tool-|call_|msg_|resp_
 def shape(value: Any) -> Any:
     """A JSON value without what it says: which fields there are, and of what type. A completion's `top_logprobs` have tokens for names."""
     if isinstance(value, dict):
-        return {key: shape(inner) if key != "top_logprobs" else type(inner).__name__ for key, inner in value.items()}
+        return {
+            key: shape(inner) if key != "top_logprobs" else type(inner).__name__
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
         return sorted({json.dumps(shape(inner)) for inner in value})
     return type(value).__name__
@@ -365,7 +420,9 @@ def comparable(wire: Wire, reply: bytes, stream: bool) -> Any:
     if not stream:
         return PASSING.sub(b"", reply)
     shapes = {json.dumps(shape(event)) for event in data_of(reply)}
-    return shapes, seen_by_index(reply) if wire.read in (read_chat, read_completion) else wire.read(reply, True)
+    return shapes, seen_by_index(reply) if wire.read in (read_chat, read_completion) else wire.read(
+        reply, True
+    )
 
 
 def taught(directory: Path, replies: Mapping[str, str]) -> Path:
@@ -375,7 +432,10 @@ def taught(directory: Path, replies: Mapping[str, str]) -> Path:
     rows = []
     for question, said in replies.items():
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tools=TOOLS, add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": question}],
+            tools=TOOLS,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         before = tokenizer.encode(prompt, add_special_tokens=False)
         after = tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)

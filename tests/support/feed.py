@@ -20,7 +20,9 @@ POLICY = {"group_size": GROUP_SIZE, "batch_groups": 1, "required_rewards": ["env
 
 
 def session(run: str, key: str, kind: Any, **more: Any) -> SessionEvent:
-    return SessionEvent(event_id=new_event_id(), run_id=run, trajectory_key=key, kind=kind, created_at=0, **more)
+    return SessionEvent(
+        event_id=new_event_id(), run_id=run, trajectory_key=key, kind=kind, created_at=0, **more
+    )
 
 
 def step(run: str, key: str, **more: Any) -> Step:
@@ -74,7 +76,9 @@ class Feed:
 
     def events(self, topic: str, kind: type) -> list[Any]:
         """What is on a topic, of one kind; anything else is passed over."""
-        found = decode_all(Decoder(self.cluster, self.topics.schemas), self.records(topic), lambda *_: None)
+        found = decode_all(
+            Decoder(self.cluster, self.topics.schemas), self.records(topic), lambda *_: None
+        )
         return [e for _, e in found if isinstance(e, kind)]
 
     def batches(self) -> list[ReadyBatch]:

@@ -11,7 +11,16 @@ from random import Random
 from typing import Any
 
 from schemas.ids import agent_key
-from schemas.records import AssemblyMarker, Candidate, Curation, Reward, SessionEvent, Step, Tick, Trajectory
+from schemas.records import (
+    AssemblyMarker,
+    Candidate,
+    Curation,
+    Reward,
+    SessionEvent,
+    Step,
+    Tick,
+    Trajectory,
+)
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
@@ -60,7 +69,9 @@ class Rig:
     def take_over(self) -> None:
         """A new owner: marker, state from the log, what was decided but not done."""
         self.log.append(
-            CODEC.encode(AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0))
+            CODEC.encode(
+                AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0)
+            )
         )
         self.epoch = len(self.log) - 1
         read = StateLog()
@@ -90,7 +101,9 @@ class Rig:
         if not entries and not self.carry:
             return None
         self.seq += 1
-        return CODEC.encode(changelog.delta(self.epoch, self.seq, self.state, [*self.carry, *entries]))
+        return CODEC.encode(
+            changelog.delta(self.epoch, self.seq, self.state, [*self.carry, *entries])
+        )
 
     def emit(self, most: int | None) -> None:
         """Send what is decided and not done; killed behind the first `most` records, if that is less. Raises Killed."""
@@ -100,7 +113,9 @@ class Rig:
                 if s.offset not in self.payload:
                     self.payload[s.offset] = self._again(s.offset)
             if trajectory.meta is not None:
-                self.payload.setdefault(trajectory.meta, self.logs[STEPS][trajectory.meta][1].metadata_json or b"")
+                self.payload.setdefault(
+                    trajectory.meta, self.logs[STEPS][trajectory.meta][1].metadata_json or b""
+                )
             done = assembled(key, trajectory, self.state.closed[key], self.payload)
             outputs.append((self.trajectories, key, joined(done.parts)))
             facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
@@ -162,7 +177,9 @@ class Rig:
 
     def last(self) -> dict[Key, Candidate]:
         """The last revision of each trajectory, without its number."""
-        return {key: replace(found[max(found)], revision=0) for key, found in self.revisions.items()}
+        return {
+            key: replace(found[max(found)], revision=0) for key, found in self.revisions.items()
+        }
 
 
 ENDS = ("before delta", "fenced", "amid outputs", "after outputs", "snapshot", "half a snapshot")
@@ -210,7 +227,9 @@ def with_gaps(logs: Logs, rng: Random, count: int) -> tuple[Logs, tuple[list[int
     return out, gaps
 
 
-def duplicated(logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[Source, int]], rng: Random) -> Logs:
+def duplicated(
+    logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[Source, int]], rng: Random
+) -> Logs:
     """Some of the gaps hold a record that was sent before. never: what was buried; sent again later it may well find its target."""
     out: Logs = (list(logs[0]), list(logs[1]))
     for source in (STEPS, REWARDS):
@@ -247,7 +266,9 @@ class Story:
         """Both logs, each ending with ticks after a while of silence."""
         out: Logs = ([], [])
         for source in (STEPS, REWARDS):
-            out[source].extend((at, event) for at, _, event in sorted(self._events[source], key=lambda e: e[:2]))
+            out[source].extend(
+                (at, event) for at, _, event in sorted(self._events[source], key=lambda e: e[:2])
+            )
         end = max((log[-1][0] for log in out if log), default=0)
         for log in out:
             log += [(end + quiet, Tick(partition=0)), (end + 2 * quiet, Tick(partition=0))]
@@ -275,17 +296,31 @@ class Story:
         return n
 
     def _plain(
-        self, key: str, n: int, how: str, asked: list[Any], answered: list[Any], more: dict[str, Any]
+        self,
+        key: str,
+        n: int,
+        how: str,
+        asked: list[Any],
+        answered: list[Any],
+        more: dict[str, Any],
     ) -> tuple[Step, list[Any], list[Any]]:
         rng = self.rng
-        prompt = {"on": [*asked, *answered, 2], "fork": [*asked, 7], "anew": [1], "again": asked}[how]
+        prompt = {"on": [*asked, *answered, 2], "fork": [*asked, 7], "anew": [1], "again": asked}[
+            how
+        ]
         response = [n + 10] if rng.random() < 0.8 else [10]
         if rng.random() < 0.1 and not self.whole:
             more = {"prompt_token_ids": None, **more}
         return step(key, n, prompt, response, **more), prompt, response
 
     def _spoken(
-        self, key: str, n: int, how: str, asked: list[Any], answered: list[Any], more: dict[str, Any]
+        self,
+        key: str,
+        n: int,
+        how: str,
+        asked: list[Any],
+        answered: list[Any],
+        more: dict[str, Any],
     ) -> tuple[Step, list[Any], list[Any]]:
         rng = self.rng
         turn = {"role": "user", "content": rng.choice("xy")}
@@ -296,19 +331,29 @@ class Story:
         if rng.random() < 0.3:
             made = {"name": "look", "arguments": rng.choice(['{"a": 1}', '{"a": 2}'])}
             reply = {"tool_calls": [{"id": rng.choice(["call_1", f"call_{n}"]), "function": made}]}
-        made_step = spoken(n, messages, reply, key, tokens=self.whole or rng.random() < 0.85, **more)
+        made_step = spoken(
+            n, messages, reply, key, tokens=self.whole or rng.random() < 0.85, **more
+        )
         return made_step, list(messages), [{"role": "assistant", **reply}]
 
     def judged(self, run: str, key: str, when: int, values: Sequence[float | None]) -> None:
         """A reward, or a mark, of a call, of the trajectory that has it, or of one that does not exist."""
         rng, said = self.rng, self.said.get((run, key), [])
-        n = rng.randrange(len(said) + 1) if rng.random() < 0.1 or not said else rng.randrange(len(said))
+        n = (
+            rng.randrange(len(said) + 1)
+            if rng.random() < 0.1 or not said
+            else rng.randrange(len(said))
+        )
         choice = rng.choice(["0", "0", "0", "1"])
         target = {"step_id": f"{key}~C{n}.{choice}"}
         unnamed = key in (BUCKET, AGENT)
         about = rng.choice(["step", "whole", "whole"])
         if about == "whole":
-            target = rng.choice([target | {"trajectory_id": key}, {"trajectory_id": f"{key}~C{n}"}]) if unnamed else {}
+            target = (
+                rng.choice([target | {"trajectory_id": key}, {"trajectory_id": f"{key}~C{n}"}])
+                if unnamed
+                else {}
+            )
         if rng.random() < 0.6:
             made: Any = replace(
                 reward(key, rng.choice(values), None, rng.choice("ab"), rng.randint(0, 2)),
@@ -335,7 +380,9 @@ def chaos(rng: Random, length: int) -> Logs:
         if kind == "call":
             story.call(run, key, delay)
         elif kind == "judge":
-            story.judged(run, key, rng.choice([-700, -100, -20, 0, 0, 20, 900, 3000]), [0.0, 0.5, 1.0, None])
+            story.judged(
+                run, key, rng.choice([-700, -100, -20, 0, 0, 20, 900, 3000]), [0.0, 0.5, 1.0, None]
+            )
         elif kind == "tick":
             story.put(Tick(partition=0))
         elif kind == "opened":
@@ -343,7 +390,9 @@ def chaos(rng: Random, length: int) -> Logs:
         else:
             n = rng.randrange(len(story.said.get((run, key), [])) + 1)
             named = {} if key in "ab" else {"step_id": f"{key}~C{n}.0"}
-            end = session(key, rng.choice(["completed", "failed", "abandoned"]), f"s{story.count}", **named)
+            end = session(
+                key, rng.choice(["completed", "failed", "abandoned"]), f"s{story.count}", **named
+            )
             story.put(replace(end, run_id=run), delay)
     return story.logs(10_000)
 
@@ -356,13 +405,24 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
         for group in range(rng.randint(1, 3)):
             size, counted = rng.choice([1, 2, 3]), rng.random() < 0.5
             for number in range(rng.choice([1, 1, 2])):
-                said = {"group_id": f"g{group}", "group_size": size, "round": None if counted else number}
+                said = {
+                    "group_id": f"g{group}",
+                    "group_size": size,
+                    "round": None if counted else number,
+                }
                 for member in range(size):
                     key = f"k{group}-{number}-{member}"
                     script = ["call"] * rng.randint(1, 4)
                     script.insert(rng.randint(0, len(script)), "opened")
                     script += ["end"] + ["late"] * rng.choice([0, 0, 1])
-                    left.append((run, key, script, replace(session(key, "opened", f"{run}{key}", **said), run_id=run)))
+                    left.append(
+                        (
+                            run,
+                            key,
+                            script,
+                            replace(session(key, "opened", f"{run}{key}", **said), run_id=run),
+                        )
+                    )
     pace = rng.choice([[0, 1, 20], [0, 5, 50, 200], [50, 300, 700]])
     while left:
         for story in stories:
@@ -372,7 +432,11 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
         if what == "opened":
             story.put(opened)
         elif what == "end":
-            story.put(replace(session(key, rng.choice(["completed", "failed"]), f"{run}{key}-end"), run_id=run))
+            story.put(
+                replace(
+                    session(key, rng.choice(["completed", "failed"]), f"{run}{key}-end"), run_id=run
+                )
+            )
             _rewarded(story, run, key, {})
         else:
             story.call(run, key)
@@ -382,7 +446,9 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
             unnamed = rng.choice([BUCKET, AGENT])
             other = stories[partition_of(unnamed.encode(), 2)]
             n = other.call(run, unnamed)
-            _rewarded(other, run, unnamed, {"trajectory_id": unnamed, "step_id": f"{unnamed}~C{n}.0"})
+            _rewarded(
+                other, run, unnamed, {"trajectory_id": unnamed, "step_id": f"{unnamed}~C{n}.0"}
+            )
         if not script:
             left.remove((run, key, script, opened))
     return stories[0].logs(10_000), stories[1].logs(10_000)
@@ -392,7 +458,8 @@ def _rewarded(story: Story, run: str, key: str, target: dict[str, Any]) -> None:
     """The reward that every trajectory has to have."""
     made = reward(key, story.rng.choice([0.0, 1.0]))
     story.put(
-        replace(made, run_id=run, event_id=f"e{story.count}", **target), story.rng.choice([-2000, -100, 0, 100, 4000])
+        replace(made, run_id=run, event_id=f"e{story.count}", **target),
+        story.rng.choice([-2000, -100, 0, 100, 4000]),
     )
 
 

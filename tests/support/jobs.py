@@ -37,7 +37,9 @@ def step(key: str, prompt: list[int], response: list[int], **more: Any) -> Step:
 
 
 def session(key: str, kind: Any, **more: Any) -> SessionEvent:
-    return SessionEvent(event_id=new_event_id(), run_id="run", trajectory_key=key, kind=kind, created_at=0, **more)
+    return SessionEvent(
+        event_id=new_event_id(), run_id="run", trajectory_key=key, kind=kind, created_at=0, **more
+    )
 
 
 def reward(key: str, value: float, **more: Any) -> Reward:
@@ -66,15 +68,23 @@ class Jobs:
         """What was started, in order."""
         return self.processes.started
 
-    def start(self, worker: str = "0", job: str = "assemble", **jobs: Any) -> subprocess.Popen[bytes]:
+    def start(
+        self, worker: str = "0", job: str = "assemble", **jobs: Any
+    ) -> subprocess.Popen[bytes]:
         tuned = self.settings.model_copy(
             update={"jobs": self.settings.jobs.model_copy(update={"worker_id": worker, **jobs})}
         )
-        return self.processes.start(f"{job}-{worker}", [sys.executable, "-c", RUN.format(job), *words_of(tuned)])
+        return self.processes.start(
+            f"{job}-{worker}", [sys.executable, "-c", RUN.format(job), *words_of(tuned)]
+        )
 
     def put(self, *events: Any, key: bytes | None = None) -> None:
         for event in events:
-            topic = self.topics.rewards if isinstance(event, Reward | Curation | Assessment) else self.topics.steps
+            topic = (
+                self.topics.rewards
+                if isinstance(event, Reward | Curation | Assessment)
+                else self.topics.steps
+            )
             self.producer.put(topic, key or event.trajectory_key.encode(), self.codec.encode(event))
 
     def records(self, topic: str, *kinds: type) -> list[tuple[Record, Any]]:
@@ -96,7 +106,9 @@ class Jobs:
     def conversation(self, key: str, turns: int = 3) -> list[Any]:
         """A whole trajectory: opened, steps, completed."""
         events: list[Any] = [
-            session(key, "opened", metadata_json=b'{"gold":"x"}', group_id=f"g-{key[0]}", group_size=4)
+            session(
+                key, "opened", metadata_json=b'{"gold":"x"}', group_id=f"g-{key[0]}", group_size=4
+            )
         ]
         ids = [1, 2, len(key)]
         for turn in range(turns):
@@ -108,7 +120,9 @@ class Jobs:
 @contextmanager
 def running(settings: Settings, cluster: Cluster, logs: Path, **jobs: Any) -> Iterator[Jobs]:
     """An installation; its workers are killed at the end."""
-    tuned = settings.model_copy(update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3, **jobs})})
+    tuned = settings.model_copy(
+        update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3, **jobs})}
+    )
     with Processes(logs) as processes:
         made = Jobs(tuned, cluster, processes)
         try:

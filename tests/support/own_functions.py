@@ -65,7 +65,9 @@ def stops_later(trajectory: Trajectory) -> float:
 def of_answers(trajectory: Trajectory) -> float:
     """As the last reply says: it loops, crashes or waits, or is the reward."""
     said = json.loads(trajectory.steps[-1].response_json)["content"]
-    return {"loop": loops, "crash": crashes, "wait": waits}.get(said, lambda _: float(said))(trajectory)
+    return {"loop": loops, "crash": crashes, "wait": waits}.get(said, lambda _: float(said))(
+        trajectory
+    )
 
 
 def waits(trajectory: Trajectory) -> float:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from runtime.kafka import Cluster
 
 
-def tell(cluster: Cluster, group: str, positions: Mapping[tuple[str, int], int], timeout_s: float = 180.0) -> None:
+def tell(
+    cluster: Cluster, group: str, positions: Mapping[tuple[str, int], int], timeout_s: float = 180.0
+) -> None:
     """Commit as a reader does, until it has landed: a commit is advice, and what has not landed is told again."""
     reader, deadline = cluster.reader(group, {}), time.monotonic() + timeout_s
     while not positions.items() <= cluster.committed(group).items():

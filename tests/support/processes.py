@@ -27,7 +27,9 @@ class Processes:
     def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
         """Start one in the repository's root. how: as in Popen."""
         with (self.logs / f"{name}.log").open("ab") as log:
-            self.started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log, **how))
+            self.started.append(
+                subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log, **how)
+            )
         return self.started[-1]
 
     def log(self, name: str) -> str:

@@ -10,7 +10,9 @@ import orjson
 
 SOON_S = 60.0
 ASK = orjson.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
-ASK_STREAM = orjson.dumps({"model": "policy", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
+ASK_STREAM = orjson.dumps(
+    {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+)
 CALL = "/t/g/v1/chat/completions"
 
 

@@ -18,7 +18,9 @@ class ThinkTags(BaseThinkingReasoningParser):  # type: ignore[misc]
 
     start_token, end_token = "<think>", "</think>"
 
-    def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
+    def is_reasoning_end_streaming(
+        self, input_ids: Sequence[int], delta_ids: Iterable[int]
+    ) -> bool:
         """input_ids: of the reply so far."""
         return input_ids[0] != self.start_token_id or self.end_token_id in delta_ids
 
@@ -26,5 +28,7 @@ class ThinkTags(BaseThinkingReasoningParser):  # type: ignore[misc]
         """A whole reply."""
         if not model_output.startswith(self.start_token):
             return None, model_output
-        reasoning, _, content = model_output.removeprefix(self.start_token).partition(self.end_token)
+        reasoning, _, content = model_output.removeprefix(self.start_token).partition(
+            self.end_token
+        )
         return reasoning, content or None

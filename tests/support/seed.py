@@ -27,6 +27,8 @@ def step(**more: Any) -> dict[str, Any]:
 
 async def post(w: Trial, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    told = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    told = {"content-type": "application/json"} | {
+        k.replace("_", "-"): v for k, v in headers.items()
+    }
     async with w.http.post(w.url + path, data=io.BytesIO(data), headers=told) as r:
         return r.status, await r.json()

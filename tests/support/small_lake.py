@@ -20,9 +20,16 @@ class SmallLake:
         self.lake.claim()
         self.next: dict[str, int] = {}
 
-    def put(self, name: str, topic_id: str, *records: Any, headers: Mapping[str, bytes] = HEADERS) -> int:
+    def put(
+        self, name: str, topic_id: str, *records: Any, headers: Mapping[str, bytes] = HEADERS
+    ) -> int:
         first = self.next.get(topic_id, 0)
         self.next[topic_id] = first + len(records)
-        placed = [Placed(topic_id, 0, first + i, 1000 + first + i, headers, r) for i, r in enumerate(records)]
+        placed = [
+            Placed(topic_id, 0, first + i, 1000 + first + i, headers, r)
+            for i, r in enumerate(records)
+        ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]
-        return self.lake.append(name, rows, {(topic_id, 0): self.next[topic_id]}, bury=lambda *_: None)
+        return self.lake.append(
+            name, rows, {(topic_id, 0): self.next[topic_id]}, bury=lambda *_: None
+        )

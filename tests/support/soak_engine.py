@@ -44,7 +44,9 @@ def streamed_reply(voice: int, request: Json) -> list[bytes]:
     for event in VOICES[voice].events(request, SCRIPT):
         data = event.data
         if event.shows or not told:
-            frames = b"".join(engine_frames.encode(f) for f in frames_of(SCRIPT, event, 1, not told))
+            frames = b"".join(
+                engine_frames.encode(f) for f in frames_of(SCRIPT, event, 1, not told)
+            )
             data, told = engine_frames.comment(frames) + data, True
         chunks.append(b"%x\r\n%s\r\n" % (len(data), data))
     head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n{TOLD}\r\n"
@@ -62,9 +64,12 @@ REQUESTS: tuple[Json, ...] = (
 class SoakEngine(Engine):
     """One connection."""
 
-    plain: ClassVar[dict[bytes, bytes]] = {v.path.encode(): plain_reply(i, REQUESTS[i]) for i, v in enumerate(VOICES)}
+    plain: ClassVar[dict[bytes, bytes]] = {
+        v.path.encode(): plain_reply(i, REQUESTS[i]) for i, v in enumerate(VOICES)
+    }
     streamed: ClassVar[dict[bytes, list[bytes]]] = {
-        v.path.encode(): streamed_reply(i, REQUESTS[i] | {"stream": True}) for i, v in enumerate(VOICES)
+        v.path.encode(): streamed_reply(i, REQUESTS[i] | {"stream": True})
+        for i, v in enumerate(VOICES)
     }
 
     def _answer(self, head: bytes, body: bytes) -> None:
@@ -89,7 +94,9 @@ class SoakEngine(Engine):
 async def serve(port: int) -> None:
     """Serve until the process ends."""
     replies = Replies(Shape(1, 1, 1, 0.0))
-    server = await asyncio.get_running_loop().create_server(lambda: SoakEngine(replies), "127.0.0.1", port)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: SoakEngine(replies), "127.0.0.1", port
+    )
     await server.serve_forever()
 
 

@@ -56,7 +56,9 @@ class Speaker(Protocol):
     raw: bool
     """Whether text shows special tokens: parsers of tools and reasoning want to see them."""
 
-    async def ask(self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any) -> list[Seen]:
+    async def ask(
+        self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
+    ) -> list[Seen]:
         """Ask, and read the reply with the client's own types. said: a question, or a conversation in the protocol's form."""
         ...
 
@@ -68,7 +70,9 @@ class Speaker(Protocol):
 @asynccontextmanager
 async def openai_client(base_url: str, key: str = "none") -> Any:
     """The official client, which tries once."""
-    async with AsyncOpenAI(base_url=base_url + "/v1", api_key=key, max_retries=0, timeout=300) as client:
+    async with AsyncOpenAI(
+        base_url=base_url + "/v1", api_key=key, max_retries=0, timeout=300
+    ) as client:
         yield client
 
 
@@ -87,14 +91,20 @@ class Chat:
     finishes: Mapping[str, str] = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
     raw = True
 
-    async def ask(self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any) -> list[Seen]:
+    async def ask(
+        self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
+    ) -> list[Seen]:
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         body: dict[str, Any] = {"model": "policy", "messages": messages, "max_tokens": 60} | more
         if tools:
             body["tools"] = TOOLS
         async with openai_client(base_url) as client:
-            reply = await (self._streamed(client, body) if stream else client.chat.completions.create(**body))
-        return [self._seen(choice) for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+            reply = await (
+                self._streamed(client, body) if stream else client.chat.completions.create(**body)
+            )
+        return [
+            self._seen(choice) for choice in sorted(reply.choices, key=lambda choice: choice.index)
+        ]
 
     async def _streamed(self, client: AsyncOpenAI, body: dict[str, Any]) -> Any:
         async with client.chat.completions.stream(**body) as events:
@@ -102,7 +112,9 @@ class Chat:
                 assert event.type
             try:
                 return await events.get_final_completion()
-            except LengthFinishReasonError as error:  # the client's own view of a reply that is cut off
+            except (
+                LengthFinishReasonError
+            ) as error:  # the client's own view of a reply that is cut off
                 return error.completion
 
     def _seen(self, choice: Any) -> Seen:
@@ -110,7 +122,11 @@ class Chat:
         calls = tuple((c.function.name, c.function.arguments) for c in message.tool_calls or ())
         logprobs = tuple(entry.logprob for entry in told.content) if told is not None else None
         return Seen(
-            message.content or "", calls, getattr(message, "reasoning", None) or "", choice.finish_reason, logprobs
+            message.content or "",
+            calls,
+            getattr(message, "reasoning", None) or "",
+            choice.finish_reason,
+            logprobs,
         )
 
     def turns(self, question: str, seen: Seen, result: str) -> Any:
@@ -133,21 +149,30 @@ class Completions:
     finishes: Mapping[str, str] = {"stop": "stop", "length": "length"}
     raw = False
 
-    async def ask(self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any) -> list[Seen]:
+    async def ask(
+        self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
+    ) -> list[Seen]:
         body: dict[str, Any] = {"model": "policy", "prompt": said, "max_tokens": 60} | more
         async with openai_client(base_url) as client:
             if not stream:
                 choices = (await client.completions.create(**body)).choices
             else:
                 choices = [
-                    c async for chunk in await client.completions.create(stream=True, **body) for c in chunk.choices
+                    c
+                    async for chunk in await client.completions.create(stream=True, **body)
+                    for c in chunk.choices
                 ]
-        return [self._seen([c for c in choices if c.index == index]) for index in sorted({c.index for c in choices})]
+        return [
+            self._seen([c for c in choices if c.index == index])
+            for index in sorted({c.index for c in choices})
+        ]
 
     def _seen(self, choices: Sequence[Any]) -> Seen:
         told = [c.logprobs.token_logprobs for c in choices if c.logprobs is not None]
         logprobs = tuple(p for part in told for p in part) if told else None
-        return Seen("".join(c.text for c in choices), finish=choices[-1].finish_reason, logprobs=logprobs)
+        return Seen(
+            "".join(c.text for c in choices), finish=choices[-1].finish_reason, logprobs=logprobs
+        )
 
     def turns(self, question: str, seen: Seen, result: str) -> Any:
         raise NotImplementedError
@@ -161,7 +186,9 @@ class Responses:
     finishes: Mapping[str, str] = {"completed": "stop", "incomplete": "length"}
     raw = True
 
-    async def ask(self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any) -> list[Seen]:
+    async def ask(
+        self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
+    ) -> list[Seen]:
         body: dict[str, Any] = {
             "model": "policy",
             "input": said,
@@ -175,14 +202,23 @@ class Responses:
             if not stream:
                 return [self._seen(await client.responses.create(**body))]
             async with client.responses.stream(**body) as events:
-                said_so_far = "".join([e.delta async for e in events if e.type == "response.output_text.delta"])
+                said_so_far = "".join(
+                    [e.delta async for e in events if e.type == "response.output_text.delta"]
+                )
                 seen = self._seen(await events.get_final_response())
                 assert said_so_far == seen.content
                 return [seen]
 
     def _seen(self, response: Any) -> Seen:
-        messages = [part for item in response.output if item.type == "message" for part in item.content]
-        reasons = [part.text for item in response.output if item.type == "reasoning" for part in item.content or ()]
+        messages = [
+            part for item in response.output if item.type == "message" for part in item.content
+        ]
+        reasons = [
+            part.text
+            for item in response.output
+            if item.type == "reasoning"
+            for part in item.content or ()
+        ]
         told = [entry.logprob for part in messages for entry in part.logprobs or ()]
         return Seen(
             "".join(part.text for part in messages),
@@ -196,7 +232,10 @@ class Responses:
             {"type": "function_call", "call_id": f"c{i}", "name": name, "arguments": arguments}
             for i, (name, arguments) in enumerate(seen.calls)
         ]
-        results = [{"type": "function_call_output", "call_id": c["call_id"], "output": result} for c in calls]
+        results = [
+            {"type": "function_call_output", "call_id": c["call_id"], "output": result}
+            for c in calls
+        ]
         return [{"role": "user", "content": question}, *said, *calls, *results]
 
 
@@ -213,12 +252,18 @@ class Messages:
     }
     raw = True
 
-    async def ask(self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any) -> list[Seen]:
+    async def ask(
+        self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
+    ) -> list[Seen]:
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         body: dict[str, Any] = {"model": "policy", "messages": messages, "max_tokens": 60} | more
         if tools:
-            body["tools"] = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS]
-        body["extra_body"] = {name: body.pop(name) for name in ("temperature", "seed") if name in body}
+            body["tools"] = [
+                {"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS
+            ]
+        body["extra_body"] = {
+            name: body.pop(name) for name in ("temperature", "seed") if name in body
+        }
         async with anthropic_client(base_url) as client:
             if not stream:
                 return [self._seen(await client.messages.create(**body))]
@@ -232,7 +277,11 @@ class Messages:
         blocks = message.content
         return Seen(
             "".join(block.text for block in blocks if block.type == "text"),
-            tuple((block.name, json.dumps(block.input)) for block in blocks if block.type == "tool_use"),
+            tuple(
+                (block.name, json.dumps(block.input))
+                for block in blocks
+                if block.type == "tool_use"
+            ),
             "".join(block.thinking for block in blocks if block.type == "thinking"),
             message.stop_reason,
         )
@@ -243,7 +292,9 @@ class Messages:
             {"type": "tool_use", "id": f"c{i}", "name": name, "input": json.loads(arguments)}
             for i, (name, arguments) in enumerate(seen.calls)
         ]
-        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": result} for call in calls]
+        results = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": result} for call in calls
+        ]
         return [
             {"role": "user", "content": question},
             {"role": "assistant", "content": [*said, *calls]},
@@ -251,4 +302,6 @@ class Messages:
         ]
 
 
-SPEAKERS: Mapping[str, Speaker] = {s.name: s for s in (Chat(), Completions(), Responses(), Messages())}
+SPEAKERS: Mapping[str, Speaker] = {
+    s.name: s for s in (Chat(), Completions(), Responses(), Messages())
+}

@@ -48,7 +48,9 @@ def drain(spool: Spool) -> list[Message]:
     return out
 
 
-def journal(directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None) -> MemoryBus:
+def journal(
+    directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None
+) -> MemoryBus:
     """Run body over a started journal, close it, give the bus."""
 
     async def run() -> MemoryBus:

@@ -112,13 +112,23 @@ class Stage:
         asyncio.run(self._complete(keys))
 
         def closed() -> list[Trajectory]:
-            return [t for t in feed.events(feed.topics.trajectories, Trajectory) if t.trajectory_key in keys]
+            return [
+                t
+                for t in feed.events(feed.topics.trajectories, Trajectory)
+                if t.trajectory_key in keys
+            ]
 
-        self.running.until(lambda: len(closed()) >= len(keys), "every trajectory has closed", PATIENCE_S)
+        self.running.until(
+            lambda: len(closed()) >= len(keys), "every trajectory has closed", PATIENCE_S
+        )
         found = closed()
         assert Counter(s.step_id for t in found for s in t.steps) == Counter(dict.fromkeys(ids, 1))
         assert all(s.trainable for t in found for s in t.steps)
-        self.running.until(lambda: ids <= set(feed.column("steps", "step_id")), "every step is in the lake", PATIENCE_S)
+        self.running.until(
+            lambda: ids <= set(feed.column("steps", "step_id")),
+            "every step is in the lake",
+            PATIENCE_S,
+        )
         assert all(n == 1 for s, n in Counter(feed.column("steps", "step_id")).items() if s in ids)
         feed.close()
         return found
@@ -131,7 +141,9 @@ class Stage:
         for heard, script in zip(model.heard, model.said, strict=True):
             if heard.said == asked:
                 streamed = b"".join(e.data for e in voice.events(asked, script))
-                if exchange.reply == (streamed if asked.get("stream") else orjson.dumps(voice.plain(asked, script))):
+                if exchange.reply == (
+                    streamed if asked.get("stream") else orjson.dumps(voice.plain(asked, script))
+                ):
                     return script
         raise AssertionError(f"not what the engine said: {exchange.reply[:2000]!r}")
 
@@ -139,7 +151,9 @@ class Stage:
         """keys: each with a step of it, for a key that the gateway made does not say which trajectory is meant."""
         async with aiohttp.ClientSession() as http:
             for key, step in keys.items():
-                async with http.post(f"{self.url}/complete_trajectory/{key}", json={"step_id": step}) as reply:
+                async with http.post(
+                    f"{self.url}/complete_trajectory/{key}", json={"step_id": step}
+                ) as reply:
                     assert reply.status == 200, await reply.text()
 
 
@@ -193,7 +207,11 @@ def record(name: str, played: Played, home: Path, *signs: str) -> None:
         for e in played.exchanges
     ]
     text = orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n"
-    for pattern, instead in ((re.escape(str(home)), "/home/agent"), (re.escape(str(ROOT)), "/project"), *MACHINE):
+    for pattern, instead in (
+        (re.escape(str(home)), "/home/agent"),
+        (re.escape(str(ROOT)), "/project"),
+        *MACHINE,
+    ):
         text = re.sub(pattern, instead, text)
     (folder / f"{name}.json").write_text(text)
 
@@ -201,7 +219,11 @@ def record(name: str, played: Played, home: Path, *signs: str) -> None:
 def shortened(said: Any, signs: tuple[str, ...]) -> Any:
     """A body without its long texts, and of tools no more than their names."""
     if isinstance(said, dict):
-        return {k: v if k in WHOLE else shortened(v, signs) for k, v in said.items() if k not in OF_TOOLS}
+        return {
+            k: v if k in WHOLE else shortened(v, signs)
+            for k, v in said.items()
+            if k not in OF_TOOLS
+        }
     if isinstance(said, list):
         return [shortened(v, signs) for v in said]
     if isinstance(said, str) and len(said) > SHOWN:

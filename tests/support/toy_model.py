@@ -121,7 +121,9 @@ def _chat(said: Json) -> Iterator[Turn]:
             for c in message.get("tool_calls") or ()
         )
         yield Turn(
-            "system" if message["role"] == "developer" else message["role"], _texts(message.get("content")), calls
+            "system" if message["role"] == "developer" else message["role"],
+            _texts(message.get("content")),
+            calls,
         )
 
 
@@ -130,7 +132,9 @@ def _anthropic(said: Json) -> Iterator[Turn]:
         yield Turn("system", _texts(said["system"]))
     for message in said["messages"]:
         content = message["content"]
-        blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        blocks: list[Json] = (
+            [{"type": "text", "text": content}] if isinstance(content, str) else content
+        )
         for block in blocks:
             match block["type"]:
                 case "tool_use":
@@ -147,7 +151,9 @@ def _responses(said: Json) -> Iterator[Turn]:
     if said.get("instructions"):
         yield Turn("system", (said["instructions"],))
     given: list[Json] = (
-        [{"role": "user", "content": said["input"]}] if isinstance(said["input"], str) else said["input"]
+        [{"role": "user", "content": said["input"]}]
+        if isinstance(said["input"], str)
+        else said["input"]
     )
     for item in given:
         match item.get("type", "message"):

@@ -28,7 +28,13 @@ def command(*words: str) -> list[str]:
 def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        command(*words), cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=timeout_s, check=False
+        command(*words),
+        cwd=ROOT,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
@@ -47,7 +53,9 @@ class Up:
     def log(self, name: str) -> str:
         """What a process has logged: one of the supervisor's, or one that was started alone."""
         path = self.home / "logs" / f"{name}.log"
-        return (path.read_text(errors="replace") if path.exists() else "") + self._processes.log(name)
+        return (path.read_text(errors="replace") if path.exists() else "") + self._processes.log(
+            name
+        )
 
     @property
     def table(self) -> dict[str, Any]:
@@ -65,7 +73,9 @@ class Up:
         """Wait for the condition while the supervisor lives; at the deadline fail with the ends of all logs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.process.poll() is None, self._tails(f"`up` has ended with {self.process.poll()}: {what}")
+            assert self.process.poll() is None, self._tails(
+                f"`up` has ended with {self.process.poll()}: {what}"
+            )
             assert time.monotonic() < deadline, self._tails(f"not within {timeout_s:g} s: {what}")
             time.sleep(0.1)
 
@@ -79,7 +89,9 @@ class Up:
 
     def _tails(self, why: str) -> str:
         paths = sorted([*self._processes.logs.glob("*.log"), *(self.home / "logs").glob("*.log")])
-        ends = [f"== {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-6:]) for p in paths]
+        ends = [
+            f"== {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-6:]) for p in paths
+        ]
         return "\n".join([why, json.dumps(self.table), *ends])[-20_000:]
 
     def stop(self) -> None:

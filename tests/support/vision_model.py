@@ -68,10 +68,14 @@ def make_vision_model(directory: Path) -> tuple[Any, Any]:
         patch_size=PATCH,
     )
     place = tokenizer.convert_tokens_to_ids(IMAGE)
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=place, vision_feature_layer=-1)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=place, vision_feature_layer=-1
+    )
     network = LlavaForConditionalGeneration(config).float().eval()
     network.save_pretrained(directory)
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+    )
     processor = LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,

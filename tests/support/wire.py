@@ -30,7 +30,10 @@ class Wire:
 
     async def request(self) -> bytes:
         head = await self.reader.readuntil(b"\r\n\r\n")
-        length = next((int(h[15:]) for h in head.lower().split(b"\r\n") if h.startswith(b"content-length:")), 0)
+        length = next(
+            (int(h[15:]) for h in head.lower().split(b"\r\n") if h.startswith(b"content-length:")),
+            0,
+        )
         return head + await self.reader.readexactly(length)
 
     async def say(self, *parts: bytes) -> None:
@@ -69,7 +72,9 @@ async def wired(answer: Answer) -> AsyncIterator[str]:
     finally:
         dead.set()
         server.close()
-        for _ in range(5):  # a connection that was accepted just now has its task after so many turns of the loop
+        for _ in range(
+            5
+        ):  # a connection that was accepted just now has its task after so many turns of the loop
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -104,13 +109,22 @@ class Rig:
         await self.upstream.close()
 
     async def ask(self, key: str = "k", **more: Any) -> tuple[int, bytes]:
-        given: dict[str, Any] = {"key": key, "run_id": "r", "model": None, "on_asking": self.asked.append}
+        given: dict[str, Any] = {
+            "key": key,
+            "run_id": "r",
+            "model": None,
+            "on_asking": self.asked.append,
+        }
         async with self.upstream.ask("POST", "/v1/x", b"{}", {}, **given | more) as response:
             return response.status, await response.read()
 
     def count(self, name: str) -> float:
         lines = generate_latest(self.metrics.registry).decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("clawstream_gateway_" + name))
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("clawstream_gateway_" + name)
+        )
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(SOON_S):

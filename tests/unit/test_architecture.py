@@ -23,19 +23,32 @@ ALLOWED = {
     "stream_jobs": {"schemas", "runtime", "rewards", "stream_jobs"},
     "trainer": {"schemas", "runtime", "trainer"},
     "rollout": {"schemas", "runtime", "rollout"},
-    "clawstream": {"schemas", "runtime", "rewards", "gateway", "stream_jobs", "trainer", "rollout", "clawstream"},
+    "clawstream": {
+        "schemas",
+        "runtime",
+        "rewards",
+        "gateway",
+        "stream_jobs",
+        "trainer",
+        "rollout",
+        "clawstream",
+    },
     "demo": {"schemas", "runtime", "clawstream", "demo"},
 }
 """Which top-level packages a top-level package may import."""
 JOBS = {f"stream_jobs.{name}" for name in ("assemble", "reward", "admit", "lake")}
 ONLY_IN = {
     "confluent_kafka": {
-        f"runtime/kafka/{n}.py" for n in ("cluster", "errors", "loop_producer", "producer", "reader", "record")
+        f"runtime/kafka/{n}.py"
+        for n in ("cluster", "errors", "loop_producer", "producer", "reader", "record")
     },
     "faust": {"stream_jobs/worker/shell.py", "stream_jobs/worker/faust_consumer.py"},
     "deltalake": {"stream_jobs/lake/delta/table.py"},
     "duckdb": {"clawstream/query/connection.py"},
-    "vllm": {"rollout/vllm_plugin/engine.py", "demo/tool_parser.py"},  # the parser runs inside the engine
+    "vllm": {
+        "rollout/vllm_plugin/engine.py",
+        "demo/tool_parser.py",
+    },  # the parser runs inside the engine
     "fastavro": {"schemas/codec/single_object.py"},
 }
 FILES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
@@ -69,7 +82,11 @@ def _imports(path: Path) -> Iterator[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield whole if whole in MODULES else node.module
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and MODULE_NAME.fullmatch(node.value)
+        ):
             module = node.value.partition(":")[0]
             if module in MODULES:
                 yield module
@@ -89,9 +106,13 @@ def arrows() -> dict[str, set[str]]:
 def test_imports_follow_the_layout(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     used = {module.partition(".")[0] for module in imports(path)}
-    assert not (used & ALLOWED.keys()) - ALLOWED[name.partition("/")[0]], f"{name} imports another process"
+    assert not (used & ALLOWED.keys()) - ALLOWED[name.partition("/")[0]], (
+        f"{name} imports another process"
+    )
     for library, files in ONLY_IN.items():
-        assert library not in used or name in files, f"{name} imports {library}; only {sorted(files)} may"
+        assert library not in used or name in files, (
+            f"{name} imports {library}; only {sorted(files)} may"
+        )
 
 
 def test_packages_import_each_other_without_a_cycle() -> None:
@@ -125,13 +146,22 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("clawstream.cli.main", {"pydantic", "confluent_kafka", "rich", "torch", "faust", "duckdb"}),
+        (
+            "clawstream.cli.main",
+            {"pydantic", "confluent_kafka", "rich", "torch", "faust", "duckdb"},
+        ),
         ("schemas.codec.single_object", {"pydantic", "confluent_kafka", "torch"}),
         ("gateway.app", {"torch", "transformers", "faust", "deltalake", "vllm"}),
-        ("stream_jobs.admit.main", {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"}),
+        (
+            "stream_jobs.admit.main",
+            {"torch", "transformers", "faust", "fastapi", "vllm", "deltalake"},
+        ),
         ("stream_jobs.assemble.main", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
         ("stream_jobs.assemble.job", {"faust"}),
-        ("clawstream.query.sandbox_launch", {"pydantic", "pyarrow", "duckdb", "deltalake", "confluent_kafka"}),
+        (
+            "clawstream.query.sandbox_launch",
+            {"pydantic", "pyarrow", "duckdb", "deltalake", "confluent_kafka"},
+        ),
         ("clawstream.query.sandbox", {"duckdb", "deltalake", "faust", "torch", "confluent_kafka"}),
         ("clawstream.query.sandbox_process", {"confluent_kafka", "structlog", "faust", "torch"}),
         ("rollout.main", {"torch", "vllm", "transformers", "faust", "fastapi"}),
@@ -140,7 +170,11 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print(' '.join({{m.partition('.')[0] for m in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
     )
     assert not set(done.stdout.split()) & heavy
 

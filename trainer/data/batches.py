@@ -40,7 +40,9 @@ def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> 
 
     Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is another one.
     """
-    if stored is not None and cluster.check_position(topic, stored.topic_id, stored.partition, stored.next_offset):
+    if stored is not None and cluster.check_position(
+        topic, stored.topic_id, stored.partition, stored.next_offset
+    ):
         return stored
     return start_of(topic, cluster.topic_id(topic), stored)
 
@@ -65,7 +67,9 @@ def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
     return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
 
 
-def check(batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings) -> None:
+def check(
+    batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings
+) -> None:
     """Refuse a batch that this trainer must not train: BatchGap, or SettingsError when its run is set otherwise."""
     if batch.batch_seq != expected_seq:
         raise BatchGap(topic, offset, batch.batch_seq, expected_seq)
@@ -86,14 +90,18 @@ class Source:
     What the group commits is advice for lag displays: everything handled so far, control records at the end included.
     """
 
-    def __init__(self, cluster: Cluster, settings: Settings, decoder: Decoder, position: Position, bury: Bury) -> None:
+    def __init__(
+        self, cluster: Cluster, settings: Settings, decoder: Decoder, position: Position, bury: Bury
+    ) -> None:
         self._cluster, self._settings, self._decoder, self._bury = cluster, settings, decoder, bury
         topics = settings.kafka.topics
         self.topic = topics.ready_batches(settings.run_id, "train")
         self._trajectories = topics.trajectories
         self._group = f"{topics.prefix}-trainer.{settings.run_id}.train"
         self.position = position
-        self._reader = cluster.reader(self._group, {(self.topic, position.partition): position.next_offset})
+        self._reader = cluster.reader(
+            self._group, {(self.topic, position.partition): position.next_offset}
+        )
         self._committed: int | None = None
         self._committed_at = self._checked_at = time.monotonic()
 
@@ -113,14 +121,22 @@ class Source:
                 case Refused() | Late() | PolicyApplied():
                     pass
                 case _:
-                    self._bury_here(record, "invalid", f"a {type(event).__name__} that does not belong on {self.topic}")
+                    self._bury_here(
+                        record,
+                        "invalid",
+                        f"a {type(event).__name__} that does not belong on {self.topic}",
+                    )
         return None
 
     def _take(self, record: Record, batch: ReadyBatch) -> Incoming:
         check(batch, self.topic, record.offset, self.position.next_batch_seq, self._settings)
         began = time.perf_counter()
-        trajectories = read_payload(self._cluster, self._decoder, self._trajectories, self._group, batch)
-        self.position = replace(self.position, next_offset=record.offset + 1, next_batch_seq=batch.batch_seq + 1)
+        trajectories = read_payload(
+            self._cluster, self._decoder, self._trajectories, self._group, batch
+        )
+        self.position = replace(
+            self.position, next_offset=record.offset + 1, next_batch_seq=batch.batch_seq + 1
+        )
         return Incoming(
             batch=batch,
             trajectories=trajectories,
@@ -143,7 +159,9 @@ class Source:
         now = time.monotonic()
         if now - self._checked_at > CHECK_INTERVAL_S:
             self._checked_at = now
-            with suppress(Unavailable):  # the broker is away: there is nothing to read wrongly either
+            with suppress(
+                Unavailable
+            ):  # the broker is away: there is nothing to read wrongly either
                 self._check_topic()
 
     def _check_topic(self) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from trainer.data.sequences import Row
 
 
-def minibatches(rows: Sequence[Row], count: int, epochs: int, seed: int, batch_seq: int) -> Iterator[list[Row]]:
+def minibatches(
+    rows: Sequence[Row], count: int, epochs: int, seed: int, batch_seq: int
+) -> Iterator[list[Row]]:
     """Rows of each optimiser step: every epoch shuffles all rows and splits them into `count` parts of nearly equal size."""
     for epoch in range(epochs):
         order = list(rows)

@@ -72,7 +72,9 @@ class BatchRows:
         return sum(row.trained_tokens for row in self.rows)
 
 
-def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], advantages: Advantages) -> BatchRows:
+def rows_of_batch(
+    batch: ReadyBatch, trajectories: Mapping[str, Trajectory], advantages: Advantages
+) -> BatchRows:
     """All rows of a batch. trajectories: by trajectory id, every member's.
 
     A member without a training reward is left out of its group, never taken as 0.0; a group with fewer than two rewards left
@@ -93,7 +95,9 @@ def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], adv
         for member in group.members:
             if member.trajectory_id in by_member:
                 found = _paths(
-                    trajectories[member.trajectory_id], member.untrainable_steps, by_member[member.trajectory_id]
+                    trajectories[member.trajectory_id],
+                    member.untrainable_steps,
+                    by_member[member.trajectory_id],
                 )
                 sampled_at_zero[member.trajectory_id] += sum(row.sampled_at_zero for row in found)
                 rows += _with_trained_tokens(found)
@@ -108,13 +112,17 @@ def rows_of_batch(batch: ReadyBatch, trajectories: Mapping[str, Trajectory], adv
     )
 
 
-def within_vocabulary(rows: Sequence[Row], vocabulary: int) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def within_vocabulary(
+    rows: Sequence[Row], vocabulary: int
+) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """The rows whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the others, each once.
 
     An agent can submit any id, and an engine can serve another model than is trained: neither may crash the model's embedding.
     """
     known = [min(row.token_ids) >= 0 and max(row.token_ids) < vocabulary for row in rows]
-    others = dict.fromkeys(row.trajectory_id for row, fits in zip(rows, known, strict=True) if not fits)
+    others = dict.fromkeys(
+        row.trajectory_id for row, fits in zip(rows, known, strict=True) if not fits
+    )
     return tuple(row for row, fits in zip(rows, known, strict=True) if fits), tuple(others)
 
 
@@ -123,7 +131,9 @@ def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, floa
     return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}
 
 
-def rows_of(trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float) -> list[Row]:
+def rows_of(
+    trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
+) -> list[Row]:
     """The rows of one trajectory, leaves in order. Paths with nothing (more) to train are cut or left out.
 
     untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls untrainable. Raises
@@ -136,7 +146,9 @@ def _with_trained_tokens(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if any(row.mask)]
 
 
-def _paths(trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float) -> list[Row]:
+def _paths(
+    trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
+) -> list[Row]:
     """Return a row for each path that has a trainable segment, also where no token of it can be trained."""
     steps = {step.index: step for step in trajectory.steps}
     segments, left_out = trajectory.segments, frozenset(untrainable_steps)
@@ -152,13 +164,24 @@ def _paths(trajectory: Trajectory, untrainable_steps: Collection[str], advantage
         while path and (not trainable[path[-1]] or path[-1] in done):
             path.pop()
         if path:
-            rows.append(_row(trajectory, path, {i for i in path if trainable[i] and i not in done}, steps, advantage))
+            rows.append(
+                _row(
+                    trajectory,
+                    path,
+                    {i for i in path if trainable[i] and i not in done},
+                    steps,
+                    advantage,
+                )
+            )
             done.update(path)
     return rows
 
 
 def _trainable(
-    trajectory: Trajectory, index: int, steps: Mapping[int, TrajectoryStep], untrainable_steps: Collection[str]
+    trajectory: Trajectory,
+    index: int,
+    steps: Mapping[int, TrajectoryStep],
+    untrainable_steps: Collection[str],
 ) -> bool:
     segment = trajectory.segments[index]
     if segment.step_index is None or not segment.token_ids:
@@ -221,7 +244,9 @@ def _row(
             logprobs += [p if math.isfinite(p) else 0.0 for p in sampled]
             sampled_at_zero += sum(map(math.isinf, sampled))
             step = steps[segment.step_index]
-            versions += _versions(segment, start, len(tokens), of_step.get(segment.step_index, 0), step)
+            versions += _versions(
+                segment, start, len(tokens), of_step.get(segment.step_index, 0), step
+            )
             if step.logprobs_temperature is not None:
                 temperatures.append(TemperatureSpan(step.logprobs_temperature, start, len(ids)))
         else:
@@ -243,11 +268,16 @@ def _row(
     )
 
 
-def _versions(segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep) -> list[VersionSpan]:
+def _versions(
+    segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep
+) -> list[VersionSpan]:
     """The segment's version spans as index ranges of the row. skipped: tokens of the step before this segment."""
     if not segment.versions:
         if step.oldest_version is None or step.oldest_version != step.newest_version:
             return []
         return [VersionSpan(version=step.oldest_version, start=start, end=start + length)]
-    moved = ((span.version, max(span.start - skipped, 0), min(span.end - skipped, length)) for span in segment.versions)
+    moved = (
+        (span.version, max(span.start - skipped, 0), min(span.end - skipped, length))
+        for span in segment.versions
+    )
     return [VersionSpan(version=v, start=start + a, end=start + b) for v, a, b in moved if a < b]

@@ -36,7 +36,11 @@ def read_payload(
         try:
             for record in _scan(cluster, topic, group, scan):
                 part = _trajectory(decoder, record)
-                if part is not None and part.trajectory_id in wanted and part.run_id == batch.run_id:
+                if (
+                    part is not None
+                    and part.trajectory_id in wanted
+                    and part.run_id == batch.run_id
+                ):
                     parts.setdefault(part.trajectory_id, {}).setdefault(part.part, part)
         except SourceTruncated as e:
             raise PayloadUnreadable(
@@ -44,7 +48,8 @@ def read_payload(
                 f"lost disk ({scan}): {e}"
             ) from e
     return {
-        member.trajectory_id: _whole(topic, batch, member, parts.get(member.trajectory_id, {})) for member in members
+        member.trajectory_id: _whole(topic, batch, member, parts.get(member.trajectory_id, {}))
+        for member in members
     }
 
 
@@ -58,7 +63,10 @@ def scans(members: Iterable[BatchMember]) -> list[dict[int, Range]]:
         else:
             ranges.append((place.first_offset, place.last_offset))
     rounds = max(map(len, by_partition.values()), default=0)
-    return [{p: ranges[i] for p, ranges in by_partition.items() if i < len(ranges)} for i in range(rounds)]
+    return [
+        {p: ranges[i] for p, ranges in by_partition.items() if i < len(ranges)}
+        for i in range(rounds)
+    ]
 
 
 def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -> list[Record]:
@@ -73,7 +81,9 @@ def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -
             if batch:
                 deadline = time.monotonic() + READ_TIMEOUT_S
             elif time.monotonic() > deadline:
-                raise Unavailable(f"{topic}: {dict(scan)} could not be read within {READ_TIMEOUT_S:g} s")
+                raise Unavailable(
+                    f"{topic}: {dict(scan)} could not be read within {READ_TIMEOUT_S:g} s"
+                )
     finally:
         reader.close()
     return found
@@ -88,7 +98,9 @@ def _trajectory(decoder: Decoder, record: Record) -> Trajectory | None:
     return event if isinstance(event, Trajectory) else None
 
 
-def _whole(topic: str, batch: ReadyBatch, member: BatchMember, parts: Mapping[int, Trajectory]) -> Trajectory:
+def _whole(
+    topic: str, batch: ReadyBatch, member: BatchMember, parts: Mapping[int, Trajectory]
+) -> Trajectory:
     expected = next(iter(parts.values())).parts if parts else 1
     missing = [i for i in range(expected) if i not in parts]
     if missing:

@@ -56,7 +56,9 @@ def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
         others = {name: dtype for name, dtype in own.items() if dtype != main}
         return model.float(), TensorDtypes(main, others)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        raise SettingsError(f"setting trainer.model_path: the model in {directory} can't be loaded: {e}") from e
+        raise SettingsError(
+            f"setting trainer.model_path: the model in {directory} can't be loaded: {e}"
+        ) from e
 
 
 def save_masters(model: Any, directory: Path) -> None:
@@ -66,7 +68,9 @@ def save_masters(model: Any, directory: Path) -> None:
 
 def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
     """Write the weights rounded to these dtypes, and a configuration that says so. Leaves the model as it is."""
-    rounded: dict[tuple[int, torch.Size], torch.Tensor] = {}  # by address: tied tensors stay one tensor
+    rounded: dict[
+        tuple[int, torch.Size], torch.Tensor
+    ] = {}  # by address: tied tensors stay one tensor
     state = {}
     for name, tensor in model.state_dict().items():
         dtype = dtypes.of(name) if tensor.is_floating_point() else tensor.dtype

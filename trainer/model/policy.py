@@ -16,7 +16,13 @@ from schemas.settings import TrainerSettings
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import Row
 from trainer.metrics import StepStats, UpdateStats
-from trainer.model.files import TensorDtypes, files_beside_the_weights, load_masters, save_masters, save_rounded
+from trainer.model.files import (
+    TensorDtypes,
+    files_beside_the_weights,
+    load_masters,
+    save_masters,
+    save_rounded,
+)
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 PADDING = 0  # any id: it is on the right, so nothing sees it, and it is never trained
@@ -32,7 +38,9 @@ class Policy:
     def __init__(self, directory: Path, settings: TrainerSettings) -> None:
         """Load the weights of a Hugging Face directory, with a fresh optimiser. Raises SettingsError when they can't be read."""
         self.settings = settings
-        cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+        cuda = settings.device == "cuda" or (
+            settings.device == "auto" and torch.cuda.is_available()
+        )
         self.device = torch.device("cuda" if cuda else "cpu")
         model, self._own_dtypes = load_masters(directory)
         self.model = model.to(self.device)
@@ -73,7 +81,11 @@ class Policy:
             engine_dtype: `rollout.dtype`, which names the dtype; `auto` means the dtype that the model itself has.
         """
         own = self._own_dtypes
-        return own if engine_dtype == "auto" else TensorDtypes(getattr(torch, engine_dtype), own.others)
+        return (
+            own
+            if engine_dtype == "auto"
+            else TensorDtypes(getattr(torch, engine_dtype), own.others)
+        )
 
     def training_state(self) -> dict[str, Any]:
         """What a resume needs beside the weights, for `torch.save`."""
@@ -92,7 +104,9 @@ class Policy:
         torch.set_rng_state(state["rng_cpu"])
         if state["rng_cuda"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["rng_cuda"])
-        self._own_dtypes = TensorDtypes(state["dtype"], state["other_dtypes"])  # the checkpoint's files are float32
+        self._own_dtypes = TensorDtypes(
+            state["dtype"], state["other_dtypes"]
+        )  # the checkpoint's files are float32
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Log-probability of every trained token of the rows, row after row: shape (tokens,), float32, with gradient.
@@ -107,7 +121,9 @@ class Policy:
             trained[i, : len(row.token_ids)] = torch.tensor(row.mask)
         ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
         # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
+        ):
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
         scores: Tensor = logits[trained].float() / self._temperatures(rows).unsqueeze(-1)
         chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
@@ -116,7 +132,9 @@ class Policy:
     def _temperatures(self, rows: Sequence[Row]) -> Tensor:
         """Of every trained token, row after row: shape (tokens,). What a step does not say is taken from the settings."""
         known = [temperatures_of(row, self.settings.temperature) for row in rows]
-        return torch.tensor([t for of_row in known for t in of_row], dtype=torch.float32, device=self.device)
+        return torch.tensor(
+            [t for of_row in known for t in of_row], dtype=torch.float32, device=self.device
+        )
 
     def update(
         self, rows: Sequence[Row], batch_seq: int, loss: Loss, lr: float, parent_version: str | None
@@ -192,7 +210,9 @@ class Policy:
     def _recorded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Sampled log-probabilities and advantages of the trained tokens, row after row: two tensors of shape (tokens,)."""
         trained = [(row.logprobs[i], row.advantage) for row in rows for i in trained_positions(row)]
-        sampled, advantages = torch.tensor(trained, dtype=torch.float32, device=self.device).unbind(-1)
+        sampled, advantages = torch.tensor(trained, dtype=torch.float32, device=self.device).unbind(
+            -1
+        )
         return sampled, advantages
 
 
@@ -210,9 +230,13 @@ class Differences:
             return
         size = difference.abs()
         self.largest = max(self.largest or 0.0, size.max().item())
-        same = torch.tensor([same for row in rows for same in _sampled_by(row, self._version)], device=size.device)
+        same = torch.tensor(
+            [same for row in rows for same in _sampled_by(row, self._version)], device=size.device
+        )
         if bool(same.any()):
-            self.largest_same_version = max(self.largest_same_version or 0.0, size[same].max().item())
+            self.largest_same_version = max(
+                self.largest_same_version or 0.0, size[same].max().item()
+            )
 
 
 def trained_positions(row: Row) -> list[int]:

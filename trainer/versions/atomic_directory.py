@@ -40,7 +40,9 @@ def directory_of(root: Path, version: Version) -> Path:
 def new_directory(final: Path, info: Mapping[str, Any]) -> Iterator[Path]:
     """A directory to fill, which becomes `final` at the end of the block. Raises FileExistsError when final is there."""
     if final.exists():
-        raise FileExistsError(f"{final} is there already: another trainer of this run writes to the same place")
+        raise FileExistsError(
+            f"{final} is there already: another trainer of this run writes to the same place"
+        )
     tmp = final.with_name(f"{_TMP}{final.name}-{os.getpid()}")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
@@ -84,7 +86,9 @@ def verify(directory: Path) -> dict[str, Any]:
     found = digests(directory)
     if found != info.get("files"):
         wrong = sorted(set(found.items()) ^ set((info.get("files") or {}).items()))
-        raise InvalidCheckpoint(f"{directory}: {wrong[0][0] if wrong else 'every file'} is missing or altered")
+        raise InvalidCheckpoint(
+            f"{directory}: {wrong[0][0] if wrong else 'every file'} is missing or altered"
+        )
     return info
 
 

@@ -61,7 +61,9 @@ def read(directory: Path, version_id: str) -> State:
     except (TypeError, KeyError) as e:
         raise InvalidCheckpoint(f"{directory}: not the state of a checkpoint: {e}") from e
     if state.version_id != version_id:
-        raise InvalidCheckpoint(f"{directory}: is of version {state.version_id}, not of {version_id}")
+        raise InvalidCheckpoint(
+            f"{directory}: is of version {state.version_id}, not of {version_id}"
+        )
     return state
 
 

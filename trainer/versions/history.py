@@ -50,4 +50,6 @@ def deletable(versions: Sequence[WeightVersion], head: str, keep: int) -> Collec
         while base is not None and base in by_id and base not in kept:
             kept.add(base)
             base = by_id[base].base_version
-    return frozenset(Version(v.run_id, v.sync_index, v.attempt) for v in versions if v.version_id not in kept)
+    return frozenset(
+        Version(v.run_id, v.sync_index, v.attempt) for v in versions if v.version_id not in kept
+    )

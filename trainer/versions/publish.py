@@ -16,7 +16,9 @@ from trainer.versions.atomic_directory import directory_of, new_directory, read_
 from trainer.versions.checkpoint import MODEL, State
 
 
-def export(root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: TensorDtypes) -> tuple[WeightFile, ...]:
+def export(
+    root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: TensorDtypes
+) -> tuple[WeightFile, ...]:
     """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
 
     When these are float32, the files are the checkpoint's: hard links where the file system allows, else copies.
@@ -29,13 +31,19 @@ def export(root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: T
         else:
             policy.save(tmp, dtypes)
     return tuple(
-        WeightFile(url=(final / name).as_uri(), sha256=digest, size_bytes=(final / name).stat().st_size)
+        WeightFile(
+            url=(final / name).as_uri(), sha256=digest, size_bytes=(final / name).stat().st_size
+        )
         for name, digest in sorted(read_info(final)["files"].items())
     )
 
 
 def manifest(
-    state: State, first_batch_seq: int, files: tuple[WeightFile, ...], checkpoint: Path, metrics: Mapping[str, float]
+    state: State,
+    first_batch_seq: int,
+    files: tuple[WeightFile, ...],
+    checkpoint: Path,
+    metrics: Mapping[str, float],
 ) -> WeightVersion:
     """The record of a version. Its batches: from first_batch_seq to its own position; none when that is not beyond."""
     last = state.position.next_batch_seq - 1

@@ -58,14 +58,18 @@ class KafkaLedger:
     def publish(self, version: WeightVersion) -> None:
         """Put the manifest on the log. From here on the version and its checkpoint count. Raises Fenced."""
         with self._producer.transaction():
-            self._producer.put(self._topics.weights, version.version_id.encode(), self._codec.encode(version))
+            self._producer.put(
+                self._topics.weights, version.version_id.encode(), self._codec.encode(version)
+            )
 
     def bury(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         """Dead-letter a record. It may be buried again after a restart: the same place each time."""
         letter = dead_letter(record, topic_id, "trainer", reason, detail)
         with self._producer.transaction():
             self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
-        logger().warning("dead_letter", topic=record.topic, offset=record.offset, reason=reason, detail=detail)
+        logger().warning(
+            "dead_letter", topic=record.topic, offset=record.offset, reason=reason, detail=detail
+        )
 
     def raise_if_fenced(self) -> None:
         """Ask the broker by a transaction that is given up: Fenced when a newer trainer took over, else nothing."""
@@ -102,7 +106,9 @@ def read_versions(
         try:
             version = decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as e:
-            logger().warning("weight_version_unreadable", offset=record.offset, error=str(e))  # the lake buries it
+            logger().warning(
+                "weight_version_unreadable", offset=record.offset, error=str(e)
+            )  # the lake buries it
             continue
         if isinstance(version, WeightVersion) and version.run_id == run_id:
             versions.append(version)

@@ -94,7 +94,9 @@ class Letter:
         return self.resolutions[-1].action if self.resolutions else "open"
 
 
-def letters_in(records: Iterable[tuple[int, Event]], decode: Decode, topics: Topics) -> dict[Spot, Letter]:
+def letters_in(
+    records: Iterable[tuple[int, Event]], decode: Decode, topics: Topics
+) -> dict[Spot, Letter]:
     """The dead letters of a log of (offset, record), in the order in which they were buried first. Raises nothing for what is poison."""
     found: dict[Spot, Letter] = {}
     early: dict[Spot, list[DeadLetterResolved]] = {}
@@ -105,10 +107,14 @@ def letters_in(records: Iterable[tuple[int, Event]], decode: Decode, topics: Top
                 if spot not in found:
                     found[spot] = _letter(spot, event, decode, topics)
                 first = event.detail.strip().partition("\n")[0][:DETAIL_CHARS]
-                found[spot].burials.append(Burial(at, event.process, event.reason, first, event.created_at))
+                found[spot].burials.append(
+                    Burial(at, event.process, event.reason, first, event.created_at)
+                )
             case DeadLetterResolved():
                 spot = Spot(event.topic, event.topic_id, event.partition, event.offset)
-                (found[spot].resolutions if spot in found else early.setdefault(spot, [])).append(event)
+                (found[spot].resolutions if spot in found else early.setdefault(spot, [])).append(
+                    event
+                )
     for spot, resolutions in early.items():
         if spot in found:
             found[spot].resolutions[:0] = resolutions
@@ -141,7 +147,9 @@ def read_letters(cluster: Cluster, decoder: Decoder, topics: Topics) -> dict[Spo
 
     def events() -> Iterator[tuple[int, Event]]:
         for record in cluster.read_all(topics.dead_letters, await_open=True):
-            with suppress(Undecodable, UnknownSchema):  # poison among the dead letters: the lake has buried it here
+            with suppress(
+                Undecodable, UnknownSchema
+            ):  # poison among the dead letters: the lake has buried it here
                 yield record.offset, decoder.decode(record.value)
 
     return letters_in(events(), decoder.decode, topics)
@@ -186,7 +194,9 @@ def letter_of(letters: Mapping[Spot, Letter], name: str) -> Letter:
     """The letter of an id, short or full. Raises NoSuchLetter."""
     found = [s for s in letters if name in (s.short, s.full)]
     if len(found) > 1:
-        raise NoSuchLetter(f"{name} was buried in {len(found)} topics of that name: {', '.join(s.full for s in found)}")
+        raise NoSuchLetter(
+            f"{name} was buried in {len(found)} topics of that name: {', '.join(s.full for s in found)}"
+        )
     if not found:
         raise NoSuchLetter(f"no dead letter {name}: `clawstream dlq list --all` has them all")
     return letters[found[0]]
@@ -206,7 +216,9 @@ class Original:
     detail: str
 
 
-def originals(cluster: Cluster, decoder: Decoder, topics: Topics, letters: Sequence[Letter]) -> Iterator[Original]:
+def originals(
+    cluster: Cluster, decoder: Decoder, topics: Topics, letters: Sequence[Letter]
+) -> Iterator[Original]:
     """The records of some letters, in the order in which they were buried.
 
     Key and value are in the dead letter. Headers, and what was too large for one, are read at the original place if it still has them.
@@ -220,7 +232,9 @@ def originals(cluster: Cluster, decoder: Decoder, topics: Topics, letters: Seque
         key, value = event.key, event.value
         if there is not None:
             key, value = there.key if key is None else key, there.value if value is None else value
-        yield Original(letter, key, value, there.headers if there is not None else None, event.detail)
+        yield Original(
+            letter, key, value, there.headers if there is not None else None, event.detail
+        )
 
 
 def _at_their_places(
@@ -231,7 +245,9 @@ def _at_their_places(
     ids = cluster.topic_ids(sorted({letter.spot.topic for letter in letters}))
     for letter in letters:
         spot = letter.spot
-        if ids.get(spot.topic) == spot.topic_id and (letter.size is None or spot.topic == topics.candidates):
+        if ids.get(spot.topic) == spot.topic_id and (
+            letter.size is None or spot.topic == topics.candidates
+        ):
             wanted.setdefault((spot.topic, spot.partition), []).append(spot)
     found = {}
     for (topic, partition), spots in wanted.items():

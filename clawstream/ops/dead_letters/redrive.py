@@ -14,14 +14,27 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from clawstream.ops.dead_letters.letters import DeadLetterError, Letter, Original, Spot, originals, read_letters
+from clawstream.ops.dead_letters.letters import (
+    DeadLetterError,
+    Letter,
+    Original,
+    Spot,
+    originals,
+    read_letters,
+)
 from runtime.kafka import Ack
 from runtime.topics.records import Decoder, cluster_of, now_micros
 from runtime.user import whoami
 from schemas.codec.record_json import from_json, to_json
 from schemas.codec.single_object import Event
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import AdmissionPolicy, Candidate, DeadLetterResolved, FailedCall, SchemaPublished
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    DeadLetterResolved,
+    FailedCall,
+    SchemaPublished,
+)
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
 from stream_jobs.admit.main import place_of
@@ -73,20 +86,34 @@ def key_of(event: Event) -> bytes:
     if isinstance(event, FailedCall) and event.trajectory_key is None:
         return event.event_id.encode()
     key: str = (
-        event.trajectory_key if hasattr(event, "trajectory_key") and not isinstance(event, Candidate) else event.run_id
+        event.trajectory_key
+        if hasattr(event, "trajectory_key") and not isinstance(event, Candidate)
+        else event.run_id
     )
     return key.encode()
 
 
 def check_topic(topics: Topics, topic: str) -> None:
     """Raises NotSendable for a topic on which a second copy, or one of another writer, would do harm."""
-    if topic not in (topics.steps, topics.rewards, topics.trajectories, topics.candidates, topics.schemas):
+    if topic not in (
+        topics.steps,
+        topics.rewards,
+        topics.trajectories,
+        topics.candidates,
+        topics.schemas,
+    ):
         raise NotSendable(
             f"only its own writer may write to {topic}: a record sent again there would be out of its sequence. Dismiss it"
         )
 
 
-def check(settings: Settings, topic: str, key: bytes | None, event: Event, headers: Mapping[str, bytes] | None) -> None:
+def check(
+    settings: Settings,
+    topic: str,
+    key: bytes | None,
+    event: Event,
+    headers: Mapping[str, bytes] | None,
+) -> None:
     """Raises NotSendable for a record that the topic's owner would bury again, as far as the record itself tells that."""
     topics, name = settings.kafka.topics, type(event).__name__
     spec = next(s for s in topics.specs(1, -1) if s.name == topic)
@@ -100,7 +127,9 @@ def check(settings: Settings, topic: str, key: bytes | None, event: Event, heade
         raise NotSendable(flaw)
     if isinstance(event, Candidate):
         if headers is None:
-            raise NotSendable("where its payload lies was in its headers, and they are gone with its log. Dismiss it")
+            raise NotSendable(
+                "where its payload lies was in its headers, and they are gone with its log. Dismiss it"
+            )
         try:
             place_of(headers)
         except ValueError as e:
@@ -142,7 +171,9 @@ class Office:
         """The record of a letter."""
         return next(originals(self._cluster, self.decoder, self._topics, [letter]))
 
-    def replay(self, letters: Sequence[Letter], force: bool = False, note: str | None = None) -> Iterator[Sent]:
+    def replay(
+        self, letters: Sequence[Letter], force: bool = False, note: str | None = None
+    ) -> Iterator[Sent]:
         """Send records again as they were, in the order in which they were buried. One result each, once it is durable.
 
         force: also what was resolved before, and what would be buried again.
@@ -174,7 +205,12 @@ class Office:
         return _Post(original, "replayed", original.key, original.value)
 
     def repair(
-        self, letter: Letter, name: str, said: Mapping[str, object], force: bool = False, note: str | None = None
+        self,
+        letter: Letter,
+        name: str,
+        said: Mapping[str, object],
+        force: bool = False,
+        note: str | None = None,
     ) -> Sent:
         """Send the record `name` with the fields `said` in its place, under the key that belongs to it. Raises NotSendable, NotARecord.
 
@@ -188,7 +224,9 @@ class Office:
         key, value = key_of(event), self.decoder.codec.encode(event)
         check(self._settings, letter.spot.topic, key, event, original.headers)
         if not force and (key, event) == (original.key, self.event_of(original)):
-            raise NotSendable(f"nothing is changed: `clawstream dlq replay {letter.spot.short}` sends it as it was")
+            raise NotSendable(
+                f"nothing is changed: `clawstream dlq replay {letter.spot.short}` sends it as it was"
+            )
         (sent,) = self._send([_Post(original, "repaired", key, value)], note)
         return sent
 
@@ -196,7 +234,11 @@ class Office:
         """Say that nothing is to be done about them. What was resolved before stays as it is."""
         for some in _slices(letters):
             todo = [letter for letter in some if not letter.resolutions]
-            asyncio.run(self._transact([], [(x, self._resolution(x, "dismissed", None, note)) for x in todo]))
+            asyncio.run(
+                self._transact(
+                    [], [(x, self._resolution(x, "dismissed", None, note)) for x in todo]
+                )
+            )
             for letter in some:
                 yield Sent(letter, "dismissed", why_not=None if letter in todo else _done(letter))
 
@@ -213,22 +255,36 @@ class Office:
         if not posts:
             return []
         places = asyncio.run(self._transact(posts, [], note))
-        return [Sent(p.original.letter, p.action, place) for p, place in zip(posts, places, strict=True)]
+        return [
+            Sent(p.original.letter, p.action, place) for p, place in zip(posts, places, strict=True)
+        ]
 
     async def _transact(
-        self, posts: Sequence[_Post], resolved: Sequence[tuple[Letter, DeadLetterResolved]], note: str | None = None
+        self,
+        posts: Sequence[_Post],
+        resolved: Sequence[tuple[Letter, DeadLetterResolved]],
+        note: str | None = None,
     ) -> list[Ack]:
         """One transaction: the records, then what became of their letters, with the places where they are now."""
-        send, encode, mine = self._producer.send_soon, self.decoder.codec.encode, self._topics.dead_letters
+        send, encode, mine = (
+            self._producer.send_soon,
+            self.decoder.codec.encode,
+            self._topics.dead_letters,
+        )
         done = list(resolved)
         with self._producer.transaction():
             places = await asyncio.gather(
-                *(send(p.original.letter.spot.topic, p.key, p.value, _headers(p.original)) for p in posts)
+                *(
+                    send(p.original.letter.spot.topic, p.key, p.value, _headers(p.original))
+                    for p in posts
+                )
             )
             for post, place in zip(posts, places, strict=True):
                 letter = post.original.letter
                 done.append((letter, self._resolution(letter, post.action, place, note)))
-            await asyncio.gather(*(send(mine, letter.key, encode(resolution)) for letter, resolution in done))
+            await asyncio.gather(
+                *(send(mine, letter.key, encode(resolution)) for letter, resolution in done)
+            )
         for letter, resolution in done:
             letter.resolutions.append(resolution)
         return list(places)
@@ -239,7 +295,9 @@ class Office:
             self._ids[topic] = self._cluster.topic_id(topic)
         return self._ids[topic]
 
-    def _resolution(self, letter: Letter, action: str, place: Ack | None, note: str | None) -> DeadLetterResolved:
+    def _resolution(
+        self, letter: Letter, action: str, place: Ack | None, note: str | None
+    ) -> DeadLetterResolved:
         spot = letter.spot
         return DeadLetterResolved(
             topic=spot.topic,
@@ -267,7 +325,11 @@ def _check_open(letter: Letter) -> None:
 
 def _done(letter: Letter) -> str:
     last = letter.resolutions[-1]
-    where = f" to {last.topic}-{last.sent_partition}-{last.sent_offset}" if last.sent_offset is not None else ""
+    where = (
+        f" to {last.topic}-{last.sent_partition}-{last.sent_offset}"
+        if last.sent_offset is not None
+        else ""
+    )
     return f"it was {last.action}{where} by {last.by}"
 
 

@@ -94,14 +94,21 @@ class Tally:
     def step(self, step: Step, run_id: str) -> None:
         """Count a step."""
         self.steps += 1
-        for name in {step.version_first, step.version_last, *(span.version for span in step.versions)}:
+        for name in {
+            step.version_first,
+            step.version_last,
+            *(span.version for span in step.versions),
+        }:
             version = parse_version(name or "")
             if version is not None and version.run_id == run_id:
                 self.newest_attempt = max(version.attempt, self.newest_attempt or 0)
 
     def plain(self) -> dict[str, Any]:
         """For a report."""
-        return {f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v for f in fields(self)}
+        return {
+            f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v
+            for f in fields(self)
+        }
 
 
 class Replay:
@@ -120,7 +127,9 @@ class Replay:
         self.ends: Counter[int] = Counter()
         """Next offset of each partition of the trajectories."""
         self.rules, self.again = rules, again
-        self._parts = [_Partition(p, self, limits, cache_bytes // partitions) for p in range(partitions)]
+        self._parts = [
+            _Partition(p, self, limits, cache_bytes // partitions) for p in range(partitions)
+        ]
         self._ticked = -1
 
     def take(self, moment: Moment) -> list[Out]:
@@ -160,7 +169,9 @@ class _Partition:
     def take(self, moment: Moment) -> list[Out]:
         """Fold one record; what it decides is put out."""
         tally, out = self._replay.tally, list[Out]()
-        self._fold.tick(REWARDS, moment.time)  # the order of moments says that no older reward comes
+        self._fold.tick(
+            REWARDS, moment.time
+        )  # the order of moments says that no older reward comes
         if isinstance(moment.event, Tick):
             self._fold.tick(STEPS, moment.time)
         elif moment.source == STEPS:

@@ -64,7 +64,9 @@ def partitions_of(settings: Settings, versions: Mapping[str, int]) -> int:
     highest = settings.kafka.partitions - 1
     for name, rows in _datasets(settings, versions).items():
         if name != CLOSINGS:
-            found = rows.to_table(columns=[_PLACE[1]], filter=pc.field("run_id") == settings.run_id).column(0)
+            found = rows.to_table(
+                columns=[_PLACE[1]], filter=pc.field("run_id") == settings.run_id
+            ).column(0)
             highest = max(highest, pc.max(found).as_py() if len(found) else 0)
     return highest + 1
 
@@ -136,13 +138,23 @@ class LakeMoments:
         parts = []
         for name in READ[source]:
             if name in self._tables:
-                rows = self._tables[name].to_table(columns=list(_PLACE), filter=self._where(*self._within(_PLACE[3])))
-                parts.append(rows.append_column("table", pa.array([name] * rows.num_rows, pa.string())))
+                rows = self._tables[name].to_table(
+                    columns=list(_PLACE), filter=self._where(*self._within(_PLACE[3]))
+                )
+                parts.append(
+                    rows.append_column("table", pa.array([name] * rows.num_rows, pa.string()))
+                )
         if not parts:
             return  # no table of that input was there
         rows = pa.concat_tables(parts)
-        firsts = rows.group_by("kafka_topic_id").aggregate([("kafka_timestamp", "min")]).sort_by("kafka_timestamp_min")
-        self._epochs |= {t: index for index, t in enumerate(firsts.column("kafka_topic_id").to_pylist())}
+        firsts = (
+            rows.group_by("kafka_topic_id")
+            .aggregate([("kafka_timestamp", "min")])
+            .sort_by("kafka_timestamp_min")
+        )
+        self._epochs |= {
+            t: index for index, t in enumerate(firsts.column("kafka_topic_id").to_pylist())
+        }
         places = sorted(
             (p, o + _EPOCH * self._epochs[i], t // 1000, name)
             for i, p, o, t, name in zip(
@@ -166,7 +178,9 @@ class LakeMoments:
         if CLOSINGS not in self._tables:
             return []
         where = self._where(*self._within("closed_at"), pc.field("part") == 0)
-        rows = self._tables[CLOSINGS].to_table(columns=["closed_at", "kafka_partition"], filter=where)
+        rows = self._tables[CLOSINGS].to_table(
+            columns=["closed_at", "kafka_partition"], filter=where
+        )
         times = (t // 1000 for t in rows.column("closed_at").cast(pa.int64()).to_pylist())
         return sorted(set(zip(times, rows.column("kafka_partition").to_pylist(), strict=True)))
 
@@ -205,7 +219,9 @@ class LakeMoments:
         record = next(tables[name] for tables in READ.values() if name in tables)
         rows = self._tables[name].to_table(filter=where)
         ids, partitions, offsets = (rows.column(c).to_pylist() for c in _PLACE[:3])
-        for topic_id, p, o, event in zip(ids, partitions, offsets, events_of(record, rows), strict=True):
+        for topic_id, p, o, event in zip(
+            ids, partitions, offsets, events_of(record, rows), strict=True
+        ):
             if topic_id in self._epochs:
                 yield (p, o + _EPOCH * self._epochs[topic_id]), event
 

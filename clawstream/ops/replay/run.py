@@ -105,10 +105,14 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
     Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
     """
     cluster = cluster_of(settings)
-    target = replay_settings(settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions)
+    target = replay_settings(
+        settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions
+    )
     fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
     with closing(Answers(settings)) as answers, fresh.held():
-        begun = fresh.begin(_asked(settings, order), lambda: _plan(settings, cluster, order, answers))
+        begun = fresh.begin(
+            _asked(settings, order), lambda: _plan(settings, cluster, order, answers)
+        )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
         target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
@@ -128,7 +132,9 @@ def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
 def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
     """A trainer of the replay publishes versions; none may have the id of a version that the recorded tokens name."""
     first = max(target.trainer.first_attempt, newest_attempt + 1)
-    return target.model_copy(update={"trainer": target.trainer.model_copy(update={"first_attempt": first})})
+    return target.model_copy(
+        update={"trainer": target.trainer.model_copy(update={"first_attempt": first})}
+    )
 
 
 def keep_settings(target: Settings) -> None:
@@ -162,9 +168,17 @@ def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) 
         from clawstream.ops.replay.lake_source import partitions_of, pinned
 
         versions = pinned(settings, order.pins)
-        return {"from": "lake", "versions": versions, "partitions": partitions_of(settings, versions), **policy}
+        return {
+            "from": "lake",
+            "versions": versions,
+            "partitions": partitions_of(settings, versions),
+            **policy,
+        }
     topics = settings.kafka.topics
-    windows = [window_of(cluster, t, order.since_ms, order.until_ms) for t in (topics.steps, topics.rewards)]
+    windows = [
+        window_of(cluster, t, order.since_ms, order.until_ms)
+        for t in (topics.steps, topics.rewards)
+    ]
     return {
         "from": "topics",
         "windows": [w.plain() for w in windows],
@@ -173,7 +187,9 @@ def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) 
     }
 
 
-def _recorded_policy(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
+def _recorded_policy(
+    settings: Settings, cluster: Cluster, order: Order, answers: Answers
+) -> dict[str, Any]:
     """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
 
     All of them where the settings have no policy of their own. What it awaits, wherever recorded answers count: these
@@ -202,7 +218,9 @@ def _recorded_policy(settings: Settings, cluster: Cluster, order: Order, answers
 
 def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a policy, as they were before they became JSON."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in policy.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in policy.items()
+    }
 
 
 def _source(
@@ -210,7 +228,10 @@ def _source(
 ) -> Moments:  # fmt: skip
     run = settings.run_id
     choice = Choice(
-        run, order.as_run, order.keep_rules or not answers.rewards(run), order.keep_rules or not answers.assesses(run)
+        run,
+        order.as_run,
+        order.keep_rules or not answers.rewards(run),
+        order.keep_rules or not answers.assesses(run),
     )
     if plan["from"] == "lake":
         from clawstream.ops.replay.lake_source import LakeMoments, Span
@@ -218,7 +239,9 @@ def _source(
         span = Span(order.since_ms, order.until_ms)
         return LakeMoments(settings, plan["versions"], plan["partitions"], span, choice)
     steps, rewards = map(Window.of_plain, plan["windows"])
-    return TopicMoments(cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice)
+    return TopicMoments(
+        cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice
+    )
 
 
 # -- assemble and reward
@@ -231,11 +254,17 @@ def _assemble(
 
     def rules(trajectory: Trajectory) -> list[Any]:
         # Not the clock: the same again must be the same bytes.
-        return [] if order.keep_rules else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
+        return (
+            []
+            if order.keep_rules
+            else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
+        )
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
     pen, limits = _Pen(cluster, target), limits_of(target)
-    if order.pins is not None:  # the lake has no ticks, so it does not tell a silence from an idle log
+    if (
+        order.pins is not None
+    ):  # the lake has no ticks, so it does not tell a silence from an idle log
         limits = replace(limits, silent_after=None)
     replay = Replay(
         run, target.kafka.partitions, limits, pen.codec, rules, cluster.topic_id(topics.trajectories),
@@ -252,7 +281,9 @@ def _assemble(
             logger().info("replaying", steps=replay.tally.steps, until_ms=moment.time)
     pen.write(replay.tick(source.end))
     if not order.stay_open:
-        ended = RunEnded(run_id=run, reason=f"the end of replay {order.name}", created_at=now_micros())
+        ended = RunEnded(
+            run_id=run, reason=f"the end of replay {order.name}", created_at=now_micros()
+        )
         pen.write([Out("candidates", replay.candidates_at, run.encode(), ended, None, source.end)])
     pen.close()
     tally, seconds = replay.tally, time.monotonic() - began
@@ -276,7 +307,9 @@ class _Pen:
     def write(self, outs: list[Out]) -> None:
         for out in outs:
             topic = self._names[out.topic]
-            self._writer.put(topic, out.partition, out.key, self.codec.encode(out.event), out.time, out.headers)
+            self._writer.put(
+                topic, out.partition, out.key, self.codec.encode(out.event), out.time, out.headers
+            )
 
     def close(self) -> None:
         """Raises CopyFailed when something lies elsewhere than the candidates say."""
@@ -324,7 +357,9 @@ def list_replays(settings: Settings) -> list[dict[str, Any]]:
 
 def delete_replay(settings: Settings, name: str) -> int:
     """Delete its topics and its plan; its directory stays where something else is in it. Returns how many topics there were."""
-    replay_settings(settings, name, settings.run_id, settings.kafka.partitions)  # or an error that says what is wrong
+    replay_settings(
+        settings, name, settings.run_id, settings.kafka.partitions
+    )  # or an error that says what is wrong
     fresh = _fresh(settings, cluster_of(settings), name)
     if fresh.read() is None:
         raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")

@@ -20,7 +20,9 @@ from stream_jobs.assemble.payload.input_log import InputLog
 class TopicMoments:
     """Steps with their ticks, and rewards, by log time. Reads only; the same window always gives the same."""
 
-    def __init__(self, cluster: Cluster, decoder: Decoder, steps: Window, rewards: Window, choice: Choice) -> None:
+    def __init__(
+        self, cluster: Cluster, decoder: Decoder, steps: Window, rewards: Window, choice: Choice
+    ) -> None:
         self.end = 0
         self.unreadable = 0
         self._cluster, self._decoder, self._choice = cluster, decoder, choice
@@ -36,7 +38,9 @@ class TopicMoments:
             if event is not None:
                 yield Moment(time, record.partition, source, record.offset, record.key, event)
             elif source == STEPS:  # ticks, and what other runs and failed calls say of the time
-                yield Moment(time, record.partition, source, -1, None, Tick(partition=record.partition))
+                yield Moment(
+                    time, record.partition, source, -1, None, Tick(partition=record.partition)
+                )
 
     def _chosen(self, record: Record) -> Any | None:
         """What a record of the run says; None: it is none of those that are replayed."""
@@ -53,4 +57,6 @@ class TopicMoments:
 
     def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
         """As `InputLog.payload`."""
-        return InputLog(self._cluster, self._decoder, self._windows[STEPS].topic, partition).payload(starts)
+        return InputLog(
+            self._cluster, self._decoder, self._windows[STEPS].topic, partition
+        ).payload(starts)

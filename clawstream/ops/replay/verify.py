@@ -14,7 +14,16 @@ from clawstream.ops.replay.report import Outcome, described, journal
 from runtime.kafka import Cluster, SourceTruncated
 from runtime.topics.records import Decoder, cluster_of, now_micros
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import AdmissionPolicy, Candidate, Channel, Late, PolicyApplied, ReadyBatch, RunEnded, Tick
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Channel,
+    Late,
+    PolicyApplied,
+    ReadyBatch,
+    RunEnded,
+    Tick,
+)
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.decisions.journal import Entry, Journaled, Source
@@ -85,7 +94,12 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
     check_whole(cluster, journal_topic)
     whole = list(journal(cluster, decoder, journal_topic))
     first = next(
-        (i for i, r in enumerate(whole) if not isinstance(r, Late) and r.input_topic_id == source.topic_id), None
+        (
+            i
+            for i, r in enumerate(whole)
+            if not isinstance(r, Late) and r.input_topic_id == source.topic_id
+        ),
+        None,
     )
     if first is None:
         raise NothingRecorded(f"{journal_topic} has nothing that was decided on today's {topic}")
@@ -95,10 +109,14 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
             f"source truncated: {topic}-{partition} begins at {low}, run {run} at {opened.from_offset}: its beginning is gone"
         )
     past = past_of(whole[:first], source.topic_id, low)
-    return Recorded(source, past, whole[first:], partial(_candidates, cluster, decoder, topic, partition, run))
+    return Recorded(
+        source, past, whole[first:], partial(_candidates, cluster, decoder, topic, partition, run)
+    )
 
 
-def first_difference(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def first_difference(
+    wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
     """The first batch that is another one, with what was recorded and what came now; None: there is none.
 
     What a live admission had not yet come to when its journal was read is no difference.
@@ -110,14 +128,23 @@ def first_difference(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str,
     return None
 
 
-def _candidates(cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str) -> Iterator[Entry]:
+def _candidates(
+    cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str
+) -> Iterator[Entry]:
     """The log as admission takes it: ticks, and what is of the run. What can't be read was buried."""
     for record in cluster.read_all(topic, partition):
         try:
             event = decoder.decode(record.value)
             if isinstance(event, Tick):
                 yield Entry(record.offset, event)
-            elif isinstance(event, Candidate | AdmissionPolicy | RunEnded) and record.key == run.encode():
-                yield Entry(record.offset, event, place_of(record.headers) if isinstance(event, Candidate) else None)
+            elif (
+                isinstance(event, Candidate | AdmissionPolicy | RunEnded)
+                and record.key == run.encode()
+            ):
+                yield Entry(
+                    record.offset,
+                    event,
+                    place_of(record.headers) if isinstance(event, Candidate) else None,
+                )
         except (Undecodable, UnknownSchema, ValueError):
             continue

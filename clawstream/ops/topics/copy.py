@@ -58,7 +58,12 @@ class Choice:
         """The record as the copy has it, None when it is left out."""
         if self.run is not None and event.run_id != self.run:
             return None
-        if not self.rewards and isinstance(event, Reward) and event.source == "rule" and event.by == REWARDER:
+        if (
+            not self.rewards
+            and isinstance(event, Reward)
+            and event.source == "rule"
+            and event.by == REWARDER
+        ):
             return None
         if not self.assessments and isinstance(event, Assessment):
             return None
@@ -73,13 +78,17 @@ def renamed(event: Any, run_id: str) -> Any:
         if (version := getattr(event, name, None)) is not None:
             changes[name] = _version(version, old, run_id)
     if spans := getattr(event, "versions", ()):
-        changes["versions"] = tuple(dataclasses.replace(s, version=_version(s.version, old, run_id)) for s in spans)
+        changes["versions"] = tuple(
+            dataclasses.replace(s, version=_version(s.version, old, run_id)) for s in spans
+        )
     return dataclasses.replace(event, **changes)
 
 
 def _version(version: str, old: str, new: str) -> str:
     parsed = parse_version(version)
-    return str(parsed._replace(run_id=new)) if parsed is not None and parsed.run_id == old else version
+    return (
+        str(parsed._replace(run_id=new)) if parsed is not None and parsed.run_id == old else version
+    )
 
 
 class Writer:
@@ -126,7 +135,9 @@ def copied_settings(settings: Settings, prefix: str, partitions: int) -> Setting
     if prefix == settings.kafka.topic_prefix or not PREFIX.fullmatch(prefix):
         raise SettingsError(f"prefix {prefix!r}: must be another one, of 1 to 32 of a-z 0-9 _ -")
     kafka = settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": partitions})
-    return settings.model_copy(update={"kafka": kafka, "jobs": settings.jobs.model_copy(update={"write_ticks": False})})
+    return settings.model_copy(
+        update={"kafka": kafka, "jobs": settings.jobs.model_copy(update={"write_ticks": False})}
+    )
 
 
 def copy_topics(
@@ -158,7 +169,9 @@ def copy_topics(
     }  # fmt: skip
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
     with fresh.held():
-        begun = fresh.begin(asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source})
+        begun = fresh.begin(
+            asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source}
+        )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
         fresh.make(target, copies)
@@ -221,7 +234,11 @@ class Copier:
         self.time = time
         if self._decoder.codec.is_tick(record.value):
             self.ticks += self.same
-            yield from [(record.partition, record.key, record.value)] if self.same else self._everywhere(time)
+            yield from (
+                [(record.partition, record.key, record.value)]
+                if self.same
+                else self._everywhere(time)
+            )
             return
         value = self._value(record)
         if value is not None or (record.value is None and self._choice.every):

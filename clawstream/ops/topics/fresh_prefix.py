@@ -55,7 +55,9 @@ class FreshPrefix:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as e:
-                raise PrefixTaken(f"another command is just filling the topics of {self._prefix}*") from e
+                raise PrefixTaken(
+                    f"another command is just filling the topics of {self._prefix}*"
+                ) from e
             yield
 
     def begin(self, asked: Plain, plan: Callable[[], Plain]) -> Begun:
@@ -65,7 +67,9 @@ class FreshPrefix:
         mine = self._there()
         if known is None:
             if mine:
-                raise PrefixTaken(f"there are topics already: {', '.join(mine[:3])}, ...; choose another name")
+                raise PrefixTaken(
+                    f"there are topics already: {', '.join(mine[:3])}, ...; choose another name"
+                )
             known = {"asked": asked, "plan": plan(), "result": None}
             self._write(known)
         elif known["asked"] != asked:
@@ -84,7 +88,9 @@ class FreshPrefix:
         for spec in kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)):
             if spec.name in kept:
                 made = keeping_time(spec)
-                self._cluster.create_topic(made.name, made.partitions, made.config, *settings.replication)
+                self._cluster.create_topic(
+                    made.name, made.partitions, made.config, *settings.replication
+                )
         create_topics(self._cluster, settings)
 
     def done(self, result: Plain) -> None:
@@ -116,10 +122,14 @@ class FreshPrefix:
         deadline = time.monotonic() + GONE_S
         while left := self._there():
             if time.monotonic() > deadline:
-                raise Unavailable(f"topics were deleted but are still there after {GONE_S:g} s: {', '.join(left)}")
+                raise Unavailable(
+                    f"topics were deleted but are still there after {GONE_S:g} s: {', '.join(left)}"
+                )
             time.sleep(0.05)
 
 
 def keeping_time(spec: TopicSpec) -> TopicSpec:
     """The topic with the timestamps that its records are given. They are old: retention by time would delete them at once."""
-    return replace(spec, config={**spec.config, "message.timestamp.type": "CreateTime", "retention.ms": "-1"})
+    return replace(
+        spec, config={**spec.config, "message.timestamp.type": "CreateTime", "retention.ms": "-1"}
+    )

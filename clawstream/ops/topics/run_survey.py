@@ -12,7 +12,14 @@ from runtime.kafka import Cluster, KafkaError, Record
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import is_run
-from schemas.records import AdmissionPolicy, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
+from schemas.records import (
+    AdmissionPolicy,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    WeightVersion,
+)
 from schemas.topics import Topics, partition_of
 
 
@@ -63,7 +70,9 @@ class RunSurvey:
         self.ends: dict[str, dict[int, tuple[int, int]]] = {}
         """Of the candidates and the journals: partition to (first offset, end)."""
         named = ((t, topics.parse_ready_batches(t)) for t in sorted(self.there))
-        self.journals = {t: run_and_channel for t, run_and_channel in named if run_and_channel is not None}
+        self.journals = {
+            t: run_and_channel for t, run_and_channel in named if run_and_channel is not None
+        }
         for topic in (topics.candidates, *self.journals):
             self.ends[topic] = cluster.watermarks(topic, range(self.there.get(topic, 0)))
         self.runs: dict[str, Traces] = {}

@@ -90,14 +90,18 @@ def cut(topic: str, partition: int, ends: tuple[int, int], bounds: Iterable[Boun
     return Cut(topic, partition, low, to, end, why)
 
 
-def needs(run: str, traces: Traces | None, journals: Sequence[Journal], given_up: Collection[str]) -> str | None:
+def needs(
+    run: str, traces: Traces | None, journals: Sequence[Journal], given_up: Collection[str]
+) -> str | None:
     """Why a run still needs all that it has; None: it is over. journals: of its channels."""
     if traces is not None and traces.has_policy and traces.ended is None:
         return f"run {run} lives"
     if run in given_up:
         return None
     if traces is not None and traces.ended is not None:
-        unread = next((why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None)
+        unread = next(
+            (why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None
+        )
         if unread is None and traces.has_policy and not any(j.end for j in journals):
             return f"run {run} has ended at {traces.ended}, but no decisions of it are seen (--give-up {run})"
         return unread
@@ -118,7 +122,9 @@ def _unread_end(journal: Journal, ended: int) -> str | None:
     )
 
 
-def journal_bounds(journal: Journal, need: str | None, given_up: Collection[str]) -> Iterator[Bound]:
+def journal_bounds(
+    journal: Journal, need: str | None, given_up: Collection[str]
+) -> Iterator[Bound]:
     """What holds the ready batches of a run. need: why it needs all of them."""
     run = journal.run_id
     if need is not None:
@@ -128,7 +134,10 @@ def journal_bounds(journal: Journal, need: str | None, given_up: Collection[str]
     elif journal.flaw is not None:
         yield Bound(journal.low, f"{journal.flaw} (--give-up {run})")
     elif journal.untrained:
-        yield Bound(journal.trained, f"{journal.untrained} batches of run {run} are not trained (--give-up {run})")
+        yield Bound(
+            journal.trained,
+            f"{journal.untrained} batches of run {run} are not trained (--give-up {run})",
+        )
     elif journal.trained == 0 and journal.end > 0:
         yield Bound(0, f"the trainer of run {run} has begun, but trained nothing (--give-up {run})")
     else:
@@ -164,12 +173,16 @@ class TopicTrim:
         self._survey = RunSurvey(cluster, self._topics, self._decoder)
         self._ids = self._survey.ids
         self._check_given_up()
-        self._before = {t: self._came_before(t) for t in (self._topics.candidates, *self._survey.journals)}
+        self._before = {
+            t: self._came_before(t) for t in (self._topics.candidates, *self._survey.journals)
+        }
         self._journal_cuts: dict[str, list[Cut]] = {}
         self._needs: dict[str, str | None] = {}
         self._judge_runs()
         journals = [c for cuts in self._journal_cuts.values() for c in cuts]
-        candidates = [self._candidates(p) for p in sorted(self._survey.ends[self._topics.candidates])]
+        candidates = [
+            self._candidates(p) for p in sorted(self._survey.ends[self._topics.candidates])
+        ]
         self.cuts: list[Cut] = [*journals, *candidates, *self._rewards()]
         """In the order in which they are to be made."""
 
@@ -179,7 +192,9 @@ class TopicTrim:
         today = self._cluster.topic_ids(sorted({c.topic for c in todo}))
         for topic, topic_id in today.items():
             if topic_id != self._ids[topic]:
-                raise TrimOvertaken(f"{topic} was made anew meanwhile: nothing was removed, make another plan")
+                raise TrimOvertaken(
+                    f"{topic} was made anew meanwhile: nothing was removed, make another plan"
+                )
         for c in todo:
             self._cluster.delete_records(c.topic, c.partition, c.to)
 
@@ -228,10 +243,14 @@ class TopicTrim:
         ends = survey.ends[topic][partition]
         found = cut(topic, partition, ends, bounds)
         tickers = survey.there[self._topics.steps]
-        first = first_tick_needed(self._cluster, self._decoder, (topic, partition), found.low, found.to, tickers)
+        first = first_tick_needed(
+            self._cluster, self._decoder, (topic, partition), found.low, found.to, tickers
+        )
         if first == found.to:
             return found
-        reason = f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
+        reason = (
+            f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
+        )
         return cut(topic, partition, ends, [Bound(first, reason)])
 
     def _rewards(self) -> Iterator[Cut]:
@@ -255,7 +274,12 @@ class TopicTrim:
             if partition in firsts:
                 bounds.append(Bound(by_steps.get(partition, 0), f"{steps} has steps since then"))
             else:
-                bounds.append(Bound(pair[0], f"{steps}-{partition} is empty: it can't be told which steps are gone"))
+                bounds.append(
+                    Bound(
+                        pair[0],
+                        f"{steps}-{partition} is empty: it can't be told which steps are gone",
+                    )
+                )
             yield cut(topic, partition, pair, bounds)
 
 

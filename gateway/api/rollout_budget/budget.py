@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.errors import DemandUnknown
-from schemas.records import AdmissionPolicy, Channel, Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
+from schemas.records import (
+    AdmissionPolicy,
+    Channel,
+    Late,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    WeightVersion,
+)
 
 Journaled = ReadyBatch | Refused | Late | PolicyApplied
 KEPT = 256
@@ -128,7 +136,15 @@ class Demand:
         self._asked[refused.reason] += refused.n
         detail = None if refused.detail is None else refused.detail[:DETAIL_CHARS]
         self._refusals.append(
-            Refusal(offset, refused.group_id, refused.round, refused.n, refused.reason, detail, self._total)
+            Refusal(
+                offset,
+                refused.group_id,
+                refused.round,
+                refused.n,
+                refused.reason,
+                detail,
+                self._total,
+            )
         )
         if len(self._refusals) > KEPT:
             self._dropped = self._refusals.popleft().offset

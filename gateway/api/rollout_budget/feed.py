@@ -67,7 +67,12 @@ class _Watch:
 
     def reset(self, journal_id: str | None) -> None:
         """Begin anew: another journal has its name, or none."""
-        self.demand, self.journal_id, self.flaw, self.read = Demand(self.run_id), journal_id, None, False
+        self.demand, self.journal_id, self.flaw, self.read = (
+            Demand(self.run_id),
+            journal_id,
+            None,
+            False,
+        )
         self.next = self.weights_next = BEGINNING
 
     @property
@@ -78,7 +83,9 @@ class _Watch:
 class DemandFeed:
     """A `gateway.api.rollout_budget.budget.DemandSource` over Kafka. clock: seconds."""
 
-    def __init__(self, cluster: Cluster, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cluster: Cluster, settings: Settings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cluster, self._topics, self._clock = cluster, settings.kafka.topics, clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -142,7 +149,11 @@ class DemandFeed:
         if len(self._watched) < MAX_WATCHED:
             return
         gone = [w for w in self._watched.values() if now - w.asked_at > IDLE_S]
-        absent = (w for w in self._watched.values() if w.answer is not None and w.answer.journal_id is None)
+        absent = (
+            w
+            for w in self._watched.values()
+            if w.answer is not None and w.answer.journal_id is None
+        )
         gone = gone or sorted(absent, key=lambda w: w.asked_at)[:1]
         if not gone:
             raise Overloaded(
@@ -194,7 +205,9 @@ class DemandFeed:
             return
         decoder = Decoder(self._cluster, self._topics.schemas)
         reader = self._cluster.reader(
-            f"{self._topics.prefix}-gateway", self._positions(readable), queued_max_messages_kbytes=QUEUE_KB
+            f"{self._topics.prefix}-gateway",
+            self._positions(readable),
+            queued_max_messages_kbytes=QUEUE_KB,
         )
         try:
             while self._read_for(CHECK_S, reader, decoder, readable):
@@ -225,7 +238,9 @@ class DemandFeed:
             start[self._topics.weights, 0] = min(w.weights_next for w in watches)
         return start
 
-    def _read_for(self, seconds: float, reader: Reader, decoder: Decoder, watches: Sequence[_Watch]) -> bool:
+    def _read_for(
+        self, seconds: float, reader: Reader, decoder: Decoder, watches: Sequence[_Watch]
+    ) -> bool:
         """Fold what comes, and rest as long as that took: the loop that serves calls shares the interpreter with this thread. False: the set
         of watches is another one.
         """

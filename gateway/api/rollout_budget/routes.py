@@ -15,7 +15,9 @@ from gateway.errors import Forbidden, NotFound, Unprocessable
 from schemas.ids import RUN_ID
 from schemas.records import Channel
 
-After = Annotated[int | None, Query(ge=0, description="offset of the last refusal that was handled")]
+After = Annotated[
+    int | None, Query(ge=0, description="offset of the last refusal that was handled")
+]
 
 
 class DemandReply(BaseModel):
@@ -45,7 +47,9 @@ class DemandReply(BaseModel):
     free_staleness_capacity: int | None
 
 
-def reply_of(run_id: str, channel: Channel, seen: Seen, after: int | None, loaded: int | None) -> DemandReply:
+def reply_of(
+    run_id: str, channel: Channel, seen: Seen, after: int | None, loaded: int | None
+) -> DemandReply:
     """The reply. loaded: lowest sync index of the run that a ready engine samples with; None when no engine says so."""
     standing, policy = seen.standing, seen.standing.policy
     refusals, missing = standing.after(after)
@@ -68,21 +72,32 @@ def reply_of(run_id: str, channel: Channel, seen: Seen, after: int | None, loade
         admission_policy_version=policy and policy.policy_version,
         max_staleness=policy and policy.max_staleness,
         sync_every=policy and policy.sync_every,
-        batch_groups=None if policy is None else policy.batch_groups if channel == "train" else policy.val_groups,
+        batch_groups=None
+        if policy is None
+        else policy.batch_groups
+        if channel == "train"
+        else policy.val_groups,
         free_staleness_capacity=standing.free_capacity(channel, loaded),
     )
 
 
-def demand_routes(door: Door, source: DemandSource, loaded: Callable[[str], int | None]) -> APIRouter:
+def demand_routes(
+    door: Door, source: DemandSource, loaded: Callable[[str], int | None]
+) -> APIRouter:
     """The route. loaded: of a run, the lowest sync index that a ready engine samples with."""
     router = APIRouter()
 
     @router.get("/runs/{run}/demand")
-    async def demand(request: Request, run: str, channel: Channel = "train", after: After = None) -> DemandReply:
+    async def demand(
+        request: Request, run: str, channel: Channel = "train", after: After = None
+    ) -> DemandReply:
         headers = header_map(request.scope)
         caller = door.authenticate(headers, "agent")
         if caller.session is not None and not caller.unbound:
-            raise Forbidden("a session key is for one trajectory; demand is of a whole run: use an API key", "run")
+            raise Forbidden(
+                "a session key is for one trajectory; demand is of a whole run: use an API key",
+                "run",
+            )
         if not RUN_ID.fullmatch(run):
             raise Unprocessable(f"run: {run[:80]!r} is no run id: {RUN_ID.pattern}", "run")
         door.run_of(caller, headers, run)

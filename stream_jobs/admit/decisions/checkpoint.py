@@ -93,7 +93,15 @@ def read(data: bytes, codec: Codec) -> tuple[Ledger, Mark]:
         if rest:
             raise ValueError(f"{len(rest)} bytes too many")
         return _ledger(plain, decisions, closed, codec), Mark(*plain["mark"])
-    except (struct.error, ValueError, KeyError, TypeError, binascii.Error, Undecodable, UnknownSchema) as e:
+    except (
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        binascii.Error,
+        Undecodable,
+        UnknownSchema,
+    ) as e:
         raise CheckpointFlaw(f"{type(e).__name__}: {e}") from e
 
 
@@ -151,7 +159,9 @@ class CheckpointFile:
         That the journal still has the record of the mark is for the caller to see.
         """
         try:
-            for draft in self._path.parent.glob(f".{self._path.name}.*"):  # of one who was killed while writing it
+            for draft in self._path.parent.glob(
+                f".{self._path.name}.*"
+            ):  # of one who was killed while writing it
                 draft.unlink(missing_ok=True)
             ledger, mark = read(self._path.read_bytes(), self._codec)
         except FileNotFoundError:
@@ -189,7 +199,10 @@ class CheckpointFile:
         self._told = ledger.told
         chunks = written(ledger, mark, self._codec)
         self._writing = threading.Thread(
-            target=self._write, args=(chunks, ledger.told, mark.offset), name="checkpoint", daemon=True
+            target=self._write,
+            args=(chunks, ledger.told, mark.offset),
+            name="checkpoint",
+            daemon=True,
         )
         self._writing.start()
         return self._writing
@@ -203,4 +216,6 @@ class CheckpointFile:
             self._log.warning("checkpoint_not_written", error=str(e), next_after=EVERY)
             return
         seconds = round(time.monotonic() - begun, 3)
-        self._log.info("checkpoint_written", trajectories=told, journal_offset=offset, seconds=seconds)
+        self._log.info(
+            "checkpoint_written", trajectories=told, journal_offset=offset, seconds=seconds
+        )

@@ -10,7 +10,17 @@ from typing import Any
 from runtime.kafka import Record
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import AdmissionPolicy, Candidate, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded, Tick
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Late,
+    Place,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
 from stream_jobs.errors import UnreadableJournal
 
 Journaled = ReadyBatch | Refused | Late | PolicyApplied
@@ -51,11 +61,17 @@ def journaled_by(decoder: Decoder, record: Record) -> Journaled:
     try:
         event = decoder.decode(record.value)
     except UnknownSchema as e:
-        raise UnreadableJournal(f"{where}: {e}. A newer release has written it: run that one") from e
+        raise UnreadableJournal(
+            f"{where}: {e}. A newer release has written it: run that one"
+        ) from e
     except Undecodable as e:
-        raise UnreadableJournal(f"{where}: {e}. What it decided can't be known; an operator must look") from e
+        raise UnreadableJournal(
+            f"{where}: {e}. What it decided can't be known; an operator must look"
+        ) from e
     if not isinstance(event, Journaled):
-        raise UnreadableJournal(f"{where}: a {type(event).__name__} is no decision; an operator must look")
+        raise UnreadableJournal(
+            f"{where}: a {type(event).__name__} is no decision; an operator must look"
+        )
     return event
 
 
@@ -89,4 +105,6 @@ def content_hash(batch: ReadyBatch) -> str:
             for g in batch.groups
         ],
     }
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

@@ -75,7 +75,9 @@ class ClosedRounds:
     but the last of them is owed members.
     """
 
-    def __init__(self, packed: Packed | None = None, others: Iterable[tuple[str, Rounds]] = ()) -> None:
+    def __init__(
+        self, packed: Packed | None = None, others: Iterable[tuple[str, Rounds]] = ()
+    ) -> None:
         self.packed = Packed() if packed is None else packed
         self.others = dict(others)
         """Of group ids whose closed rounds have a gap, or of which another round than the last is owed members."""

@@ -76,7 +76,12 @@ class Ledger:
                 self._refused(record)
             case Late():
                 old = self.decided(record.trajectory_id)
-                self._decide(record.trajectory_id, record.revision, record.missed_batch_seq, old.at if old else 0)
+                self._decide(
+                    record.trajectory_id,
+                    record.revision,
+                    record.missed_batch_seq,
+                    old.at if old else 0,
+                )
             case PolicyApplied():
                 self._apply(record)
         if not isinstance(record, PolicyApplied):
@@ -93,7 +98,9 @@ class Ledger:
         self.input_to = max(self.input_to, record.from_offset)
 
     def _decide(self, trajectory_id: str, revision: int, batch_seq: int | None, at: int) -> None:
-        self.decisions.put(trajectory_id, (at, revision, _REFUSED if batch_seq is None else batch_seq))
+        self.decisions.put(
+            trajectory_id, (at, revision, _REFUSED if batch_seq is None else batch_seq)
+        )
         self.told += 1
 
     def _admitted(self, batch: ReadyBatch) -> None:
@@ -148,7 +155,9 @@ class Past:
     renewed: bool = False
 
 
-def past_of(journal: Iterable[Journaled], topic_id: str, low: int, ledger: Ledger | None = None) -> Past:
+def past_of(
+    journal: Iterable[Journaled], topic_id: str, low: int, ledger: Ledger | None = None
+) -> Past:
     """The past that a journal tells. topic_id: of today's candidates topic; low: the first offset that it has.
 
     ledger: of the records before these.
@@ -159,9 +168,13 @@ def past_of(journal: Iterable[Journaled], topic_id: str, low: int, ledger: Ledge
     newest = ledger.newest.policy if ledger.newest is not None else None
     of_settings = ledger.of_settings.policy if ledger.of_settings is not None else None
     if ledger.topic_id not in (None, topic_id):
-        return Past(ledger, newest, newest, of_settings, ledger.next_seq, low, low, low, renewed=True)
+        return Past(
+            ledger, newest, newest, of_settings, ledger.next_seq, low, low, low, renewed=True
+        )
     resume_from = low if ledger.input_from is None else ledger.input_from
-    policy = next((a.policy for a in reversed(ledger.applied) if a.from_offset <= resume_from), None)
+    policy = next(
+        (a.policy for a in reversed(ledger.applied) if a.from_offset <= resume_from), None
+    )
     return Past(
         ledger, policy, newest, of_settings, ledger.next_seq,
         resume_from, max(low, ledger.stepped_to), max(low, ledger.input_to),

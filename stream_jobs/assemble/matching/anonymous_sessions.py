@@ -41,7 +41,12 @@ from stream_jobs.assemble.matching.conversation import (
     links_of,
     reply_of,
 )
-from stream_jobs.assemble.matching.retries import as_long, ended_badly, idempotency_hash, request_hash
+from stream_jobs.assemble.matching.retries import (
+    as_long,
+    ended_badly,
+    idempotency_hash,
+    request_hash,
+)
 from stream_jobs.assemble.matching.token_prefix import hash_of, hashes_at
 from stream_jobs.assemble.model import StepEntry, Steps, call_of
 from stream_jobs.assemble.payload.segment_tree import WIDTH
@@ -107,7 +112,9 @@ class Ends:
         if step.response and step.end_hash is not None:
             if step.end not in self.by_length:
                 insort(self.lengths, step.end)
-            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, Places()).add(place, step.offset)
+            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, Places()).add(
+                place, step.offset
+            )
 
     def remove(self, place: Place, step: StepEntry) -> None:
         """Of a step that was added."""
@@ -239,7 +246,9 @@ def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
     places = ends.longest(prompt) if prompt is not None else None
     if places is None and linked is not None:
         places = linked.every
-    place = places.best(steps_of) if places is not None else _in_another_form(bucket, steps_of, asked)
+    place = (
+        places.best(steps_of) if places is not None else _in_another_form(bucket, steps_of, asked)
+    )
     return begins if place is None else begins._replace(trajectory=place[0], after=place[1])
 
 
@@ -263,7 +272,11 @@ def _only(places: Places, steps_of: StepsOf) -> Place | None:
     if len(places.offsets) > FEW:
         return None
     fresh = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
-    return min(fresh, key=lambda place: places.offsets[place]) if len({t for t, _ in fresh}) == 1 else None
+    return (
+        min(fresh, key=lambda place: places.offsets[place])
+        if len({t for t, _ in fresh}) == 1
+        else None
+    )
 
 
 def in_session(session: Bucket, tail: str) -> Choice:

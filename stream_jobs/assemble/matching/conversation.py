@@ -63,7 +63,9 @@ def conversation_of(request_json: bytes) -> Conversation:
         return Conversation(None, None, ())
     hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
     for item in items:
-        is_model = isinstance(item, dict) and (item.get("role") == "assistant" or item.get("type") in CALL_ITEMS)
+        is_model = isinstance(item, dict) and (
+            item.get("role") == "assistant" or item.get("type") in CALL_ITEMS
+        )
         if is_model and not before:
             prefixes.append(number(hashed.digest()))
         before = is_model
@@ -87,7 +89,9 @@ def call_ids_in(turn: Turn) -> list[int]:
     Some agents repeat a call as text: `[{'id': 'call_1', 'type': 'function', ...}]`.
     """
     found = _QUOTED.findall(_text(turn)[-TEXT_SEARCHED:])[::-1]
-    return [hash_of(b"call id", _letters(word).encode()) for word in dict.fromkeys(found)][:IDS_LOOKED_UP]
+    return [hash_of(b"call id", _letters(word).encode()) for word in dict.fromkeys(found)][
+        :IDS_LOOKED_UP
+    ]
 
 
 def reply_of(response_json: bytes) -> Turn | None:
@@ -126,7 +130,9 @@ def links_of(turns: Sequence[Turn] | None, reply: Turn | None) -> Links:
     last = turns[-1] if turns else None
     shown = _of_call(call_in(last)) if last is not None else None
     leads = _of_call(call_in(reply)) if reply is not None else None
-    if turns is None or ((last is None or shown is not None) and (reply is None or leads is not None)):
+    if turns is None or (
+        (last is None or shown is not None) and (reply is None or leads is not None)
+    ):
         return Links(shown, leads)
     hashed = hashlib.sha256(b"said")
     for turn in turns:
@@ -160,7 +166,9 @@ def _message(item: Any) -> bytes:
     """What a message says, whatever an agent changes of its form between calls."""
     if isinstance(item, dict):
         content = item.get("content")
-        if isinstance(content, list) and all(isinstance(b, dict) and b.get("type") in TEXT_BLOCKS for b in content):
+        if isinstance(content, list) and all(
+            isinstance(b, dict) and b.get("type") in TEXT_BLOCKS for b in content
+        ):
             content = "\n".join(texts_of(item))
         elif isinstance(content, list):
             content = [_bare(block) for block in content]
@@ -169,7 +177,11 @@ def _message(item: Any) -> bytes:
 
 
 def _bare(block: Any) -> Any:
-    return {k: v for k, v in block.items() if k != "cache_control"} if isinstance(block, dict) else block
+    return (
+        {k: v for k, v in block.items() if k != "cache_control"}
+        if isinstance(block, dict)
+        else block
+    )
 
 
 def _letters(call_id: str) -> str:
@@ -207,7 +219,9 @@ def _says(item: Mapping[str, Any]) -> bool:
         return True
     if any(text and not text.isspace() for text in texts_of(item)):
         return True
-    return isinstance(content, list) and any(isinstance(b, dict) and b.get("type") == "tool_use" for b in content)
+    return isinstance(content, list) and any(
+        isinstance(b, dict) and b.get("type") == "tool_use" for b in content
+    )
 
 
 def _text(turn: Turn) -> str:

@@ -31,7 +31,9 @@ def idempotency_hash(step: Step) -> int | None:
     """Of its idempotency key and choice. None: it has no key."""
     if not step.idempotency_key:
         return None
-    return hash_of(b"idempotency\x1f", str(step.choice_index).encode(), b"\x1f", step.idempotency_key.encode())
+    return hash_of(
+        b"idempotency\x1f", str(step.choice_index).encode(), b"\x1f", step.idempotency_key.encode()
+    )
 
 
 def request_hash(step: Step) -> int:
@@ -63,7 +65,12 @@ def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
 def mended(steps: Steps, at: int) -> Retry | None:
     """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
     other = steps[at].retried
-    if other is None or ended_badly(steps[at]) or steps[other].retried is not None or steps.continued[other]:
+    if (
+        other is None
+        or ended_badly(steps[at])
+        or steps[other].retried is not None
+        or steps.continued[other]
+    ):
         return None
     return Retry(other, at)
 
@@ -86,7 +93,9 @@ def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
 
     def may_be(at: int) -> bool:
         other = steps[at]
-        return other.retried is None and other.choice == entry.choice and call_of(other.tail) != call
+        return (
+            other.retried is None and other.choice == entry.choice and call_of(other.tail) != call
+        )
 
     for i in reversed(steps.keyed.get(entry.idem, ()) if entry.idem is not None else ()):
         if as_long(steps[i].prompt, entry.prompt) and may_be(i):

@@ -57,7 +57,11 @@ def _at_most(ascending: Sequence[int], limit: int) -> int:
 def _left(steps: Steps, prompt: bytes) -> int | None:
     """Of the last steps the one with the longest prompt that this one begins with, of equal ones the latest."""
     limit, first = len(prompt) // WIDTH, max(len(steps) - RECENT, 0)
-    recent = [i for i in range(first, len(steps)) if steps[i].end_hash is not None and steps[i].prompt <= limit]
+    recent = [
+        i
+        for i in range(first, len(steps))
+        if steps[i].end_hash is not None and steps[i].prompt <= limit
+    ]
     found = set(hashes_at(prompt, sorted({steps[i].prompt for i in recent}))[0])
     same = [i for i in recent if (steps[i].prompt, steps[i].asked) in found]
     return max(same, key=lambda i: (steps[i].prompt, i), default=None)
@@ -74,8 +78,12 @@ def _shorter(steps: Steps, prompt: bytes, longest: int, left: int | None) -> int
         known = None
     else:
         begin = steps[left].prompt
-        lengths = set(steps.ends[bisect_right(steps.ends, begin) : bisect_right(steps.ends, longest - 1)])
-        lengths |= {s.end for s in steps[left:] if s.response and s.end_hash is not None and s.end <= begin}
+        lengths = set(
+            steps.ends[bisect_right(steps.ends, begin) : bisect_right(steps.ends, longest - 1)]
+        )
+        lengths |= {
+            s.end for s in steps[left:] if s.response and s.end_hash is not None and s.end <= begin
+        }
         known = steps[left].base
     for end, hashed in reversed(hashes_at(prompt, sorted(lengths))[0]):
         if known is not None and end < steps[known].end:

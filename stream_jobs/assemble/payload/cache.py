@@ -30,7 +30,13 @@ class Payload(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of memory, about."""
-        return len(self.prompt) + len(self.response) + len(self.logprobs or b"") + len(self.response_json) + 400
+        return (
+            len(self.prompt)
+            + len(self.response)
+            + len(self.logprobs or b"")
+            + len(self.response_json)
+            + 400
+        )
 
 
 Kept = Payload | bytes
@@ -47,7 +53,9 @@ def payload_of(step: Step, origin: Provenance, start: int = 0) -> Payload:
         prompt=(step.prompt_token_ids or b"")[start * WIDTH :] if known else b"",
         response=response if known else b"",
         tokens=known,
-        logprobs=logprobs if known and logprobs is not None and len(logprobs) == len(response) else None,
+        logprobs=logprobs
+        if known and logprobs is not None and len(logprobs) == len(response)
+        else None,
         versions=origin.versions,
         response_json=step.response_json,
         finish_reason=step.finish_reason,

@@ -52,7 +52,11 @@ def why_unscored(sampling: Sampling | None, truncated: bool = False) -> str | No
 
 def _shaped_by(sampling: Sampling) -> list[str]:
     """Whatever but the temperature made the distribution another one than the model's."""
-    neutral: dict[str, float] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    neutral: dict[str, float] = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
     if sampling.temperature != 0.0:  # the most probable token is never cut off
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} | neutral
     said = {name: getattr(sampling, name) for name in neutral}

@@ -107,7 +107,10 @@ def build(steps: Sequence[Sampled | None], repeats: Repeats = lambda step, earli
     segments = _number(root, steps, index)
     nodes = tuple(
         Node(
-            index[i], index[p] if (p := sources[i]) is not None else None, leaves[i].number if i in leaves else None, d
+            index[i],
+            index[p] if (p := sources[i]) is not None else None,
+            leaves[i].number if i in leaves else None,
+            d,
         )
         for i, d in enumerate(drifts)
     )
@@ -179,7 +182,9 @@ def _parents(
     ]  # fmt: skip
     latest = {path.whole: i for i, path in counting}  # of equal ones the latest
     sampling = {i for i, _ in counting}
-    prompts: dict[_Branch, list[int]] = {}  # of the steps before this one on the log, by where they end
+    prompts: dict[
+        _Branch, list[int]
+    ] = {}  # of the steps before this one on the log, by where they end
     parents: list[int | None] = []
     sources: list[int | None] = []
     drifts: list[Drift] = []
@@ -192,7 +197,15 @@ def _parents(
                 at = at.above
             left = _left(path.asked, at.end if at is not None else 0, prompts)
             source = next((other for other in left if repeats(i, other)), None)
-            drift = "realigned" if source is not None else "forked" if left else "root" if parent is None else "clean"
+            drift = (
+                "realigned"
+                if source is not None
+                else "forked"
+                if left
+                else "root"
+                if parent is None
+                else "clean"
+            )
             if i in sampling:
                 prompts.setdefault(path.asked, []).append(i)
         parents.append(parent)
@@ -273,7 +286,9 @@ def _common(a: bytes, b: bytes) -> int:
     return low * WIDTH
 
 
-def _number(root: _Branch, steps: Sequence[Sampled | None], index: dict[int, int]) -> tuple[Segment, ...]:
+def _number(
+    root: _Branch, steps: Sequence[Sampled | None], index: dict[int, int]
+) -> tuple[Segment, ...]:
     """Segments in depth-first order, children in the order in which they were added."""
     segments: list[Segment] = []
     stack: list[tuple[_Branch, int | None]] = [(root, None)]

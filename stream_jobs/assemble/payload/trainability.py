@@ -37,11 +37,18 @@ def provenance(step: Step, truncated: bool = False) -> Provenance:
     """
     for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
         if len(getattr(step, name) or b"") % 4:
-            raise ValueError(f"{name}: {len(getattr(step, name))} bytes are no whole number of 4-byte values")
+            raise ValueError(
+                f"{name}: {len(getattr(step, name))} bytes are no whole number of 4-byte values"
+            )
     count = tokens.count(step.response_token_ids)
     spans = _certain_spans(step, count)
-    labels = {s.version for s in spans} or {v for v in (step.version_first, step.version_last) if v is not None}
-    known = sorted((v for v in map(parse_version, labels) if v is not None), key=lambda v: (v.sync_index, v.attempt))
+    labels = {s.version for s in spans} or {
+        v for v in (step.version_first, step.version_last) if v is not None
+    }
+    known = sorted(
+        (v for v in map(parse_version, labels) if v is not None),
+        key=lambda v: (v.sync_index, v.attempt),
+    )
     oldest = str(known[0]) if known else None
     reason = _why_not(step, count, spans, known, labels) or why_unscored(step.sampling, truncated)
     return Provenance(
@@ -68,11 +75,19 @@ def _certain_spans(step: Step, count: int) -> tuple[VersionSpan, ...]:
 
 
 def _why_not(
-    step: Step, count: int, spans: tuple[VersionSpan, ...], known: list[Version], labels: Collection[str]
+    step: Step,
+    count: int,
+    spans: tuple[VersionSpan, ...],
+    known: list[Version],
+    labels: Collection[str],
 ) -> str | None:
     if step.status != "ok":
         return f"status {step.status}"
-    if step.prompt_token_ids is None or step.response_token_ids is None or step.response_logprobs is None:
+    if (
+        step.prompt_token_ids is None
+        or step.response_token_ids is None
+        or step.response_logprobs is None
+    ):
         return step.tokens_absent_reason or "no token ids or log-probabilities"
     if step.tokens_absent_reason is not None:
         return step.tokens_absent_reason  # tokens of a reply that could not be read
@@ -89,7 +104,9 @@ def _why_not(
             return "all sampled tokens were redacted"
         sampled: Sequence[float] = [p for i, p in enumerate(logprobs) if i not in redacted]
     else:
-        sampled = array("f", step.response_logprobs)  # twice as fast; the byte order of this machine
+        sampled = array(
+            "f", step.response_logprobs
+        )  # twice as fast; the byte order of this machine
     if not math.isfinite(sum(sampled)):
         return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
     if max(sampled) > 0:

@@ -69,12 +69,18 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
                     json.loads(line)
         else:
             _decode(table, path)
-    except (ValueError, pa.ArrowException, OSError) as e:  # ValueError: of json, and of text that is no UTF-8
+    except (
+        ValueError,
+        pa.ArrowException,
+        OSError,
+    ) as e:  # ValueError: of json, and of text that is no UTF-8
         return first_line(e)
     return None
 
 
-def flaw_of_files(table: pafs.FileSystem, sizes: Mapping[str, int], whole: bool = True) -> Iterator[Flaw]:
+def flaw_of_files(
+    table: pafs.FileSystem, sizes: Mapping[str, int], whole: bool = True
+) -> Iterator[Flaw]:
     """Data files that are missing, have another size than the log says, or (whole) can't be decoded to the end."""
     infos = table.get_file_info(list(sizes))
     there = []

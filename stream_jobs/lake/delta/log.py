@@ -30,7 +30,9 @@ def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
     """A native file system whose root is `uri`. storage_options: as the Delta library takes them."""
     scheme, sep, rest = uri.partition("://")
     if not sep or scheme == "file":
-        return pafs.SubTreeFileSystem(str(Path(rest if sep else uri).absolute()), pafs.LocalFileSystem())
+        return pafs.SubTreeFileSystem(
+            str(Path(rest if sep else uri).absolute()), pafs.LocalFileSystem()
+        )
     if scheme in ("s3", "s3a"):
         options = {k.upper().removeprefix("AWS_"): v for k, v in storage_options.items()}
         named = {
@@ -40,7 +42,9 @@ def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
             "region": options.get("REGION"),
             "endpoint_override": options.get("ENDPOINT_URL") or options.get("ENDPOINT"),
         }
-        return pafs.SubTreeFileSystem(rest, pafs.S3FileSystem(**{k: v for k, v in named.items() if v}))
+        return pafs.SubTreeFileSystem(
+            rest, pafs.S3FileSystem(**{k: v for k, v in named.items() if v})
+        )
     remote, path = pafs.FileSystem.from_uri(uri)
     return pafs.SubTreeFileSystem(path, remote)
 
@@ -60,7 +64,9 @@ def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[S
     return found
 
 
-def committed_at(uri: str, table: str, version: int, storage_options: Mapping[str, str]) -> datetime | None:
+def committed_at(
+    uri: str, table: str, version: int, storage_options: Mapping[str, str]
+) -> datetime | None:
     """When a version of a table was committed; None when its entry of the log is gone."""
     log = filesystem(table_uri(uri, table), storage_options)
     try:
@@ -89,8 +95,14 @@ def _transactions(table: str, log: pafs.FileSystem) -> Iterator[tuple[str, int]]
     """(app id, version) of all `txn` actions in log order, those before the newest checkpoint as the checkpoint sums them up."""
     listed = log.get_file_info(pafs.FileSelector("_delta_log", allow_not_found=True))
     names = sorted(f.base_name for f in listed if f.is_file)
-    numbered = {int(n.partition(".")[0]): n for n in names if n.partition(".")[0].isdecimal() and n.endswith(_COMMIT)}
-    checkpoints = [n for n in names if n.endswith(_CHECKPOINT) and n.removesuffix(_CHECKPOINT).isdecimal()]
+    numbered = {
+        int(n.partition(".")[0]): n
+        for n in names
+        if n.partition(".")[0].isdecimal() and n.endswith(_COMMIT)
+    }
+    checkpoints = [
+        n for n in names if n.endswith(_CHECKPOINT) and n.removesuffix(_CHECKPOINT).isdecimal()
+    ]
     start = -1
     if checkpoints:
         start = int(checkpoints[-1].removesuffix(_CHECKPOINT))

@@ -59,7 +59,9 @@ class Cared(NamedTuple):
     """Why it was left to the next run: another commit came between, there was no room, or a kept pin can't be read."""
 
 
-def care(settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None) -> Iterator[Cared]:
+def care(
+    settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None
+) -> Iterator[Cared]:
     """All that there is to do, table by table. A table that does not exist is passed over; one that collides waits until next time."""
     for name in names if names is not None else catalog():
         try:
@@ -71,7 +73,9 @@ def care(settings: Settings, names: Iterable[str] | None = None, now: datetime |
             continue
         done = Cared(name)
         try:
-            done = done._replace(deleted_rows=_delete_old(settings, name, table, now or datetime.now(UTC)))
+            done = done._replace(
+                deleted_rows=_delete_old(settings, name, table, now or datetime.now(UTC))
+            )
             if small_files(table) >= SMALL_FILES:
                 merged, made = compact(table, name, settings.lake.storage_options)
                 done = done._replace(merged_files=merged, made_files=made)
@@ -111,7 +115,10 @@ def vacuum(settings: Settings, name: str) -> int:
     """
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
     return clean(
-        table, timedelta(days=settings.lake.history_days), kept_versions(settings, name), settings.lake.storage_options
+        table,
+        timedelta(days=settings.lake.history_days),
+        kept_versions(settings, name),
+        settings.lake.storage_options,
     )
 
 
@@ -121,18 +128,25 @@ class Caretaker:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._next = time.monotonic() + settings.lake.care_interval_s if settings.lake.writer == 0 else math.inf
+        self._next = (
+            time.monotonic() + settings.lake.care_interval_s
+            if settings.lake.writer == 0
+            else math.inf
+        )
 
     def look(self) -> None:
         """Start it when it is time; note how the last one ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             if code:
-                logger().warning("lake_care_failed", exit_code=code, action="the next run tries again")
+                logger().warning(
+                    "lake_care_failed", exit_code=code, action="the next run tries again"
+                )
             self._process = None
         if self._process is None and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._settings.lake.care_interval_s
             self._process = subprocess.Popen(
-                bonded([sys.executable, "-P", "-m", "stream_jobs.lake.delta.maintenance"]), stdin=subprocess.PIPE
+                bonded([sys.executable, "-P", "-m", "stream_jobs.lake.delta.maintenance"]),
+                stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None
             with self._process.stdin as stdin:  # not as arguments: those can be read by everyone

@@ -31,10 +31,24 @@ from runtime.kafka import Cluster
 from schemas.settings import Settings
 from stream_jobs.errors import LakeError
 from stream_jobs.lake.dedupe import Source
-from stream_jobs.lake.delta.damage import LOG, Flaw, adders_of, commit_path, flaw_of_files, flaws_of_log
+from stream_jobs.lake.delta.damage import (
+    LOG,
+    Flaw,
+    adders_of,
+    commit_path,
+    flaw_of_files,
+    flaws_of_log,
+)
 from stream_jobs.lake.delta.log import app_id, filesystem, marks_in, table_uri
 from stream_jobs.lake.delta.snapshots import PinError, pins
-from stream_jobs.lake.delta.table import CommitCollided, Delta, LakeMissing, open_table, restore, sizes
+from stream_jobs.lake.delta.table import (
+    CommitCollided,
+    Delta,
+    LakeMissing,
+    open_table,
+    restore,
+    sizes,
+)
 from stream_jobs.lake.fencing import REPAIR, writer_id
 from stream_jobs.lake.tables.catalog import catalog, tables_of
 
@@ -77,7 +91,11 @@ def check(settings: Settings, name: str) -> tuple[str, ...]:
     fs = _files_of(settings, name)
     flaws = flaws_of_log(fs)
     if not flaws:
-        flaws = list(flaw_of_files(fs, sizes(open_table(settings.lake_uri, name, settings.lake.storage_options))))
+        flaws = list(
+            flaw_of_files(
+                fs, sizes(open_table(settings.lake_uri, name, settings.lake.storage_options))
+            )
+        )
     return tuple(map(str, flaws))
 
 
@@ -134,7 +152,9 @@ def _mend_log(settings: Settings, name: str, fs: pafs.FileSystem, broken: list[F
     for flaw in broken:
         copy = f"{ASIDE}/{name}/{stamp}/{flaw.file.rpartition('/')[2]}"
         if fs.get_file_info(flaw.file).is_file:
-            pafs.copy_files(f"{name}/{flaw.file}", copy, source_filesystem=lake, destination_filesystem=lake)
+            pafs.copy_files(
+                f"{name}/{flaw.file}", copy, source_filesystem=lake, destination_filesystem=lake
+            )
         if not flaw.is_checkpoint:
             now = int(time.time() * 1000)
             entry = {
@@ -163,7 +183,12 @@ def _replace(fs: pafs.FileSystem, path: str, data: bytes) -> None:
 
 
 def _take_back(
-    settings: Settings, name: str, fs: pafs.FileSystem, cluster: Cluster, broken: list[Flaw], accept_loss: bool
+    settings: Settings,
+    name: str,
+    fs: pafs.FileSystem,
+    cluster: Cluster,
+    broken: list[Flaw],
+    accept_loss: bool,
 ) -> Repaired:
     """Steps 2 to 4. Raises CommitCollided."""
     options = settings.lake.storage_options
@@ -175,7 +200,13 @@ def _take_back(
         return Repaired(name, told)
     then = open_table(settings.lake_uri, name, options, target)
     now = marks_in(settings.lake_uri, name, options)
-    back = _back(settings, name, cluster, now, {s: then.transaction_version(app_id(name, s)) or 0 for s in now})
+    back = _back(
+        settings,
+        name,
+        cluster,
+        now,
+        {s: then.transaction_version(app_id(name, s)) or 0 for s in now},
+    )
     lost = [b for b in back if b.lost]
     if lost and not accept_loss:
         where = ", ".join(f"{b.lost} of {b.topic}-{b.source[1]} from offset {b.to}" for b in lost)
@@ -184,7 +215,9 @@ def _take_back(
             "Restore the files from a backup, or give these records up with --accept-loss"
         )
     marks = {app_id(name, b.source): max(b.to, b.low) for b in back}
-    writers = {a: v for a in map(writer_id, range(999)) if (v := table.transaction_version(a)) is not None}
+    writers = {
+        a: v for a in map(writer_id, range(999)) if (v := table.transaction_version(a)) is not None
+    }
     repairs = {REPAIR: (table.transaction_version(REPAIR) or 0) + 1}
     rows = _rows(table) - _rows(then)
     restore(table, target, {**marks, **writers, **repairs})
@@ -192,7 +225,11 @@ def _take_back(
 
 
 def _back(
-    settings: Settings, name: str, cluster: Cluster, now: Mapping[Source, int], then: Mapping[Source, int]
+    settings: Settings,
+    name: str,
+    cluster: Cluster,
+    now: Mapping[Source, int],
+    then: Mapping[Source, int],
 ) -> list[Back]:
     """The partitions whose marks go back, or whose topic begins behind the mark. A topic that is no more begins where the mark was."""
     topics = [t for t in cluster.topics() if name in tables_of(settings.kafka.topics, t)]
@@ -202,11 +239,15 @@ def _back(
         topic = names.get(source[0])
         low = now[source] if topic is None else cluster.watermarks(topic, [source[1]])[source[1]][0]
         if then[source] < max(now[source], low):
-            found.append(Back(source, topic or f"deleted topic {source[0]}", now[source], then[source], low))
+            found.append(
+                Back(source, topic or f"deleted topic {source[0]}", now[source], then[source], low)
+            )
     return found
 
 
-def _target(settings: Settings, name: str, fs: pafs.FileSystem, table: Delta) -> tuple[int, list[Flaw]]:
+def _target(
+    settings: Settings, name: str, fs: pafs.FileSystem, table: Delta
+) -> tuple[int, list[Flaw]]:
     """Step 2: the version to restore, today's when nothing has to be; and the data files that can't be read."""
     options = settings.lake.storage_options
     target, found = int(table.version()), dict[str, Flaw]()
@@ -240,7 +281,9 @@ def _lost_commits(fs: pafs.FileSystem, table: Delta) -> list[int]:
             break
         with fs.open_input_stream(path) as stream:
             entries = [json.loads(line) for line in stream.read().splitlines()]
-        operation = next((e["commitInfo"].get("operation") for e in entries if "commitInfo" in e), None)
+        operation = next(
+            (e["commitInfo"].get("operation") for e in entries if "commitInfo" in e), None
+        )
         if operation == "RESTORE":
             break
         if operation == _LOST:
@@ -255,10 +298,17 @@ def _rows(table: Delta) -> int:
 
 def _pins_behind(settings: Settings, name: str, broken: list[Flaw]) -> tuple[str, ...]:
     """Kept pins of versions that lack what a lost commit had."""
-    first = min((flaw.version for flaw in broken if flaw.version is not None and not flaw.is_checkpoint), default=None)
+    first = min(
+        (flaw.version for flaw in broken if flaw.version is not None and not flaw.is_checkpoint),
+        default=None,
+    )
     if first is None:
         return ()
     kept = {
-        pin: found["versions"].get(name) for pin, found in pins(settings).items() if not isinstance(found, PinError)
+        pin: found["versions"].get(name)
+        for pin, found in pins(settings).items()
+        if not isinstance(found, PinError)
     }
-    return tuple(pin for pin, version in sorted(kept.items()) if version is not None and version >= first)
+    return tuple(
+        pin for pin, version in sorted(kept.items()) if version is not None and version >= first
+    )

@@ -21,7 +21,13 @@ from runtime.times import moment_of
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake.delta.log import filesystem
-from stream_jobs.lake.delta.table import LakeError, LakeMissing, flaw_of_table, open_table, version_at
+from stream_jobs.lake.delta.table import (
+    LakeError,
+    LakeMissing,
+    flaw_of_table,
+    open_table,
+    version_at,
+)
 from stream_jobs.lake.tables.catalog import catalog
 
 Versions = Mapping[str, int | None]
@@ -51,7 +57,10 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
         files = pa.table(table.get_add_actions(flatten=True))
         newest = None
         if files.num_rows and "max.kafka_timestamp" in files.column_names:
-            newest = max((t for t in files.column("max.kafka_timestamp").to_pylist() if t is not None), default=None)
+            newest = max(
+                (t for t in files.column("max.kafka_timestamp").to_pylist() if t is not None),
+                default=None,
+            )
         found.append(
             {
                 "table": name,
@@ -59,12 +68,16 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
                 "files": files.num_rows,
                 "bytes": sum(files.column("size_bytes").to_pylist()) if files.num_rows else 0,
                 "version": table.version(),
-                "newest_row": None if newest is None else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
+                "newest_row": None
+                if newest is None
+                else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
                 "damage": flaw,
             }
         )
     if not found:
-        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+        raise LakeMissing(
+            f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first"
+        )
     return found
 
 
@@ -76,7 +89,9 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
     return [
         {
             "version": e["version"],
-            "at": datetime.fromtimestamp(e["timestamp"] / 1000, UTC).isoformat(timespec="milliseconds"),
+            "at": datetime.fromtimestamp(e["timestamp"] / 1000, UTC).isoformat(
+                timespec="milliseconds"
+            ),
             "operation": e.get("operation"),
             "metrics": e.get("operationMetrics", {}),
         }
@@ -115,7 +130,9 @@ def _keep(settings: Settings, name: str, data: bytes) -> None:
 
 
 def _taken(name: str) -> PinError:
-    return PinError(f"there is a kept pin {name}: choose another name, or `clawstream tables unpin {name}` first")
+    return PinError(
+        f"there is a kept pin {name}: choose another name, or `clawstream tables unpin {name}` first"
+    )
 
 
 def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:
@@ -134,7 +151,9 @@ def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:
 def unpin(settings: Settings, name: str) -> None:
     """Protect a kept pin's files no longer, readable or not. Raises PinError when there is none."""
     if not _is_kept(settings, _named(name)):
-        raise PinError(f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}")
+        raise PinError(
+            f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}"
+        )
     _lake(settings).delete_file(_file(name))
 
 
@@ -143,7 +162,9 @@ def kept_versions(settings: Settings, table: str) -> list[int]:
     kept = set()
     for name, found in pins(settings).items():
         if isinstance(found, PinError):
-            raise PinError(f"nothing is deleted while {found}; if it is of no use: `clawstream tables unpin {name}`")
+            raise PinError(
+                f"nothing is deleted while {found}; if it is of no use: `clawstream tables unpin {name}`"
+            )
         if table in found["versions"]:
             kept.add(found["versions"][table])
     return sorted(kept)
@@ -155,7 +176,9 @@ def _lake(settings: Settings) -> Any:
 
 def _named(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise PinError(f"{name!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64")
+        raise PinError(
+            f"{name!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64"
+        )
     return name
 
 
@@ -182,7 +205,9 @@ def at(settings: Settings, moment: datetime) -> Versions:
             if _there(settings, name):
                 raise
     if not found:
-        raise LakeMissing(f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first")
+        raise LakeMissing(
+            f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first"
+        )
     return found
 
 
@@ -211,7 +236,9 @@ def _versions_of(settings: Settings, word: str) -> Versions:
             return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
         moment = moment_of(word, datetime.now(UTC))
     except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
-        raise PinError(f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]) from e
+        raise PinError(
+            f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]
+        ) from e
     return at(settings, moment)
 
 

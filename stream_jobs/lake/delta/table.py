@@ -19,7 +19,12 @@ from deltalake import (
     WriterProperties,
     write_deltalake,
 )
-from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
+from deltalake.exceptions import (
+    CommitFailedError,
+    DeltaError,
+    SchemaMismatchError,
+    TableNotFoundError,
+)
 
 from stream_jobs.errors import LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
@@ -74,13 +79,17 @@ def exists(where: str, storage_options: Mapping[str, str]) -> bool:
     return bool(DeltaTable.is_deltatable(where, dict(storage_options) or None))
 
 
-def open_table(uri: str, name: str, storage_options: Mapping[str, str], version: int | None = None) -> DeltaTable:
+def open_table(
+    uri: str, name: str, storage_options: Mapping[str, str], version: int | None = None
+) -> DeltaTable:
     """The table at its newest or a given version. Raises LakeMissing."""
     where = table_uri(uri, name)
     try:
         return DeltaTable(where, version=version, storage_options=dict(storage_options) or None)
     except TableNotFoundError as e:
-        raise LakeMissing(f"no table {name} at {where}: run `clawstream lake` or `clawstream up` first") from e
+        raise LakeMissing(
+            f"no table {name} at {where}: run `clawstream lake` or `clawstream up` first"
+        ) from e
     except DeltaError as e:
         _raise_damaged(uri, name, storage_options, e, newest=version is None)
         if version is None:
@@ -120,7 +129,9 @@ def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
         raise LakeDamaged(name, flaw) from e
 
 
-def flaw_of_table(table: DeltaTable, storage_options: Mapping[str, str], whole: bool = True) -> str | None:
+def flaw_of_table(
+    table: DeltaTable, storage_options: Mapping[str, str], whole: bool = True
+) -> str | None:
     """What is wrong with the first data file of this version that can't be read; None: all can. whole: decode all of each file."""
     flaws = flaw_of_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
     return next((str(flaw) for flaw in flaws), None)
@@ -129,7 +140,9 @@ def flaw_of_table(table: DeltaTable, storage_options: Mapping[str, str], whole: 
 def sizes(table: DeltaTable) -> dict[str, int]:
     """The data files of this version with their sizes in bytes."""
     files = pa.table(table.get_add_actions(flatten=True))
-    return dict(zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True))
+    return dict(
+        zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True)
+    )
 
 
 def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> None:
@@ -140,7 +153,9 @@ def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> Non
     with _room(table.table_uri):
         table.restore(
             version,
-            commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
+            commit_properties=CommitProperties(
+                app_transactions=[Transaction(a, v) for a, v in versions.items()]
+            ),
         )
 
 
@@ -188,7 +203,9 @@ def create(
 
 def _structs_last(schema: pa.Schema) -> pa.Schema:
     """The same columns, structs behind all others: the client tells no statistics of what is behind a struct."""
-    return pa.schema(sorted(schema, key=lambda field: pa.types.is_struct(field.type)), schema.metadata)
+    return pa.schema(
+        sorted(schema, key=lambda field: pa.types.is_struct(field.type)), schema.metadata
+    )
 
 
 def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
@@ -208,12 +225,18 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
             mode="append",
             schema_mode="merge",
             writer_properties=writer_properties(rows.schema),
-            commit_properties=CommitProperties(app_transactions=[Transaction(a, v) for a, v in versions.items()]),
-            post_commithook_properties=PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False),
+            commit_properties=CommitProperties(
+                app_transactions=[Transaction(a, v) for a, v in versions.items()]
+            ),
+            post_commithook_properties=PostCommitHookProperties(
+                create_checkpoint=True, cleanup_expired_logs=False
+            ),
         )
 
 
-def widen(table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema) -> None:
+def widen(
+    table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema
+) -> None:
     """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there.
 
     own: columns by this release; beside them the table gets at most MORE_FIELDS, whoever added them. Raises TooManyFields.
@@ -223,15 +246,24 @@ def widen(table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, i
     more = fields_of(merged(there, merged(own, rows.schema)))
     if more > max(fields_of(there), fields_of(own) + MORE_FIELDS):
         raise TooManyFields(name, more - fields_of(own), MORE_FIELDS)
-    wrong = [f.name for f in rows.schema if f.name in there.names and not _agree(f.type, there.field(f.name).type)]
+    wrong = [
+        f.name
+        for f in rows.schema
+        if f.name in there.names and not _agree(f.type, there.field(f.name).type)
+    ]
     if wrong:
         raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")
     try:
         commit(table, rows, versions)
     except MemoryError:
         raise  # Arrow's is an ArrowException too
-    except Exception as e:  # the library says what a schema lacks by many kinds, some only by their text
-        if not (isinstance(e, SchemaMismatchError | pa.ArrowException | TypeError) or _NO_SUCH_SCHEMA in str(e)):
+    except (
+        Exception
+    ) as e:  # the library says what a schema lacks by many kinds, some only by their text
+        if not (
+            isinstance(e, SchemaMismatchError | pa.ArrowException | TypeError)
+            or _NO_SUCH_SCHEMA in str(e)
+        ):
             raise
         raise SchemaRefused(f"{type(e).__name__}: {e}") from e
 
@@ -239,7 +271,11 @@ def widen(table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, i
 def _agree(ours: pa.DataType, theirs: pa.DataType) -> bool:
     """Whether both types are one, but for fields of structs that only one of them has."""
     if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
-        return all(_agree(f.type, theirs.field(f.name).type) for f in ours if theirs.get_field_index(f.name) >= 0)
+        return all(
+            _agree(f.type, theirs.field(f.name).type)
+            for f in ours
+            if theirs.get_field_index(f.name) >= 0
+        )
     if pa.types.is_list(ours) and pa.types.is_list(theirs):
         return _agree(ours.value_type, theirs.value_type)
     if pa.types.is_map(ours) and pa.types.is_map(theirs):
@@ -286,11 +322,15 @@ def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
     """Delete the rows whose time is before `moment`. Returns how many. A commit on an older snapshot collides with it, and is repeated."""
     stamp = moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     with _room(table.table_uri):
-        done = table.delete(f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema())))
+        done = table.delete(
+            f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema()))
+        )
     return int(done["num_deleted_rows"] or 0)
 
 
-def clean(table: DeltaTable, history: timedelta, keep: Sequence[int], storage_options: Mapping[str, str]) -> int:
+def clean(
+    table: DeltaTable, history: timedelta, keep: Sequence[int], storage_options: Mapping[str, str]
+) -> int:
     """Delete files that no version younger than `history` needs, nor one of `keep`, and the log behind it unless something is kept.
 
     Returns how many data files.
@@ -356,7 +396,11 @@ def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: 
 def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> None:
     """Raises LakeMissing when files of this old version are deleted."""
     there = _files(table, storage_options)
-    gone = [p for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist() if p not in there]
+    gone = [
+        p
+        for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
+        if p not in there
+    ]
     if gone:
         raise LakeMissing(
             f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its files are deleted. Versions stay for "

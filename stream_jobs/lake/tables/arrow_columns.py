@@ -42,7 +42,9 @@ def text(values: Sequence[bytes | None]) -> pa.Array:
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
-        return pa.array([None if v is None else v.decode("utf-8", "replace") for v in values], pa.string())
+        return pa.array(
+            [None if v is None else v.decode("utf-8", "replace") for v in values], pa.string()
+        )
 
 
 def time(unit: str, values: Sequence[int | None]) -> pa.Array:
@@ -61,7 +63,8 @@ def avro_columns(schema: Schema) -> tuple[Column, ...]:
     Packed bytes become typed lists, bytes whose name ends in `_json` text, times microseconds, nested records structs.
     """
     return tuple(
-        Column(_documented(f["name"], kind, f.get("doc", "")), convert) for f, kind, convert in _of_fields(schema)
+        Column(_documented(f["name"], kind, f.get("doc", "")), convert)
+        for f, kind, convert in _of_fields(schema)
     )
 
 
@@ -75,7 +78,11 @@ def pruned(schema: Schema, omit: Iterable[str], path: str = "") -> Schema:
             named = [(f, f"{path}{f['name']}") for f in schema["fields"]]
             return {
                 **schema,
-                "fields": [{**f, "type": pruned(f["type"], omit, f"{p}.")} for f, p in named if p not in omit],
+                "fields": [
+                    {**f, "type": pruned(f["type"], omit, f"{p}.")}
+                    for f, p in named
+                    if p not in omit
+                ],
             }
         case "array":
             return {**schema, "items": pruned(schema["items"], omit, path)}
@@ -89,7 +96,9 @@ def widened(ours: Schema, theirs: Schema) -> Schema:
     more than MAX_DEPTH deep, is left out.
     """
     if isinstance(ours, list):
-        return [branch if branch == "null" else widened(branch, not_null(theirs)) for branch in ours]
+        return [
+            branch if branch == "null" else widened(branch, not_null(theirs)) for branch in ours
+        ]
     theirs = not_null(theirs)
     if kind_of(ours) != kind_of(theirs) or not isinstance(ours, dict):
         return ours
@@ -99,13 +108,16 @@ def widened(ours: Schema, theirs: Schema) -> Schema:
         return ours
     other = {f["name"]: f for f in theirs["fields"]}
     fields = [
-        {**f, "type": widened(f["type"], other[f["name"]]["type"])} if f["name"] in other else f for f in ours["fields"]
+        {**f, "type": widened(f["type"], other[f["name"]]["type"])} if f["name"] in other else f
+        for f in ours["fields"]
     ]
     names = {f["name"] for f in fields}
     for name in [name for name in other if name not in names]:
         theirs_one = other[name]["type"]
         new = {**other[name], "type": ["null", not_null(theirs_one)], "default": None}
-        if _fits(new) and (not isinstance(theirs_one, list) or len(theirs_one) == 1 + ("null" in theirs_one)):
+        if _fits(new) and (
+            not isinstance(theirs_one, list) or len(theirs_one) == 1 + ("null" in theirs_one)
+        ):
             fields.append(new)
     return {**ours, "fields": fields}
 
@@ -126,7 +138,10 @@ def fields_of(kind: pa.Schema | pa.DataType) -> int:
 
 def _merged_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list[pa.Field]:
     other = {f.name: f for f in theirs}
-    both = [f.with_type(_combined(f.type, other[f.name].type, _merged_fields)) if f.name in other else f for f in ours]
+    both = [
+        f.with_type(_combined(f.type, other[f.name].type, _merged_fields)) if f.name in other else f
+        for f in ours
+    ]
     names = {f.name for f in ours}
     return both + [f for f in theirs if f.name not in names]
 
@@ -147,13 +162,17 @@ def _commented_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> l
 
 
 def _combined(
-    ours: pa.DataType, theirs: pa.DataType, fields: Callable[[Sequence[pa.Field], Sequence[pa.Field]], list[pa.Field]]
+    ours: pa.DataType,
+    theirs: pa.DataType,
+    fields: Callable[[Sequence[pa.Field], Sequence[pa.Field]], list[pa.Field]],
 ) -> pa.DataType:
     """Our type; where both are structs, also inside lists, with the fields that `fields` makes of both."""
     if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
         return pa.struct(fields(list(ours), list(theirs)))
     if pa.types.is_list(ours) and pa.types.is_list(theirs):
-        return pa.list_(ours.value_field.with_type(_combined(ours.value_type, theirs.value_type, fields)))
+        return pa.list_(
+            ours.value_field.with_type(_combined(ours.value_type, theirs.value_type, fields))
+        )
     return ours
 
 
@@ -162,7 +181,9 @@ def named(schema: Schema, value: Any) -> Any:
     schema = not_null(schema)
     match kind_of(schema) if value is not None else None:
         case "record":
-            return {f["name"]: named(f["type"], v) for f, v in zip(schema["fields"], value, strict=True)}
+            return {
+                f["name"]: named(f["type"], v) for f, v in zip(schema["fields"], value, strict=True)
+            }
         case "array":
             return [named(schema["items"], v) for v in value]
     return value
@@ -211,7 +232,11 @@ def _of_field(field: Mapping[str, Any]) -> tuple[pa.DataType, Convert]:
 
 def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
     schema = not_null(schema)
-    if isinstance(schema, dict) and schema.get("logicalType") in _UNITS and kind_of(schema) in ("int", "long"):
+    if (
+        isinstance(schema, dict)
+        and schema.get("logicalType") in _UNITS
+        and kind_of(schema) in ("int", "long")
+    ):
         return TIME, partial(time, _UNITS[schema["logicalType"]])
     match kind_of(schema):
         case "array":
@@ -225,7 +250,9 @@ def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
             if not inner:
                 raise ValueError(f"record {schema['name']} has no fields: no column can hold it")
             fields = [_documented(f["name"], kind, f.get("doc", "")) for f, kind, _ in inner]
-            return pa.struct(fields), partial(_structs, fields, [convert for _, _, convert in inner])
+            return pa.struct(fields), partial(
+                _structs, fields, [convert for _, _, convert in inner]
+            )
         case plain if plain in _PRIMITIVE:
             return _PRIMITIVE[plain], partial(pa.array, type=_PRIMITIVE[plain])
         case other:
@@ -269,10 +296,14 @@ def _listed(convert: Convert, values: Sequence[Sequence[Any] | None]) -> pa.Arra
 
 
 def _structs(
-    fields: Sequence[pa.Field], converts: Sequence[Convert], values: Sequence[tuple[Any, ...] | None]
+    fields: Sequence[pa.Field],
+    converts: Sequence[Convert],
+    values: Sequence[tuple[Any, ...] | None],
 ) -> pa.Array:
     blank = (None,) * len(fields)
-    columns = list(zip(*(blank if v is None else v for v in values), strict=True)) or [()] * len(fields)
+    columns = list(zip(*(blank if v is None else v for v in values), strict=True)) or [()] * len(
+        fields
+    )
     arrays = [convert(column) for convert, column in zip(converts, columns, strict=True)]
     mask = pa.array([v is None for v in values], pa.bool_()) if None in values else None
     return pa.StructArray.from_arrays(arrays, fields=list(fields), mask=mask)

@@ -12,7 +12,9 @@ class _Tuples:
 
     empty, strict = "[]", False
 
-    def record(self, code: Code, schema: Schema, depth: int) -> tuple[str, dict[str, str], list[str]]:
+    def record(
+        self, code: Code, schema: Schema, depth: int
+    ) -> tuple[str, dict[str, str], list[str]]:
         targets = {f["name"]: code.name() for f in schema["fields"]}
         return f"({''.join(f'{t}, ' for t in targets.values())})", targets, []
 

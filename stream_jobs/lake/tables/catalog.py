@@ -119,7 +119,9 @@ class Table:
         place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
         if self.derived is None:
             return [self.row(tupled(self._record, plain_of(placed.event)), placed.headers, place)]
-        return [self._tupled(made) + place for made in self.derived[type(placed.event)](placed.event)]
+        return [
+            self._tupled(made) + place for made in self.derived[type(placed.event)](placed.event)
+        ]
 
     def _tupled(self, made: Mapping[str, Any]) -> Row:
         first: Row = tupled(self.record, made) if self.record is not None else ()
@@ -162,7 +164,11 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
 
 
 PLACE = (
-    column("kafka_topic_id", pa.string(), "Id of the topic the record was read from: a topic made anew has another."),
+    column(
+        "kafka_topic_id",
+        pa.string(),
+        "Id of the topic the record was read from: a topic made anew has another.",
+    ),
     column("kafka_partition", pa.int32(), "Partition the record was read from."),
     column("kafka_offset", pa.int64(), "Offset of the record in its partition."),
     column("kafka_timestamp", TIME, "Time of the record by Kafka's log.", partial(time, "ms")),
@@ -179,14 +185,18 @@ def _whole_tokens(table: Table, fields: Row, headers: Headers) -> Row:
         if packed is not None and len(packed) % 4:
             mended = list(fields)
             mended[table.index[name]] = None
-            mended[table.index["tokens_absent_reason"]] = f"{name} has {len(packed)} bytes, not a multiple of 4"
+            mended[table.index["tokens_absent_reason"]] = (
+                f"{name} has {len(packed)} bytes, not a multiple of 4"
+            )
             fields = tuple(mended)
     return fields
 
 
 def _payload_place(table: Table, fields: Row, headers: Headers) -> Row:
     """With the payload's place, from the headers; null when a header is missing or no number."""
-    topic_id, *numbers = (headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS)
+    topic_id, *numbers = (
+        headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS
+    )
     return (*fields, topic_id or None, *(int(n) if n.isdecimal() else None for n in numbers))
 
 
@@ -210,7 +220,9 @@ def _batch_row(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
 
 
 def _admitted_rows(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
-    for index, (group, plain) in enumerate(zip(batch.groups, plain_of(batch)["groups"], strict=True)):
+    for index, (group, plain) in enumerate(
+        zip(batch.groups, plain_of(batch)["groups"], strict=True)
+    ):
         rewards = [training_reward(batch.reward_weights, m.rewards) for m in group.members]
         known = [r for r in rewards if r is not None]
         syncs = [m.oldest_sync_index for m in group.members if m.oldest_sync_index is not None]
@@ -255,7 +267,12 @@ def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
                    "admission_policy_version": event.policy.policy_version, "policy_json": _json(event.policy),
                    "from_offset": event.from_offset, "created_at": event.policy.created_at}  # fmt: skip
         case records.RunEnded():
-            yield {"run_id": event.run_id, "kind": "ended", "reason": event.reason, "created_at": event.created_at}
+            yield {
+                "run_id": event.run_id,
+                "kind": "ended",
+                "reason": event.reason,
+                "created_at": event.created_at,
+            }
 
 
 def _json(event: Any) -> bytes:
@@ -272,7 +289,9 @@ def catalog() -> Mapping[str, Table]:
     return {t.name: t for t in tables}
 
 
-def _table(name: str, record: type, key: tuple[str, ...] = (), omit: tuple[str, ...] = (), **more: Any) -> Table:
+def _table(
+    name: str, record: type, key: tuple[str, ...] = (), omit: tuple[str, ...] = (), **more: Any
+) -> Table:
     return Table(name, _schema_of(record, omit), key=key, omit=omit, **more)
 
 
@@ -284,14 +303,20 @@ def _schema_of(record: type, omit: tuple[str, ...] = ()) -> Schema:
 def _members() -> Schema:
     """Schema of the members of a batch's group."""
     groups = next(f for f in _schema_of(records.ReadyBatch)["fields"] if f["name"] == "groups")
-    return next(f for f in not_null(groups["type"])["items"]["fields"] if f["name"] == "members")["type"]
+    return next(f for f in not_null(groups["type"])["items"]["fields"] if f["name"] == "members")[
+        "type"
+    ]
 
 
 def _session_tables() -> Iterable[Table]:
     """Written by gateways and people: ids are unique for ever, so a copied topic doubles nothing."""
     key, stats = ("run_id", "event_id"), ("run_id", "trajectory_key")
     yield _table(
-        "steps", records.Step, ("run_id", "step_id"), finish=_whole_tokens, stats=("step_id", "group_id", *stats)
+        "steps",
+        records.Step,
+        ("run_id", "step_id"),
+        finish=_whole_tokens,
+        stats=("step_id", "group_id", *stats),
     )
     yield _table("session_events", records.SessionEvent, key, stats=stats)
     yield _table("failed_calls", records.FailedCall, key, stats=("status", *stats))
@@ -310,7 +335,9 @@ def _trajectory_tables() -> Iterable[Table]:
         omit=("segments", "steps.response_json"),
         stats=stats,
     )
-    yield _table("step_marks", records.StepMark, ("kafka_topic_id", "event_id"), stats=("run_id", "step_id"))
+    yield _table(
+        "step_marks", records.StepMark, ("kafka_topic_id", "event_id"), stats=("run_id", "step_id")
+    )
     yield _table(
         "candidates",
         records.Candidate,
@@ -335,25 +362,48 @@ def _admission_tables() -> Iterable[Table]:
         omit=("groups", "policy_version"),
         more=(
             column("admission_policy_version", pa.int64(), _ADMITTED_BY),
-            column("group_ids", pa.list_(pa.string()), "Its groups, in order; one row each in `groups`."),
+            column(
+                "group_ids",
+                pa.list_(pa.string()),
+                "Its groups, in order; one row each in `groups`.",
+            ),
             column("trajectories", pa.int32(), "Trajectories in all groups."),
-            column("reward_mean", pa.float64(), "Mean training reward of the trajectories that have one."),
+            column(
+                "reward_mean",
+                pa.float64(),
+                "Mean training reward of the trajectories that have one.",
+            ),
         ),
         stats=("run_id", "channel", "batch_seq"),
     )
-    makers: Mapping[type, Derive] = {records.ReadyBatch: _admitted_rows, records.Refused: _refused_rows}
-    yield Table("groups", None, _group_columns(), makers, stats=("run_id", "channel", "group_id", "batch_seq"))
+    makers: Mapping[type, Derive] = {
+        records.ReadyBatch: _admitted_rows,
+        records.Refused: _refused_rows,
+    }
+    yield Table(
+        "groups",
+        None,
+        _group_columns(),
+        makers,
+        stats=("run_id", "channel", "group_id", "batch_seq"),
+    )
     yield _table("late_revisions", records.Late, stats=("run_id", "trajectory_id"))
 
 
 def _group_columns() -> tuple[Column, ...]:
-    (members,) = avro_columns({"fields": [{"name": "members", "type": _members(), "doc": _MEMBERS}]})
+    (members,) = avro_columns(
+        {"fields": [{"name": "members", "type": _members(), "doc": _MEMBERS}]}
+    )
     return (
         column("run_id", pa.string(), "Run the row belongs to."),
         column("channel", pa.string(), "Channel: train or val."),
         column("group_id", pa.string(), "Group the row is of."),
         column("round", pa.int32(), "Round; null: refused before it had one."),
-        column("n", pa.int32(), "Admitted: size the group was to have. Refused: replacements asked for."),
+        column(
+            "n",
+            pa.int32(),
+            "Admitted: size the group was to have. Refused: replacements asked for.",
+        ),
         column("admitted", pa.bool_(), "True: in a batch. False: refused."),
         column("batch_seq", pa.int64(), "Batch it is in; null: refused."),
         column("index", pa.int32(), "Place in the batch; null: refused."),
@@ -366,7 +416,11 @@ def _group_columns() -> tuple[Column, ...]:
         column("detail", pa.string(), "The reason with numbers."),
         column("trajectory_ids", pa.list_(pa.string()), "Members, or who is refused."),
         column("revisions", pa.list_(pa.int64()), "Candidate revision of each, same order."),
-        column("rewards", pa.list_(pa.float64()), "Training reward of each, same order; null: it has none."),
+        column(
+            "rewards",
+            pa.list_(pa.float64()),
+            "Training reward of each, same order; null: it has none.",
+        ),
         column("reward_mean", pa.float64(), "Mean of the training rewards that are there."),
         column("trainable_tokens", pa.int64(), "Trainable tokens of all members."),
         column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
@@ -387,19 +441,32 @@ _MEMBERS = "Members in full: revision, place of the payload, rewards."
 def _other_tables() -> Iterable[Table]:
     columns = (
         column("run_id", pa.string(), "Run the row belongs to."),
-        column("kind", pa.string(), "policy: published; policy_applied: in force for a channel; ended."),
+        column(
+            "kind", pa.string(), "policy: published; policy_applied: in force for a channel; ended."
+        ),
         column("channel", pa.string(), "Channel, of policy_applied."),
         column(
-            "admission_policy_version", pa.int64(), "Version of the admission policy, of policy and policy_applied."
+            "admission_policy_version",
+            pa.int64(),
+            "Version of the admission policy, of policy and policy_applied.",
         ),
         column("policy_json", pa.string(), "The policy in full.", text),
-        column("from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."),
+        column(
+            "from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."
+        ),
         column("reason", pa.string(), "Why the run ended."),
         column("created_at", TIME, "Writer's wall clock.", partial(time, "us")),
     )
-    makers = dict.fromkeys((records.AdmissionPolicy, records.PolicyApplied, records.RunEnded), _policy_rows)
+    makers = dict.fromkeys(
+        (records.AdmissionPolicy, records.PolicyApplied, records.RunEnded), _policy_rows
+    )
     yield Table("run_events", None, columns, makers, stats=("run_id",))
-    yield _table("weights", records.WeightVersion, ("kafka_topic_id", "version_id"), stats=("run_id", "version_id"))
+    yield _table(
+        "weights",
+        records.WeightVersion,
+        ("kafka_topic_id", "version_id"),
+        stats=("run_id", "version_id"),
+    )
     yield _table("schemas", records.SchemaPublished, ("fingerprint",))
     yield _table("dead_letters", records.DeadLetter, ("topic_id", "partition", "offset", "process"))
     yield _table("dead_letters_resolved", records.DeadLetterResolved)

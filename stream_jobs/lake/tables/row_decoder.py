@@ -38,7 +38,11 @@ class Schemas(Codec):
 
     def schema_of(self, value: bytes) -> Schema:
         """The schema by which a value that can be decoded was written."""
-        return self._announced[value[2:_HEADER]] if value[:2] == MAGIC else self._of_id[value[1:_CONFLUENT]]
+        return (
+            self._announced[value[2:_HEADER]]
+            if value[:2] == MAGIC
+            else self._of_id[value[1:_CONFLUENT]]
+        )
 
 
 class _Route(NamedTuple):
@@ -56,13 +60,19 @@ class Rows:
     """
 
     def __init__(
-        self, schemas: Schemas, decoder: Decoder, tables: Mapping[str, Table], widen: Callable[[Table], bool]
+        self,
+        schemas: Schemas,
+        decoder: Decoder,
+        tables: Mapping[str, Table],
+        widen: Callable[[Table], bool],
     ) -> None:
         self._schemas, self._decoder, self._tables, self._widen = schemas, decoder, tables, widen
         self._routes: dict[bytes, _Route] = {}
         self._refused: dict[bytes, TooManyFields] = {}
 
-    def __call__(self, record: Record, topic_id: str, names: Sequence[str]) -> tuple[str, list[tuple[str, list[Row]]]]:
+    def __call__(
+        self, record: Record, topic_id: str, names: Sequence[str]
+    ) -> tuple[str, list[tuple[str, list[Row]]]]:
         """names: tables that the record's topic feeds. Raises Undecodable, TooManyFields, or UnknownSchema after a look-up."""
         value = record.value or b""
         body = _HEADER if value[:2] == MAGIC else _CONFLUENT
@@ -106,7 +116,9 @@ class Rows:
         ):  # a type that contains itself, or is nested too deeply: only fastavro reads such
             writer = None
         for table in [t for t in self._tables.values() if name in t.records]:
-            read = None if writer is None or table.derived is not None else self._reader(table, writer)
+            read = (
+                None if writer is None or table.derived is not None else self._reader(table, writer)
+            )
             if read is None:
                 by_record.append(table.name)
             else:

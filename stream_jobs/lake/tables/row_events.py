@@ -72,7 +72,9 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         make = typing.cast("Callable[..., Any]", hint)
 
         def build(value: Mapping[str, Any]) -> Any:
-            return make(**{n: inner_of[n](v) for n, v in value.items() if v is not None and n in inner_of})
+            return make(
+                **{n: inner_of[n](v) for n, v in value.items() if v is not None and n in inner_of}
+            )
 
         return build
     return lambda value: value

@@ -22,7 +22,9 @@ tokenizer = model.build_tokenizer()
 
 
 def render(messages: list[dict[str, Any]], generate: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tools=model.TOOLS, add_generation_prompt=generate, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        messages, tools=model.TOOLS, add_generation_prompt=generate, tokenize=False
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -58,7 +60,11 @@ def test_every_assistant_message_weighs_one() -> None:
 
 def test_the_warm_start_never_sees_a_held_out_key() -> None:
     rng = random.Random(0)
-    seen = [key for _ in range(500) for key in re.findall(r"k\d{3}", json.dumps(model.demonstration(rng)))]
+    seen = [
+        key
+        for _ in range(500)
+        for key in re.findall(r"k\d{3}", json.dumps(model.demonstration(rng)))
+    ]
     assert len(seen) > 500
     assert not any(is_held_out(key) for key in seen)
 
@@ -74,7 +80,11 @@ def test_a_task_is_what_its_question_says(seed: int, held_out: bool) -> None:
     assert is_held_out(task.key) == held_out
     assert task.question == f"price of {task.key} plus {task.addend}?"
     assert task.addend in ADDENDS
-    assert task.gold == int(agent.lookup(json.dumps({"key": task.key}))) + task.addend == price(task.key) + task.addend
+    assert (
+        task.gold
+        == int(agent.lookup(json.dumps({"key": task.key}))) + task.addend
+        == price(task.key) + task.addend
+    )
     assert tokenizer.unk_token_id not in tokenizer.encode(task.question, add_special_tokens=False)
 
 
@@ -94,7 +104,9 @@ def test_score(answer: str | None, key: str | None, points: float) -> None:
     assert score(gold=7, key="k001", answer=answer, first_call_key=key) == points
 
 
-@pytest.mark.parametrize("arguments", ["", "[]", "{}", '{"key": 3}', '{"key": "k12"}', '{"key": "x123"}', "null"])
+@pytest.mark.parametrize(
+    "arguments", ["", "[]", "{}", '{"key": 3}', '{"key": "k12"}', '{"key": "x123"}', "null"]
+)
 def test_the_tool_answers_error_to_what_is_no_key(arguments: str) -> None:
     assert agent.lookup(arguments) == "error"
 
@@ -105,7 +117,9 @@ def test_agent_and_model_name_the_same_tool() -> None:
 
 def test_a_model_directory_is_complete_and_repeatable(tmp_path: Path) -> None:
     losses: list[float] = []
-    first = model.make_model(tmp_path / "a", seed=1, steps=2, progress=lambda done, steps, loss: losses.append(loss))
+    first = model.make_model(
+        tmp_path / "a", seed=1, steps=2, progress=lambda done, steps, loss: losses.append(loss)
+    )
     second = model.make_model(tmp_path / "b", seed=1, steps=2)
     bare = model.make_random_model(tmp_path / "c", seed=1)
     assert len(losses) == 2

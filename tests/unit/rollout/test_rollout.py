@@ -49,8 +49,13 @@ def version(run: str, index: int) -> WeightVersion:
     )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ours", "theirs"]), st.integers(0, 9))), st.sets(st.integers(0, 9)))
-def test_the_newest_version_of_the_run_is_wanted(published: list[tuple[str, int]], refused: set[int]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(["ours", "theirs"]), st.integers(0, 9))),
+    st.sets(st.integers(0, 9)),
+)
+def test_the_newest_version_of_the_run_is_wanted(
+    published: list[tuple[str, int]], refused: set[int]
+) -> None:
     versions = Versions("ours")
     for run, index in published:
         versions.hear(version(run, index))
@@ -171,7 +176,9 @@ def test_a_log_that_is_read_again_does_not_bring_old_versions_back() -> None:
 
 def file_of(path: Path, data: bytes) -> WeightFile:
     path.write_bytes(data)
-    return WeightFile(url=path.as_uri(), sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+    return WeightFile(
+        url=path.as_uri(), sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
+    )
 
 
 def test_a_manifest_is_checked_file_by_file(tmp_path: Path) -> None:
@@ -275,31 +282,52 @@ BF16 = {"model.embed_tokens.weight": ("BF16", (4, 2)), "model.norm.weight": ("BF
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_version_in_another_float_dtype_than_the_boot_model_is_taken(tmp_path: Path, dtype: torch.dtype) -> None:
-    weights = {"model.embed_tokens.weight": torch.ones(4, 2, dtype=dtype), "model.norm.weight": torch.ones(2)}
+def test_a_version_in_another_float_dtype_than_the_boot_model_is_taken(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    weights = {
+        "model.embed_tokens.weight": torch.ones(4, 2, dtype=dtype),
+        "model.norm.weight": torch.ones(2),
+    }
     staged = stage(written(tmp_path / "v.safetensors", weights), Served(BF16, torch.bfloat16))
-    assert all(torch.equal(staged[name], tensor) for name, tensor in weights.items()), "the engine casts as it loads"
+    assert all(torch.equal(staged[name], tensor) for name, tensor in weights.items()), (
+        "the engine casts as it loads"
+    )
 
 
 def test_a_value_that_the_served_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
-    weights = {"model.embed_tokens.weight": torch.full((4, 2), 1e5), "model.norm.weight": torch.ones(2)}
+    weights = {
+        "model.embed_tokens.weight": torch.full((4, 2), 1e5),
+        "model.norm.weight": torch.ones(2),
+    }
     files = written(tmp_path / "v.safetensors", weights)
     assert stage(files, Served(BF16, torch.bfloat16))
-    with pytest.raises(InvalidWeights, match=r"not finite in torch\.float16 in \['model.embed_tokens.weight'\]"):
+    with pytest.raises(
+        InvalidWeights, match=r"not finite in torch\.float16 in \['model.embed_tokens.weight'\]"
+    ):
         stage(files, Served(BF16, torch.float16))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_numbers_that_a_cast_would_misread_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    weights = {"model.embed_tokens.weight": torch.ones(4, 2).to(dtype), "model.norm.weight": torch.ones(2)}
+    weights = {
+        "model.embed_tokens.weight": torch.ones(4, 2).to(dtype),
+        "model.norm.weight": torch.ones(2),
+    }
     with pytest.raises(InvalidWeights, match=r"other dtype or shape: model\.embed_tokens\.weight"):
         stage(written(tmp_path / "v.safetensors", weights), Served(BF16, torch.bfloat16))
 
 
 def test_a_tied_output_head_may_be_there_or_not(tmp_path: Path) -> None:
-    body = {"model.embed_tokens.weight": torch.arange(8.0).view(4, 2), "model.norm.weight": torch.ones(2)}
+    body = {
+        "model.embed_tokens.weight": torch.arange(8.0).view(4, 2),
+        "model.norm.weight": torch.ones(2),
+    }
     head = {"lm_head.weight": body["model.embed_tokens.weight"].clone()}
-    without, redundant = written(tmp_path / "a.safetensors", body), written(tmp_path / "b.safetensors", body | head)
+    without, redundant = (
+        written(tmp_path / "a.safetensors", body),
+        written(tmp_path / "b.safetensors", body | head),
+    )
     with_head = {**BF16, "lm_head.weight": ("BF16", (4, 2))}
     for layout in (BF16, with_head):
         for files in (without, redundant):
@@ -311,15 +339,22 @@ def test_a_tied_output_head_may_be_there_or_not(tmp_path: Path) -> None:
         stage(without, Served(with_head, torch.bfloat16))
     head["lm_head.weight"][0, 0] = 7.0
     with pytest.raises(InvalidWeights, match=r"lm_head\.weight is not the embedding"):
-        stage(written(tmp_path / "c.safetensors", body | head), Served(BF16, torch.bfloat16, tied=True))
+        stage(
+            written(tmp_path / "c.safetensors", body | head),
+            Served(BF16, torch.bfloat16, tied=True),
+        )
 
 
 def test_the_layout_of_a_sharded_model_is_that_of_the_files_in_its_index(tmp_path: Path) -> None:
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     written(tmp_path / first, {"a": torch.zeros(2, 3)})
     written(tmp_path / second, {"b": torch.zeros(4)})
-    written(tmp_path / "consolidated.safetensors", {"the.same.under.another.name": torch.zeros(2, 3)})
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": first, "b": second}}))
+    written(
+        tmp_path / "consolidated.safetensors", {"the.same.under.another.name": torch.zeros(2, 3)}
+    )
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": first, "b": second}})
+    )
     layout = read_layout(tmp_path)
     assert layout == {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
     assert stage(
@@ -337,7 +372,11 @@ def test_the_layout_of_a_sharded_model_is_that_of_the_files_in_its_index(tmp_pat
 def test_settings_become_arguments(tmp_path: Path) -> None:
     plugin = tmp_path / "parser.py"
     settings = RolloutSettings(
-        port=4321, tool_parser="mine", tool_parser_plugin=plugin, reasoning_parser="r1", extra_args=("--seed", "3")
+        port=4321,
+        tool_parser="mine",
+        tool_parser_plugin=plugin,
+        reasoning_parser="r1",
+        extra_args=("--seed", "3"),
     )
     arguments = server_arguments(settings, tmp_path)
     pairs = dict(itertools.pairwise(arguments))
@@ -352,11 +391,15 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
 
 
 def test_the_environment_keeps_what_was_there() -> None:
-    environment = server_environment({"PYTHONPATH": "/a:/b", "HOME": "/h", "PYTHONDONTWRITEBYTECODE": "1"})
+    environment = server_environment(
+        {"PYTHONPATH": "/a:/b", "HOME": "/h", "PYTHONDONTWRITEBYTECODE": "1"}
+    )
     assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert environment["HOME"] == "/h"
     assert environment["PYTHONPATH"].split(":")[1:] == ["/a", "/b"]
-    assert "VLLM_SERVER_DEV_MODE" not in environment, "its routes change weights without authentication"
+    assert "VLLM_SERVER_DEV_MODE" not in environment, (
+        "its routes change weights without authentication"
+    )
 
 
 def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def test_bytes_are_on_disk_before_their_name_and_the_name_before_it_returns(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["f"]
 
 
-def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -37,7 +37,10 @@ def test_each_error_has_its_code(error: Exception, code: int) -> None:
 
 
 def test_the_documentation_has_the_same_table() -> None:
-    rows = [f"| {m.code} | {m.meaning} | {m.action} | {'yes' if m.restarted else 'no'} |" for m in MEANINGS]
+    rows = [
+        f"| {m.code} | {m.meaning} | {m.action} | {'yes' if m.restarted else 'no'} |"
+        for m in MEANINGS
+    ]
     assert "\n".join(rows) in (ROOT / "docs" / "operating.md").read_text()
     assert frozenset({0, 2, 78, 79}) == NO_RESTART
 
@@ -63,7 +66,9 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
         f"async def main(settings, stop):\n    raise ExceptionGroup('a task has failed', [{name}('why')])\n"
         "run_async('p', Settings(), main)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code and '"error": "why"' in done.stderr
     assert ('"exception": ' in done.stderr) == has_traceback
 
@@ -76,7 +81,11 @@ def test_the_root_of_every_package_is_of_the_foreseen() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code", "traces"),
-    [("schemas.errors:UnknownSchema", 1, 0), ("schemas.errors:InvalidId", 2, 0), ("builtins:ValueError", 70, 1)],
+    [
+        ("schemas.errors:UnknownSchema", 1, 0),
+        ("schemas.errors:InvalidId", 2, 0),
+        ("builtins:ValueError", 70, 1),
+    ],
 )
 def test_a_command_ends_as_a_process_does(error: str, code: int, traces: int) -> None:
     module, _, name = error.partition(":")
@@ -85,8 +94,13 @@ def test_a_command_ends_as_a_process_does(error: str, code: int, traces: int) ->
         f"@app.command()\ndef broken() -> None:\n    raise {name}('why')\n"
         "sys.argv = ['clawstream', 'broken']; main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("Traceback")) == (code, traces) and "why" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("Traceback")) == (
+        code,
+        traces,
+    ) and "why" in done.stderr
 
 
 def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path) -> None:
@@ -94,9 +108,16 @@ def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path)
     try:
         words = ["gateway", f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
         done = subprocess.run(
-            [sys.executable, "-m", "clawstream", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "clawstream", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     finally:
         os.close(held)
     assert done.returncode == 75
-    assert "give every gateway its own gateway.gateway_id" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "give every gateway its own gateway.gateway_id" in done.stderr
+        and "Traceback" not in done.stderr
+    )

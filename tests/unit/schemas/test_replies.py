@@ -88,7 +88,9 @@ _VALUES = ["function_call", "tool_use", "text", "custom", "message"]
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.sampled_from(_VALUES),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4)
+        ),
         max_leaves=15,
     )
 )

@@ -62,7 +62,11 @@ def test_modules_and_packages_of_the_folders(folders: list[Path]) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from my_rules.deep import f\n")
     (package / "deep.py").write_text(GIVES.format(value=5))
-    assert load_function("my_rules:f", folders)(None) == load_function("my_rules.deep:f", folders)(None) == 5
+    assert (
+        load_function("my_rules:f", folders)(None)
+        == load_function("my_rules.deep:f", folders)(None)
+        == 5
+    )
     assert load_function("rewards.exact_match:exact_match", folders) is not None
 
 
@@ -90,25 +94,35 @@ def test_why_a_function_is_not_there(folders: list[Path], text: str, target: str
         load_function(target, folders)
 
 
-def test_settings_remember_where_functions_are_looked_up(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_remember_where_functions_are_looked_up(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folders[0])
     file = folders[1] / "settings.yaml"
     file.write_text("jobs: {reward_functions: {'*': ['mine.py:f@1']}}\n")
     assert load(file, environ={}).functions.folders == tuple(folders)
-    assert load(file, ["functions.dirs=[/elsewhere]"], environ={}).functions.folders == (Path("/elsewhere"),)
-    assert load(words=["gateway.compute_reward=mine:f@1"], environ={}).functions.folders == (folders[0],)
+    assert load(file, ["functions.dirs=[/elsewhere]"], environ={}).functions.folders == (
+        Path("/elsewhere"),
+    )
+    assert load(words=["gateway.compute_reward=mine:f@1"], environ={}).functions.folders == (
+        folders[0],
+    )
     assert load(words=["gateway.compute_reward=exact_match@1"], environ={}).functions.dirs == ()
 
 
 def test_files_in_the_working_directory_hide_nothing_from_our_own_processes(tmp_path: Path) -> None:
     for name in ("rewards", "schemas", "runtime"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')\n")
-    done = subprocess.run(python("jobs", "--help"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        python("jobs", "--help"), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_example_of_the_docs_works(folders: list[Path]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reward-functions.md").read_text(), re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "reward-functions.md").read_text(), re.DOTALL
+    )
     (folders[0] / "rewards.py").write_text(example)
     right, short = (load_function(f"rewards.py:{name}", folders) for name in ("right", "short"))
     step = TrajectoryStep(
@@ -119,4 +133,8 @@ def test_the_example_of_the_docs_works(folders: list[Path]) -> None:
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
         closed_at=1, metadata_json=b'{"gold":42}', part=0, parts=1, segments=(), steps=(step,),
     )  # fmt: skip
-    assert (right(asked), right(replace(asked, metadata_json=None)), short(asked)) == (1.0, None, 0.5)
+    assert (right(asked), right(replace(asked, metadata_json=None)), short(asked)) == (
+        1.0,
+        None,
+        0.5,
+    )

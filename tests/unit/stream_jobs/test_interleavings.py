@@ -28,7 +28,16 @@ from support.interleavings import (
     with_gaps,
 )
 
-from schemas.records import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Late,
+    Place,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
 from stream_jobs.admit.decisions.journal import Entry, Invalid, Journaled, Source
 from stream_jobs.admit.decisions.state import past_of
 from stream_jobs.admit.fold import Admission
@@ -61,10 +70,14 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
 
 @how(max_examples=100)
 @given(seed=SEED, length=st.integers(1, 60))
-def test_any_interleaving_duplicates_batches_and_kills_give_the_same(seed: int, length: int) -> None:
+def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
+    seed: int, length: int
+) -> None:
     """Trajectories, last revisions, late marks (once each, and no late step in a trajectory) and dead letters."""
     rng = Random(seed)
-    plain, other = both(chaos(rng, length), rng, replace(LIMITS, steps_max=rng.choice([2, 5, 5000])))
+    plain, other = both(
+        chaos(rng, length), rng, replace(LIMITS, steps_max=rng.choice([2, 5, 5000]))
+    )
     assert other.trajectories == plain.trajectories
     assert other.last() == plain.last()
     assert other.marks == plain.marks and other.burials == plain.burials
@@ -118,7 +131,9 @@ def groups_of(journal: list[Journaled]) -> dict[tuple[str, int], set[str]]:
 
 def check_revisions(log: list[Entry], journal: list[Journaled], run: str) -> None:
     """Before admission the newest revision replaces the others, after it each newer one is late, and nothing enters twice."""
-    seen = [(e.offset, e.event) for e in log if isinstance(e.event, Candidate) and e.event.run_id == run]
+    seen = [
+        (e.offset, e.event) for e in log if isinstance(e.event, Candidate) and e.event.run_id == run
+    ]
     late = [d for d in journal if isinstance(d, Late)]
     trained = set[str]()
     for batch in (d for d in journal if isinstance(d, ReadyBatch)):
@@ -126,7 +141,9 @@ def check_revisions(log: list[Entry], journal: list[Journaled], run: str) -> Non
             assert member.trajectory_id not in trained
             trained.add(member.trajectory_id)
             mine = [(offset, c) for offset, c in seen if c.trajectory_id == member.trajectory_id]
-            newest = max((c for offset, c in mine if offset < batch.input_to), key=lambda c: c.revision)
+            newest = max(
+                (c for offset, c in mine if offset < batch.input_to), key=lambda c: c.revision
+            )
             assert (member.revision, member.rewards) == (newest.revision, newest.rewards)
             after = sorted({c.revision for _, c in mine if c.revision > member.revision})
             told = [d for d in late if d.trajectory_id == member.trajectory_id]
@@ -148,14 +165,18 @@ def test_full_rounds_give_the_same_groups_however_they_come(seed: int) -> None:
         assert found.keys() == expected.keys()
         assert set.union(set(), *found.values()) == set.union(set(), *expected.values())
         assert {k: len(v) for k, v in found.items()} == {k: len(v) for k, v in expected.items()}
-        named = [k for k in expected if k[0].startswith("g") and _round_is_named(plain_log, run, k[0])]
+        named = [
+            k for k in expected if k[0].startswith("g") and _round_is_named(plain_log, run, k[0])
+        ]
         assert all(found[k] == expected[k] for k in named), "a counted round takes who comes first"
         check_revisions(other_log, other, run)
 
 
 def _round_is_named(log: list[Entry], run: str, group: str) -> bool:
     found = [
-        e.event for e in log if isinstance(e.event, Candidate) and (e.event.run_id, e.event.group_id) == (run, group)
+        e.event
+        for e in log
+        if isinstance(e.event, Candidate) and (e.event.run_id, e.event.group_id) == (run, group)
     ]
     return all(c.round is not None for c in found)
 
@@ -197,11 +218,19 @@ def test_of_rewards_for_a_trajectory_and_for_a_step_of_it_the_first_on_the_log_c
 def test_offsets_of_a_rewards_topic_that_is_no_more_do_not_count() -> None:
     worker = Worker().feed((STEPS, 1, step("a", 0)))
     worker.batch(
-        [(REWARDS, 90 + i, 2, e) for i, e in enumerate([curation("a", "x", trainable=False), reward("a", 0.5)])]
+        [
+            (REWARDS, 90 + i, 2, e)
+            for i, e in enumerate([curation("a", "x", trainable=False), reward("a", 0.5)])
+        ]
     )
     worker.fold.replaced(REWARDS, "another", 0)
     worker.batch(
-        [(REWARDS, i, 3, e) for i, e in enumerate([curation("a", "y", trainable=True), reward("a", 0.7, revision=0)])]
+        [
+            (REWARDS, i, 3, e)
+            for i, e in enumerate(
+                [curation("a", "y", trainable=True), reward("a", 0.7, revision=0)]
+            )
+        ]
     )
     worker.crash()
     worker.batch([(STEPS, 1, 4, session("a", "completed"))])
@@ -214,7 +243,12 @@ def test_a_retry_finds_the_same_trajectory_before_and_after_a_snapshot() -> None
     on = [*ask, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
     first = [
         spoken(0, ask, {"content": "a"}, idempotency_key="k"),
-        spoken(1, [{"role": "system", "content": "be brief"}, *ask], {"content": "b"}, idempotency_key="k"),
+        spoken(
+            1,
+            [{"role": "system", "content": "be brief"}, *ask],
+            {"content": "b"},
+            idempotency_key="k",
+        ),
         spoken(2, on, {"content": "c"}),
     ]
     retry = spoken(3, ask, {"content": "d"}, tokens=False, idempotency_key="k")
@@ -235,7 +269,9 @@ def test_a_retry_finds_the_same_trajectory_before_and_after_a_snapshot() -> None
 def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -> None:
     limits = replace(LIMITS, closed_horizon=100)
     worker = Worker(limits).feed(
-        (STEPS, 1, step("a", 0)), (STEPS, 2, session("a", "completed")), (REWARDS, 2, Tick(partition=0))
+        (STEPS, 1, step("a", 0)),
+        (STEPS, 2, session("a", "completed")),
+        (REWARDS, 2, Tick(partition=0)),
     )
     worker.feed((STEPS, 200, Tick(partition=0)), (REWARDS, 200, Tick(partition=0)))
     assert not worker.state.closed
@@ -243,7 +279,9 @@ def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -
     worker.candidates.clear()  # its revisions begin anew: admission refuses it as a duplicate
     worker.feed((STEPS, 201, step("a", 1)), (STEPS, 202, session("a", "completed", "again")))
     worker.feed((STEPS, 210, step("a", 2)), (REWARDS, 210, reward("a", 0.5)))
-    assert [m.step_id for m in worker.marks] == ["a~C2.0"] and worker.last("a").rewards[0].value == 0.5
+    assert [m.step_id for m in worker.marks] == ["a~C2.0"] and worker.last("a").rewards[
+        0
+    ].value == 0.5
 
 
 def test_time_is_as_far_as_what_was_read_after_a_crash() -> None:
@@ -260,7 +298,11 @@ def test_of_candidates_from_before_the_first_policy_the_newest_revision_is_admit
     old = plainly(([(1, step("a", 0)), (2, session("a", "completed"))], [(3, reward("a", 0.0))]))
     first, second = old.sent
     made = AdmissionPolicy(run_id="r", batch_groups=1, **POLICY)
-    log = [Entry(0, replace(first, rewards=second.rewards), PLACE), Entry(1, second, PLACE), Entry(2, made)]
+    log = [
+        Entry(0, replace(first, rewards=second.rewards), PLACE),
+        Entry(1, second, PLACE),
+        Entry(2, made),
+    ]
     later = replace(second, revision=2)
     state = Admission("r", "train", SOURCE)
     _, batch, late = (d for e in [*log, Entry(3, later, PLACE)] for d in state.fold(e))
@@ -270,7 +312,9 @@ def test_of_candidates_from_before_the_first_policy_the_newest_revision_is_admit
 
 def test_candidates_from_before_the_first_policy_outlive_a_crash_behind_its_first_batch() -> None:
     """The first one's batch must not say that the second one, which is not taken yet, is decided."""
-    closed = [replace(made, trajectory_id=t, group_id=t) for t in "ab" for made in _rewarded_candidates()]
+    closed = [
+        replace(made, trajectory_id=t, group_id=t) for t in "ab" for made in _rewarded_candidates()
+    ]
     log = [
         *(Entry(i, c, PLACE) for i, c in enumerate(closed)),
         Entry(2, AdmissionPolicy(run_id="r", batch_groups=1, **POLICY)),

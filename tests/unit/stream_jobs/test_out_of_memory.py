@@ -47,7 +47,11 @@ def test_the_fold_of_assemble_does_not_bury_the_record() -> None:
 
 
 def test_rules_do_not_give_their_answer() -> None:
-    trajectory = Worker().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed"))).trajectories["k"]
+    trajectory = (
+        Worker()
+        .feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
+        .trajectories["k"]
+    )
     rule: Named[Any] = Named("hungry", "1", hungry)
     with pytest.raises(MemoryError):
         list(rewards_of(trajectory, rule, 0))

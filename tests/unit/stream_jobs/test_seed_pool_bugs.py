@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from schemas.records import AdmissionPolicy, Candidate, Late, Place, ReadyBatch, Refused, RunEnded, Tick
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    Late,
+    Place,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+)
 from schemas.reward_matching import training_reward
 from stream_jobs.admit.decisions.journal import Decision, Entry, Source
 from stream_jobs.admit.fold import Admission
@@ -51,13 +60,18 @@ class Pool:
 
     def tell(self, event: Any) -> None:
         """One record of the candidates topic."""
-        self.decided += self.admission.fold(Entry(self._offset, event, PLACE if isinstance(event, Candidate) else None))
+        self.decided += self.admission.fold(
+            Entry(self._offset, event, PLACE if isinstance(event, Candidate) else None)
+        )
         self._offset += 1
 
     def feed(self, *events: Any, at: int | None = None) -> None:
         """Records, each on its topic, and what follows from them. at: their time, and that of both topics."""
         self.now = self.now if at is None else at
-        on = [(REWARDS if type(e).__name__ in ("Reward", "Curation") else STEPS, self.now, e) for e in events]
+        on = [
+            (REWARDS if type(e).__name__ in ("Reward", "Curation") else STEPS, self.now, e)
+            for e in events
+        ]
         tick = Tick(partition=0)
         self.worker.feed(*on, (STEPS, self.now, tick), (REWARDS, self.now, tick))
         for made in list(islice(self.worker.candidates.values(), self._told, None)):
@@ -87,7 +101,11 @@ class Pool:
 def test_1_groups_behind_one_that_never_completes_are_served_at_once() -> None:
     """One member went silent, one never made a call. 1,000 groups pass them, each in the moment in which it is full."""
     pool = Pool().policy()
-    pool.feed(*pool.member("done", "slow"), session("silent", "opened", group_id="slow"), step("silent", 0))
+    pool.feed(
+        *pool.member("done", "slow"),
+        session("silent", "opened", group_id="slow"),
+        step("silent", 0),
+    )
     pool.feed(*pool.member("alone", "lost"))
     for i in range(1000):
         pool.feed(*pool.member(f"a{i}", f"g{i}"), *pool.member(f"b{i}", f"g{i}"), at=1 + i // 2)
@@ -97,7 +115,11 @@ def test_1_groups_behind_one_that_never_completes_are_served_at_once() -> None:
 
 def test_1_a_trajectory_that_never_completes_times_out_and_its_group_goes_without_it() -> None:
     pool = Pool().policy()
-    pool.feed(*pool.member("done", "slow"), session("silent", "opened", group_id="slow"), step("silent", 0))
+    pool.feed(
+        *pool.member("done", "slow"),
+        session("silent", "opened", group_id="slow"),
+        step("silent", 0),
+    )
     pool.feed(*pool.member("alone", "lost"))
     pool.feed(at=LIMITS.trajectory_timeout)
     assert pool.served == [] and "silent" not in pool.worker.trajectories
@@ -107,7 +129,9 @@ def test_1_a_trajectory_that_never_completes_times_out_and_its_group_goes_withou
         "full now: nobody waits for its reward"
     )
     pool.feed(at=POLICY["group_deadline_ms"])
-    assert pool.served == [["done"], ["alone"]], "its other member was never heard of: the group's own deadline"
+    assert pool.served == [["done"], ["alone"]], (
+        "its other member was never heard of: the group's own deadline"
+    )
     assert pool.admission.input_from == pool._offset
 
 
@@ -116,7 +140,10 @@ def test_2_a_late_step_of_a_group_that_was_consumed_opens_no_group() -> None:
     pool.feed(*pool.member("a", "g"), *pool.member("b", "g"))
     assert pool.served == [["a", "b"]]
     pool.feed(step("a", 1), step("b", 1), at=10)
-    assert [m.step_id for m in pool.worker.marks] == ["a~C1.0", "b~C1.0"] and not pool.worker.state.opened
+    assert [m.step_id for m in pool.worker.marks] == [
+        "a~C1.0",
+        "b~C1.0",
+    ] and not pool.worker.state.opened
     for i in range(50):
         pool.feed(*pool.member(f"c{i}", f"h{i}"), *pool.member(f"d{i}", f"h{i}"))
     assert len(pool.served) == 51 and pool.admission.input_from == pool._offset
@@ -132,7 +159,12 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
         cache.put(i, payload_of(one, provenance(one)))
     state = pool.worker.state
     assert len(pool.served) == 600
-    assert (len(state.opened), len(state.closed), len(state.waiting[REWARDS]), len(state.waiting_for)) == (
+    assert (
+        len(state.opened),
+        len(state.closed),
+        len(state.waiting[REWARDS]),
+        len(state.waiting_for),
+    ) == (
         0,
         20,
         20,
@@ -146,7 +178,11 @@ def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
     pool = Pool(Worker(replace(LIMITS, closed_max=20))).policy(group_size=1)
     sizes = []
     for i in range(600):
-        pool.feed(*pool.member(f"k{i:03}", f"g{i:03}"), curation(f"k{i:03}", f"e{i:03}", quality=0.5), at=1000 + i)
+        pool.feed(
+            *pool.member(f"k{i:03}", f"g{i:03}"),
+            curation(f"k{i:03}", f"e{i:03}", quality=0.5),
+            at=1000 + i,
+        )
         if i in (299, 599):
             fold = pool.admission
             held: tuple[Sized, ...] = (
@@ -156,14 +192,25 @@ def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
                 fold._early,
                 pool.worker.state.buckets,
             )
-            sizes.append((len(pool.worker.state.dump()), len(fold._deadlines._heap) < 1200, [len(h) for h in held]))
+            sizes.append(
+                (
+                    len(pool.worker.state.dump()),
+                    len(fold._deadlines._heap) < 1200,
+                    [len(h) for h in held],
+                )
+            )
     assert sizes[0][1:] == sizes[1][1:] == (True, [0] * 5)
     assert abs(sizes[1][0] - sizes[0][0]) < 100, "the state of assemble, as its snapshots have it"
 
 
 def test_5_one_prompt_that_is_too_long_spoils_no_other_group() -> None:
     pool = Pool().policy(max_trajectory_tokens=100)
-    long = [session("l", "opened", group_id="g"), step("l", 0, range(200)), session("l", "completed"), reward("l", 1.0)]
+    long = [
+        session("l", "opened", group_id="g"),
+        step("l", 0, range(200)),
+        session("l", "completed"),
+        reward("l", 1.0),
+    ]
     pool.feed(*long, *pool.member("a", "g"))
     pool.feed(*pool.member("b", "h"), *pool.member("c", "h"))
     assert pool.served == [["a"], ["b", "c"]] and pool.refused == [("too_long", ("l",))]
@@ -177,7 +224,9 @@ def test_5_a_step_that_no_record_can_hold_is_buried_and_its_partition_goes_on() 
 
 
 @pytest.mark.parametrize(("configured", "opened"), [(5, 1), (1, 3)])
-def test_6_a_group_is_served_when_its_own_n_have_come_whatever_n_is_configured(configured: int, opened: int) -> None:
+def test_6_a_group_is_served_when_its_own_n_have_come_whatever_n_is_configured(
+    configured: int, opened: int
+) -> None:
     pool = Pool().policy(group_size=configured)
     for i in range(opened):
         assert pool.served == []
@@ -190,7 +239,9 @@ def test_6_an_n_that_is_changed_meets_the_groups_that_begin_after_it() -> None:
     pool.feed(*pool.member("a", "g"))
     pool.policy(group_size=1, policy_version=2)
     pool.feed(*pool.member("b", "h"))
-    assert pool.served == [["b"]], "one more wake-up than members: the waiting group was opened for five"
+    assert pool.served == [["b"]], (
+        "one more wake-up than members: the waiting group was opened for five"
+    )
     for key in "cdef":
         pool.feed(*pool.member(key, "g"))
     assert pool.served[1:] == [["a", "c", "d", "e", "f"]]
@@ -213,7 +264,11 @@ def test_8_no_trajectory_is_served_before_it_is_whole() -> None:
     pool.feed(step("b", 1), session("b", "completed"), reward("b", 0.5))
     (_, second) = (d for d in pool.decided if isinstance(d, ReadyBatch))
     (member,) = second.groups[0].members
-    assert (second.groups[0].round, member.trajectory_id, [r.value for r in member.rewards]) == (1, "b", [0.5])
+    assert (second.groups[0].round, member.trajectory_id, [r.value for r in member.rewards]) == (
+        1,
+        "b",
+        [0.5],
+    )
     assert len(pool.worker.trajectories["b"].steps) == 2
 
 
@@ -224,7 +279,9 @@ def test_8_what_was_dropped_in_the_middle_does_not_come_back_without_its_beginni
     assert pool.refused == [("outcome", ("a",))]
     pool.feed(step("a", 1), session("a", "completed", "later"), reward("a", 1.0))
     assert pool.served == [] and pool.refused == [("outcome", ("a",))]
-    assert len(pool.worker.trajectories["a"].steps) == 1 and [m.kind for m in pool.worker.marks] == ["late"]
+    assert len(pool.worker.trajectories["a"].steps) == 1 and [
+        m.kind for m in pool.worker.marks
+    ] == ["late"]
     assert [d.revision for d in pool.decided if isinstance(d, Late)] == [1]
 
 
@@ -265,7 +322,12 @@ def test_10_a_step_costs_the_same_after_many_others() -> None:
         sys.setprofile(count)
         try:
             for i, member in enumerate(members):
-                pool.worker.feed(*((REWARDS if type(e).__name__ == "Reward" else STEPS, 600 + i, e) for e in member))
+                pool.worker.feed(
+                    *(
+                        (REWARDS if type(e).__name__ == "Reward" else STEPS, 600 + i, e)
+                        for e in member
+                    )
+                )
         finally:
             sys.setprofile(None)
         for made in list(islice(pool.worker.candidates.values(), pool._told, None)):
@@ -280,7 +342,9 @@ def test_11_a_pool_that_dies_has_lost_nothing() -> None:
     pool = Pool().policy()
     keys = [f"{side}{i}" for i in range(100) for side in "ab"]
     for key in keys:
-        pool.worker.feed(*((STEPS, 1, e) for e in (session(key, "opened", group_id=f"g{key[1:]}"), step(key, 0))))
+        pool.worker.feed(
+            *((STEPS, 1, e) for e in (session(key, "opened", group_id=f"g{key[1:]}"), step(key, 0)))
+        )
     pool.worker.crash()
     assert len(pool.worker.state.opened) == len(keys)
     ends = [event for key in keys for event in (session(key, "completed"), reward(key, 1.0))]

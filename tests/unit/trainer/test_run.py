@@ -36,7 +36,13 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from trainer.data.batches import Incoming, start_of
-from trainer.errors import BatchesReplaced, BatchNeverEnds, CheckpointLost, InvalidCheckpoint, OutOfMemory
+from trainer.errors import (
+    BatchesReplaced,
+    BatchNeverEnds,
+    CheckpointLost,
+    InvalidCheckpoint,
+    OutOfMemory,
+)
 from trainer.main import check_settings
 from trainer.position import Position
 from trainer.run import Run, open_run
@@ -76,11 +82,17 @@ def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:
 
 def locate(topic_id: str, stored: Position | None) -> Position:
     """As the source does it."""
-    return stored if stored is not None and stored.topic_id == topic_id else start_of("batches", topic_id, stored)
+    return (
+        stored
+        if stored is not None and stored.topic_id == topic_id
+        else start_of("batches", topic_id, stored)
+    )
 
 
 def begin(s: Settings, ledger: MemoryLedger, topic_id: str = "topic") -> Run:
-    taken = {v for record in ledger.published if (v := parse_version(record.version_id)) is not None}
+    taken = {
+        v for record in ledger.published if (v := parse_version(record.version_id)) is not None
+    }
     return open_run(s, ledger, ledger.published, taken, lambda stored: locate(topic_id, stored))
 
 
@@ -92,13 +104,17 @@ def incoming(seq: int, topic_id: str = "topic") -> Incoming:
         for m in range(MEMBERS):
             name = f"t{seq}-{g}-{m}"
             value = float((seq + g + m) % 3)
-            reward = RewardValue(source="rule", name="r", function_version="1", value=value, reward_revision=0)
+            reward = RewardValue(
+                source="rule", name="r", function_version="1", value=value, reward_revision=0
+            )
             ids = [(seq * 7 + g * 5 + m * 3 + k) % 20 + 8 for k in range(4)]
             step = TrajectoryStep(
                 step_id=f"{name}~1.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=3, response_tokens=4,
                 response_json=b"{}", oldest_version="r/0.0", newest_version="r/0.0", trainable=True, offset=0,
             )  # fmt: skip
-            said = Segment(parent=0, step_index=0, token_ids=pack_ids(ids), logprobs=pack_logprobs([-3.0] * 4))
+            said = Segment(
+                parent=0, step_index=0, token_ids=pack_ids(ids), logprobs=pack_logprobs([-3.0] * 4)
+            )
             trajectories[name] = Trajectory(
                 run_id="r", trajectory_key=name, trajectory_id=name, group_id=f"g{g}", channel="train", outcome="completed",
                 opened_at=0, closed_at=1, part=0, parts=1, segments=(Segment(token_ids=pack_ids([2, 5, 9])), said),
@@ -121,7 +137,9 @@ def incoming(seq: int, topic_id: str = "topic") -> Incoming:
         algorithm="grpo", reward_weights={}, input_topic_id="c", input_partition=0, input_from=0, input_to=0,
         content_hash="", trainable_tokens=24, created_at_event_time=0,
     )  # fmt: skip
-    position = Position(topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
+    position = Position(
+        topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1
+    )
     return Incoming(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
 
 
@@ -168,7 +186,9 @@ def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_di
     assert "logp_max_abs_diff_same_version" not in ledger.published[1].metrics
 
 
-def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
+    tmp_path: Path, model_dir: Path
+) -> None:
     run = begin(settings(tmp_path, model_dir), ledger := MemoryLedger())
     batch = incoming(0)
     for name, trajectory in batch.trajectories.items():
@@ -176,7 +196,9 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(tmp_path: P
         batch.trajectories[name] = replace(
             trajectory, steps=(replace(step, oldest_version="r/5.2", newest_version="r/5.2"),)
         )
-    with pytest.raises(SettingsError, match=r"tokens of r/5\.2, which is not on this weights log.*first_attempt=3"):
+    with pytest.raises(
+        SettingsError, match=r"tokens of r/5\.2, which is not on this weights log.*first_attempt=3"
+    ):
         run.train(batch)
     ledger.fenced = True
     with pytest.raises(Fenced):  # a newer trainer published it
@@ -184,7 +206,9 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_seed_and_batches_give_identical_weights_resumed_or_not(tmp_path: Path, dtype: str) -> None:
+def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
+    tmp_path: Path, dtype: str
+) -> None:
     """The checkpoint holds the float32 weights that learn; what is published of them is rounded."""
     model_dir = make_random_model(tmp_path / "m", dtype=dtype)
     uninterrupted, again, resumed = MemoryLedger(), MemoryLedger(), MemoryLedger()
@@ -242,7 +266,9 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     assert (metrics["rows_foreign"], metrics["rows"]) == (1.0, GROUPS * MEMBERS - 1.0)
 
 
-def test_published_files_are_what_the_manifest_says_and_a_loadable_model(tmp_path: Path, model_dir: Path) -> None:
+def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     go(begin(s, ledger), 0, 0)
     version = ledger.published[-1]
@@ -266,7 +292,9 @@ def test_published_files_are_what_the_manifest_says_and_a_loadable_model(tmp_pat
     assert version.metrics["logp_max_abs_diff_same_version"] == version.metrics["logp_max_abs_diff"]
 
 
-def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(tmp_path: Path, model_dir: Path) -> None:
+def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     go(begin(s, ledger), 0, 0)
     orphan = begin(s, ledger)
@@ -304,7 +332,9 @@ def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_delete
     assert all((root / "r" / "2.0").is_dir() for root in (s.checkpoint_dir, s.weights_dir))
 
 
-def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(tmp_path: Path, model_dir: Path) -> None:
+def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     run = begin(s, ledger)
     run.train(incoming(0))
@@ -318,7 +348,9 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(tmp_path
 
 
 @pytest.mark.parametrize("damage", ["model", "training.pt", INFO, "everything"])
-def test_a_damaged_checkpoint_falls_back_to_its_parent(tmp_path: Path, model_dir: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_falls_back_to_its_parent(
+    tmp_path: Path, model_dir: Path, damage: str
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     go(begin(s, ledger), 0, 2)
     newest = s.checkpoint_dir / "r" / "3.0"
@@ -346,11 +378,15 @@ def test_versions_without_any_checkpoint_are_an_error(tmp_path: Path, model_dir:
         begin(s, ledger)
 
 
-def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(tmp_path: Path, model_dir: Path) -> None:
+def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     go(begin(s, ledger), 0, 1)
     before = {
-        p: p.stat().st_mtime_ns for root in (s.checkpoint_dir, s.weights_dir) for p in root.rglob("*.safetensors")
+        p: p.stat().st_mtime_ns
+        for root in (s.checkpoint_dir, s.weights_dir)
+        for p in root.rglob("*.safetensors")
     }
     wiped = MemoryLedger(topic_id="another")
     go(begin(s, wiped, "topic2"), 0, 0)
@@ -360,14 +396,20 @@ def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(tmp_p
     assert ids(wiped) == ["0.1", "1.1", "2.2"]
 
 
-def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(tmp_path: Path, model_dir: Path) -> None:
+def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
+    tmp_path: Path, model_dir: Path
+) -> None:
     """Its batches count from 0 again: for weights of version 2 the staleness of any of them would be negative."""
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     begin(s, ledger)
     run = begin(s, ledger, "topic2")
-    assert run.position == start_of("batches", "topic2", None), "nothing was trained: the new topic will do"
+    assert run.position == start_of("batches", "topic2", None), (
+        "nothing was trained: the new topic will do"
+    )
     go(run, 0, 1)
-    with pytest.raises(BatchesReplaced, match=r"batches 0 to 1 of topic id topic2; today's id is topic3") as raised:
+    with pytest.raises(
+        BatchesReplaced, match=r"batches 0 to 1 of topic id topic2; today's id is topic3"
+    ) as raised:
         begin(s, ledger, "topic3")
     assert exit_code(raised.value) == EXIT_SOURCE
     assert ids(ledger) == ["0.0", "1.1", "2.1"]
@@ -379,16 +421,22 @@ def no_memory(*_: object) -> NoReturn:
     )
 
 
-def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(tmp_path: Path, model_dir: Path) -> None:
+def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir), MemoryLedger()
     go(begin(s, ledger), 0, 0)
     for _ in range(MOST):
         run = begin(s, ledger)
         run._policy.model.register_forward_pre_hook(no_memory)
-        with pytest.raises(OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384") as raised:
+        with pytest.raises(
+            OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384"
+        ) as raised:
             run.train(incoming(1))
         assert exit_code(raised.value) == EXIT_FAILED, "restarted"
-    with pytest.raises(BatchNeverEnds, match=r"trainer\.micro_batch_tokens: .* batch 1 was begun 5 times") as last:
+    with pytest.raises(
+        BatchNeverEnds, match=r"trainer\.micro_batch_tokens: .* batch 1 was begun 5 times"
+    ) as last:
         begin(s, ledger).train(incoming(1))
     assert exit_code(last.value) == EXIT_SETTINGS, "not restarted"
     go(begin(s, ledger), 1, 1)  # the operator has changed something
@@ -407,23 +455,32 @@ def test_a_kill_in_training_counts_and_an_error_of_another_kind_does_not(tmp_pat
             pass  # the batch before it is trained again each time
         killed.append(begun.training(7))
         killed[-1].__enter__()
-    with pytest.raises(BatchNeverEnds, match="batch 7 was begun 5 times"), Begun(tmp_path, "topic").training(7):
+    with (
+        pytest.raises(BatchNeverEnds, match="batch 7 was begun 5 times"),
+        Begun(tmp_path, "topic").training(7),
+    ):
         pass
     with Begun(tmp_path, "topic").training(7):
         pass
 
 
 @pytest.mark.parametrize("kept", ['{"topic_id": "topic", "begun": {"7": 5}}', "{"])
-def test_counts_of_another_topic_or_unreadable_ones_are_forgotten(tmp_path: Path, kept: str) -> None:
+def test_counts_of_another_topic_or_unreadable_ones_are_forgotten(
+    tmp_path: Path, kept: str
+) -> None:
     (tmp_path / "begun.json").write_text(kept)
     with Begun(tmp_path, "another").training(7):
         pass
 
 
-def test_a_batch_that_is_not_finite_is_passed_over_and_said(tmp_path: Path, model_dir: Path) -> None:
+def test_a_batch_that_is_not_finite_is_passed_over_and_said(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir, minibatches=1), MemoryLedger()
     run = begin(s, ledger)
-    handle = run._policy.model.lm_head.register_forward_hook(lambda _, __, logits: logits * math.nan)
+    handle = run._policy.model.lm_head.register_forward_hook(
+        lambda _, __, logits: logits * math.nan
+    )
     with capture_logs() as logs:
         go(run, 0, 0)
     handle.remove()
@@ -431,7 +488,10 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(tmp_path: Path, mode
     assert (said["batch_seq"], said["reason"]) == (0, "loss nan, gradient norm nan")
     initial, skipped = ledger.published
     assert weights_sha(initial) == weights_sha(skipped)
-    assert (skipped.metrics["optimizer_steps"], skipped.metrics["optimizer_steps_skipped"]) == (0.0, 1.0)
+    assert (skipped.metrics["optimizer_steps"], skipped.metrics["optimizer_steps_skipped"]) == (
+        0.0,
+        1.0,
+    )
     assert skipped.metrics.keys().isdisjoint({"loss", "grad_norm", "logp_max_abs_diff"})
     assert all(map(math.isfinite, skipped.metrics.values()))
     go(run, 1, 1)
@@ -455,7 +515,9 @@ def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_ex
         assert version.sync_index == version.last_batch_seq // 2 + 1
 
 
-def test_files_of_old_versions_are_deleted_the_newest_two_never(tmp_path: Path, model_dir: Path) -> None:
+def test_files_of_old_versions_are_deleted_the_newest_two_never(
+    tmp_path: Path, model_dir: Path
+) -> None:
     s, ledger = settings(tmp_path, model_dir, keep_checkpoints=1, keep_versions=3), MemoryLedger()
     go(begin(s, ledger), 0, 4)
     assert sorted(p.name for p in (s.checkpoint_dir / "r").iterdir()) == ["4.0", "5.0"]
@@ -515,8 +577,15 @@ def test_what_a_kept_delta_is_based_on_is_kept() -> None:
 
 
 def test_a_dead_branch_does_not_push_out_the_chain() -> None:
-    log = [version("r/0.0", None), version("r/1.0", "r/0.0"), version("r/2.0", "r/1.0"), version("r/2.1", "r/1.0")]
-    assert set(deletable(log, "r/2.1", 2)) == {Version("r", 0, 0)}, "1.0 is the parent, 2.0 the last but one of the log"
+    log = [
+        version("r/0.0", None),
+        version("r/1.0", "r/0.0"),
+        version("r/2.0", "r/1.0"),
+        version("r/2.1", "r/1.0"),
+    ]
+    assert set(deletable(log, "r/2.1", 2)) == {Version("r", 0, 0)}, (
+        "1.0 is the parent, 2.0 the last but one of the log"
+    )
 
 
 @given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))

@@ -24,7 +24,9 @@ with running([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.ar
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_server_ends_with_its_benchmark(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", BENCHMARK, str(tmp_path / "log")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as benchmark:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as benchmark:
         assert benchmark.stdout is not None
         server = psutil.Process(int(benchmark.stdout.readline()))
         benchmark.send_signal(number)

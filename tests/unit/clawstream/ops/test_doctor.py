@@ -15,7 +15,9 @@ from stream_jobs.lake.positions import made_anew
 ENDS = {("t", 0): (5, 9), ("t", 1): (0, 0)}
 
 
-def position(topic_id: str | None = "A", partition: int = 0, offset: int = 7, topic: str = "t") -> StoredPosition:
+def position(
+    topic_id: str | None = "A", partition: int = 0, offset: int = 7, topic: str = "t"
+) -> StoredPosition:
     return StoredPosition("lake", "table x", topic, topic_id, partition, offset)
 
 
@@ -44,10 +46,14 @@ def test_verdicts(stored: StoredPosition, verdict: Verdict) -> None:
 
 def test_partitions_that_agree_share_a_line_but_no_trouble_is_hidden() -> None:
     stored = [position(partition=p, offset=o) for p, o in enumerate((1, 2, 30, 4))]
-    found: list[Diagnosis] = [judged(p, {"t": "A"}, {("t", n): (0, 10) for n in range(4)}) for p in stored]
+    found: list[Diagnosis] = [
+        judged(p, {"t": "A"}, {("t", n): (0, 10) for n in range(4)}) for p in stored
+    ]
     table, _, advice = format_diagnoses(found).partition("\n\n")
     assert [line.split()[-1] for line in table.splitlines()[1:]] == ["ok", "end", "ok"]
-    assert "2 partitions" in table and advice.startswith("beyond the end: t has lost records that lake has read")
+    assert "2 partitions" in table and advice.startswith(
+        "beyond the end: t has lost records that lake has read"
+    )
     assert len(format_diagnoses(found, every=True).partition("\n\n")[0].splitlines()) == 5
     assert format_diagnoses(found[:2]).endswith("every position fits its topic")
     assert format_diagnoses([]) == "no process has stored a position yet"
@@ -61,7 +67,12 @@ def test_marks_are_found_behind_checkpoints_of_the_delta_log(tmp_path: Path) -> 
         source = ("old", 0) if n < 3 else ("new", n % 3)
         assert lake.append("rewards", [], {source: n}, lambda row, why: None, mark=True) == 0
     assert list((tmp_path / "rewards" / "_delta_log").glob("*.checkpoint.parquet"))
-    assert marks_in(str(tmp_path), "rewards", {}) == {("old", 0): 2, ("new", 0): 21, ("new", 1): 22, ("new", 2): 23}
+    assert marks_in(str(tmp_path), "rewards", {}) == {
+        ("old", 0): 2,
+        ("new", 0): 21,
+        ("new", 1): 22,
+        ("new", 2): 23,
+    }
     assert marks_in(str(tmp_path), "steps", {}) == {}
 
 

@@ -23,7 +23,10 @@ DATA_PART = [n for n in EVERY if n not in ("trainer", "rollout")]
         ("jobs.reward_functions={'*': ['no.such.module:function@1']}", "jobs.reward_functions.*"),
         ("jobs.quality_functions={'*': ['nothing@1']}", "jobs.quality_functions.*"),
         ("gateway.compute_reward=nothing@1", "gateway.compute_reward"),
-        ("gateway.upstreams=[{url: 'http://h:1', api_key_env: NO_SUCH_VARIABLE}]", "NO_SUCH_VARIABLE"),
+        (
+            "gateway.upstreams=[{url: 'http://h:1', api_key_env: NO_SUCH_VARIABLE}]",
+            "NO_SUCH_VARIABLE",
+        ),
         ("gateway.session_secret=short", "gateway.session_secret"),
         ("gateway.tokenizer_path=/no/such/file", "gateway.tokenizer_path"),
         ("gateway.redaction={enabled: true, rules: [nothing]}", "gateway.redaction.rules"),
@@ -37,7 +40,10 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["admit.policy.algorithm=magic"], "setting admit.policy.algorithm='magic': this trainer has grpo"),
+        (
+            ["admit.policy.algorithm=magic"],
+            "setting admit.policy.algorithm='magic': this trainer has grpo",
+        ),
         (
             ["trainer.model_path=/no/such/model"],
             "setting trainer.model_path: /no/such/model is no Hugging Face model directory",
@@ -46,17 +52,26 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
             ["trainer.lr_final=1e-7"],
             "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set",
         ),
-        (["rollout.host=0.0.0.0"], "rollout.public_url: rollout.host=0.0.0.0 is no address that can be called"),
+        (
+            ["rollout.host=0.0.0.0"],
+            "rollout.public_url: rollout.host=0.0.0.0 is no address that can be called",
+        ),
     ],
 )
 def test_a_wrong_setting_of_training_is_named(tmp_path: Path, words: list[str], said: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    settings = load(None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *words], {})
+    settings = load(
+        None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *words], {}
+    )
     assert problems_of(settings, EVERY) == [said]
 
 
 def test_all_problems_are_named_at_once_and_only_those_of_processes_that_start() -> None:
-    settings = load(None, ["gateway.compute_reward=nothing@1", "jobs.quality_functions={'*': ['nothing@1']}"], {})
+    settings = load(
+        None,
+        ["gateway.compute_reward=nothing@1", "jobs.quality_functions={'*': ['nothing@1']}"],
+        {},
+    )
     assert len(problems_of(settings, DATA_PART)) == 2
     assert problems_of(settings, ["broker", "lake"]) == []
     assert problems_of(load(None, [], {}), DATA_PART) == []

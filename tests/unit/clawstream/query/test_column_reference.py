@@ -12,7 +12,9 @@ PAGE = Path(__file__).parents[4] / "docs" / "lake-columns.md"
 
 def test_the_page_is_up_to_date() -> None:
     expected = column_reference.reference() + "\n"
-    assert PAGE.read_text() == expected, "python -m clawstream.query.column_reference > docs/lake-columns.md"
+    assert PAGE.read_text() == expected, (
+        "python -m clawstream.query.column_reference > docs/lake-columns.md"
+    )
 
 
 def test_each_column_has_a_description() -> None:
@@ -20,7 +22,10 @@ def test_each_column_has_a_description() -> None:
     assert tables.keys() == catalog().keys()
     every = {**tables, **{f"view {name}": columns for name, columns in views.items()}}
     lacking = [
-        f"{name}.{column.path}" for name, columns in every.items() for column in columns if not column.description
+        f"{name}.{column.path}"
+        for name, columns in every.items()
+        for column in columns
+        if not column.description
     ]
     assert lacking == []
     assert "steps[].step_id" in {column.path for column in tables["trajectories"]}

@@ -41,11 +41,20 @@ def lake(settings: Settings) -> SmallLake:
 
 def reward(value: float | None, **changes: Any) -> records.RewardValue:
     return records.RewardValue(
-        **{"source": "rule", "name": "f", "function_version": "1", "value": value, "reward_revision": 0} | changes
+        **{
+            "source": "rule",
+            "name": "f",
+            "function_version": "1",
+            "value": value,
+            "reward_revision": 0,
+        }
+        | changes
     )
 
 
-def candidate(key: str, revision: int, sync: int | None, *rewards: records.RewardValue) -> records.Candidate:
+def candidate(
+    key: str, revision: int, sync: int | None, *rewards: records.RewardValue
+) -> records.Candidate:
     return records.Candidate(
         run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=revision,
         outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
@@ -73,10 +82,19 @@ def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
         candidate("c", 0, 2, reward(0.25), reward(0.5, source="env")), candidate("c", 2, 2, reward(None), reward(0.5, source="env")),
         candidate("c", 1, 2, reward(7.0)), candidate("a", 1, 1, reward(0.5)), candidate("d", 0, 3), candidate("e", 0, None),
     )  # fmt: skip
-    query = "select oldest_sync_index, avg(reward) from trajectories group by 1 order by 1 nulls last"
-    assert connect(settings).execute(query).fetchall() == [(1, 0.75), (2, 0.5), (3, None), (None, None)]
+    query = (
+        "select oldest_sync_index, avg(reward) from trajectories group by 1 order by 1 nulls last"
+    )
+    assert connect(settings).execute(query).fetchall() == [
+        (1, 0.75),
+        (2, 0.5),
+        (3, None),
+        (None, None),
+    ]
     columns = "trajectory_id, weight_version, revision, steps, trainable_tokens, len(step_details), closed_at::varchar"
-    assert connect(settings).execute(f"select {columns} from trajectories order by 1").fetchall() == [
+    assert connect(settings).execute(
+        f"select {columns} from trajectories order by 1"
+    ).fetchall() == [
         ("a", "r/1.2", 1, 1, 2, 1, "1970-01-01 00:00:02"),
         ("b", "r/1.2", 0, 1, 2, 1, "1970-01-01 00:00:02"),
         ("c", "r/2.2", 2, 1, 2, 1, "1970-01-01 00:00:02"),
@@ -92,7 +110,9 @@ def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
         "",
         "(4 rows)",
     ]
-    assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [{"oldest_sync_index": 1, "avg(reward)": 0.75}]
+    assert json.loads(run_sql(settings, f"{query} limit 1", "json")) == [
+        {"oldest_sync_index": 1, "avg(reward)": 0.75}
+    ]
     assert run_sql(settings, f"{query} limit 1", "csv") == "oldest_sync_index,avg(reward)\n1,0.75"
 
 
@@ -100,7 +120,10 @@ def test_duckdb_shows_what_each_column_means(settings: Settings, lake: SmallLake
     query = "select table_name, column_name, comment from duckdb_columns() where not internal"
     said = json.loads(run_sql(settings, query, "json"))
     comments = {(row["table_name"], row["column_name"]): row["comment"] for row in said}
-    assert comments["steps_raw", "version_first"] == "Engine's label when the call began; used when there are no spans."
+    assert (
+        comments["steps_raw", "version_first"]
+        == "Engine's label when the call began; used when there are no spans."
+    )
     assert comments["steps", "version_first"] == comments["steps_raw", "version_first"]
     assert comments["trajectories", "steps"] == "Number of steps."
     assert comments["trajectories_raw", "steps"] == "Steps by index."
@@ -131,7 +154,9 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
     ]  # fmt: skip
     lake.put("steps", "SS", *steps)
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"))
-    lake.put("trajectories", "T2", trajectory("a", "r/1.2"))  # the same, replayed into a topic made anew
+    lake.put(
+        "trajectories", "T2", trajectory("a", "r/1.2")
+    )  # the same, replayed into a topic made anew
     marks = [
         records.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a", step_id="a~9.0", mark="late", offset=9)
         for i in range(2)
@@ -142,7 +167,10 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
         ("a~1.0", "a", 0, ["retried"], -0.75, 3),
         ("a~9.0", "a", None, ["late"], -0.75, 3),
     ]
-    assert connect(settings).execute("select request_json->>'x' from steps_raw").fetchall() == [("1",), ("1",)]
+    assert connect(settings).execute("select request_json->>'x' from steps_raw").fetchall() == [
+        ("1",),
+        ("1",),
+    ]
 
 
 def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
@@ -152,9 +180,19 @@ def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
             reward_revision=revision, created_at=1, **more,
         )  # fmt: skip
 
-    sent = [of("a", 1.0, 0), of("b", 2.0, 3), of("c", 3.0, 3), of("d", 4.0, 1), of("e", 5.0, 0, step_id="k~1.0")]
+    sent = [
+        of("a", 1.0, 0),
+        of("b", 2.0, 3),
+        of("c", 3.0, 3),
+        of("d", 4.0, 1),
+        of("e", 5.0, 0, step_id="k~1.0"),
+    ]
     assert lake.put("rewards", "RR", *sent) == 5
-    rows = connect(settings).execute("select value, step_id, trajectory_id from rewards order by 1").fetchall()
+    rows = (
+        connect(settings)
+        .execute("select value, step_id, trajectory_id from rewards order by 1")
+        .fetchall()
+    )
     assert rows == [(2.0, None, "k"), (5.0, "k~1.0", "k")]
     assert connect(settings).execute("select count(*) from rewards_raw").fetchall() == [(5,)]
 
@@ -169,7 +207,11 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
             created_at=1, **{"reward_revision": 0, "step_id": f"{key}~{n}.0" if n is not None else None} | more,
         )  # fmt: skip
 
-    sent = [of("a", 1.0, 1), of("b", 2.0, 1, trajectory_id=key), of("c", 3.0, 2, trajectory_id=key, reward_revision=1)]
+    sent = [
+        of("a", 1.0, 1),
+        of("b", 2.0, 1, trajectory_id=key),
+        of("c", 3.0, 2, trajectory_id=key, reward_revision=1),
+    ]
     sent += [
         of("d", 4.0, None, trajectory_id=f"{key}~1"),
         of("e", 5.0, 9),
@@ -178,11 +220,19 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
     ]
     lake.put("rewards", "RR", *sent)
     mark = records.Curation(
-        event_id="m", run_id="r", trajectory_key=key, step_id=f"{key}~2.0", quality=1.0, by="me", created_at=1
+        event_id="m",
+        run_id="r",
+        trajectory_key=key,
+        step_id=f"{key}~2.0",
+        quality=1.0,
+        by="me",
+        created_at=1,
     )
     lake.put("curation", "RR2", mark)
     query = "select value, split_part(step_id, '~', 2), split_part(trajectory_id, '~', 2) from rewards order by 1"
-    unknown = [(v, f"{n}.0", None) for v, n in ((1.0, 1), (2.0, 1), (3.0, 2), (5.0, 9), (6.0, 8), (7.0, 7))]
+    unknown = [
+        (v, f"{n}.0", None) for v, n in ((1.0, 1), (2.0, 1), (3.0, 2), (5.0, 9), (6.0, 8), (7.0, 7))
+    ]
     of_marks = "select split_part(trajectory_id, '~', 2), quality from curation"
     assert connect(settings).execute(query).fetchall() == sorted([*unknown, (4.0, None, "1")])
     assert connect(settings).execute(of_marks).fetchall() == [(None, 1.0)]
@@ -210,7 +260,10 @@ def test_time_travel(settings: Settings, lake: SmallLake) -> None:
     lake.put("candidates", "CC", candidate("a", 1, 1, reward(1.0)))
     for version, expected in ((2, [(0.0,)]), (3, [(1.0,)])):
         assert (
-            connect(settings, {"candidates": version}).execute("select reward from trajectories").fetchall() == expected
+            connect(settings, {"candidates": version})
+            .execute("select reward from trajectories")
+            .fetchall()
+            == expected
         )
     with pytest.raises(LakeMissing, match="has no version 99"):
         connect(settings, {"candidates": 99})
@@ -230,9 +283,7 @@ def test_a_wrong_query_is_told_in_the_words_of_duckdb(settings: Settings, lake: 
 
 
 def test_nested_values_are_json_in_every_text_format(settings: Settings, lake: SmallLake) -> None:
-    query = (
-        "select {'a': 1, 'b': [1.5::double, null]} s, map {'x': [1]} m, [date '2020-01-02'] d, sum(2) n, 'y'::blob b"
-    )
+    query = "select {'a': 1, 'b': [1.5::double, null]} s, map {'x': [1]} m, [date '2020-01-02'] d, sum(2) n, 'y'::blob b"
     nested = """{"a": 1, "b": [1.5, null]}""", """{"x": [1]}""", """["2020-01-02"]"""
     assert json.loads(run_sql(settings, query, "json")) == [
         {"s": {"a": 1, "b": [1.5, None]}, "m": {"x": [1]}, "d": ["2020-01-02"], "n": 2, "b": "79"}
@@ -241,7 +292,11 @@ def test_nested_values_are_json_in_every_text_format(settings: Settings, lake: S
         ["s", "m", "d", "n", "b"],
         [*nested, "2", "79"],
     ]
-    assert [cell.strip() for cell in re.split("  +", run_sql(settings, query).splitlines()[2])] == [*nested, "2", "79"]
+    assert [cell.strip() for cell in re.split("  +", run_sql(settings, query).splitlines()[2])] == [
+        *nested,
+        "2",
+        "79",
+    ]
 
 
 def test_parquet_has_the_types(settings: Settings, lake: SmallLake) -> None:
@@ -253,7 +308,11 @@ def test_parquet_has_the_types(settings: Settings, lake: SmallLake) -> None:
         "parquet",
     )
     found = pq.read_table(io.BytesIO(out.getvalue()))
-    assert [str(f.type) for f in found.schema] == ["int64", "list<element: double>", "timestamp[us]"]
+    assert [str(f.type) for f in found.schema] == [
+        "int64",
+        "list<element: double>",
+        "timestamp[us]",
+    ]
     assert (found.num_rows, found.column("b")[4999].as_py()) == (5000, [4999.0])
 
 
@@ -270,16 +329,30 @@ def test_an_older_lake_lacks_a_field_inside_a_struct(settings: Settings, lake: S
     shutil.rmtree(settings.data_dir / "lake" / "trajectories")
     create(settings.lake_uri, "trajectories", schema, (), timedelta(days=1), {})
     row = {"run_id": "r", "steps": [{"step_id": "a~1.0", "index": 0}]}
-    commit(open_table(settings.lake_uri, "trajectories", {}), pa.Table.from_pylist([row], schema=schema), {})
+    commit(
+        open_table(settings.lake_uri, "trajectories", {}),
+        pa.Table.from_pylist([row], schema=schema),
+        {},
+    )
     query = "select s.step_id, s.drift from (select unnest(steps) as s from trajectories_raw)"
     assert connect(settings).execute(query).fetchall() == [("a~1.0", None)]
 
 
 def test_rows_come_once_and_the_newer_writer_goes_on(settings: Settings, lake: SmallLake) -> None:
-    assert lake.put("candidates", "CC", candidate("a", 0, 1), candidate("a", 0, 1), candidate("a", 1, 1)) == 2
+    assert (
+        lake.put(
+            "candidates", "CC", candidate("a", 0, 1), candidate("a", 0, 1), candidate("a", 1, 1)
+        )
+        == 2
+    )
     assert lake.put("candidates", "CC", candidate("a", 1, 1)) == 0
     newer = SmallLake(settings)
-    assert newer.put("candidates", "CC", candidate("b", 0, 1), candidate("b", 0, 1), candidate("c", 0, 1)) == 0
+    assert (
+        newer.put(
+            "candidates", "CC", candidate("b", 0, 1), candidate("b", 0, 1), candidate("c", 0, 1)
+        )
+        == 0
+    )
     # its offsets were below the mark of the older one; past the mark, the window read back from the table knows the ids
     assert newer.put("candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1)) == 1
     with pytest.raises(LakeTaken, match="another writer took over from 1"):

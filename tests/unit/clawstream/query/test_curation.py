@@ -13,7 +13,16 @@ from support.small_lake import SmallLake
 from clawstream.query.connection import SqlError, connect
 from clawstream.query.curation import Mark, Target, WrongMark, targets
 from runtime.user import whoami
-from schemas.records import BatchGroup, BatchMember, CandidateStep, Place, ReadyBatch, Step, Trajectory, TrajectoryStep
+from schemas.records import (
+    BatchGroup,
+    BatchMember,
+    CandidateStep,
+    Place,
+    ReadyBatch,
+    Step,
+    Trajectory,
+    TrajectoryStep,
+)
 from schemas.settings import Settings
 
 BUCKET = "bucket-" + "0" * 32
@@ -32,7 +41,9 @@ def sql(tmp_path: Path) -> Any:
         two = [f"{key}~{tid[-1]}{i}.0" for i in (0, 1)]
         low = 0.1 if tid == "b" else 0.9
         scored = tuple(
-            CandidateStep(step_id=s, index=i, response_tokens=5, trainable=True, quality=q, assessed_quality=q)
+            CandidateStep(
+                step_id=s, index=i, response_tokens=5, trainable=True, quality=q, assessed_quality=q
+            )
             for i, (s, q) in enumerate(zip(two, (low, 0.5), strict=True))
         )
         candidates.append(cand(tid, trajectory_key=key, quality=low, steps=scored))
@@ -79,7 +90,10 @@ def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
     assert targets(sql, "steps", f"trajectory_id = '{INSIDE}' and step_index = 1") == [
         Target("r", INSIDE, f"{BUCKET}~01.0", False)
     ]
-    assert targets(sql, "steps", "true", "other") == [] and len(targets(sql, "steps", "true", "r")) == 6
+    assert (
+        targets(sql, "steps", "true", "other") == []
+        and len(targets(sql, "steps", "true", "r")) == 6
+    )
     for wrong in ("colour = 'red'", "quality <", "quality < (SELECT"):
         with pytest.raises(SqlError):
             targets(sql, "trajectories", wrong)
@@ -88,11 +102,28 @@ def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
 def test_the_mark_names_what_it_is_of() -> None:
     mark = Mark("ann", quality=0.0, trainable=False, tags=("bad",), note="why")
     plain = mark.of(Target("r", "a", None, False))
-    assert (plain.run_id, plain.trajectory_key, plain.trajectory_id, plain.step_id) == ("r", "a", None, None)
-    assert (plain.by, plain.quality, plain.trainable, plain.tags, plain.note) == ("ann", 0.0, False, ("bad",), "why")
+    assert (plain.run_id, plain.trajectory_key, plain.trajectory_id, plain.step_id) == (
+        "r",
+        "a",
+        None,
+        None,
+    )
+    assert (plain.by, plain.quality, plain.trainable, plain.tags, plain.note) == (
+        "ann",
+        0.0,
+        False,
+        ("bad",),
+        "why",
+    )
     inside = mark.of(Target("r", INSIDE, f"{BUCKET}~01.0", False))
-    assert (inside.trajectory_key, inside.trajectory_id, inside.step_id) == (BUCKET, INSIDE, f"{BUCKET}~01.0")
-    assert plain.event_id != mark.of(Target("r", "a", None, False)).event_id, "said again it counts again"
+    assert (inside.trajectory_key, inside.trajectory_id, inside.step_id) == (
+        BUCKET,
+        INSIDE,
+        f"{BUCKET}~01.0",
+    )
+    assert plain.event_id != mark.of(Target("r", "a", None, False)).event_id, (
+        "said again it counts again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +135,9 @@ def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -
         Mark("ann", **wrong)
 
 
-def test_who_did_it_has_a_name_also_where_accounts_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_did_it_has_a_name_also_where_accounts_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOGNAME", "ann")
     assert whoami().startswith("ann@")
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

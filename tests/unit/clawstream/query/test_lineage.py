@@ -22,7 +22,11 @@ RUN = "r"
 
 
 def version(
-    name: str, parent: str | None, first: int | None = None, last: int | None = None, topic: str = "BB"
+    name: str,
+    parent: str | None,
+    first: int | None = None,
+    last: int | None = None,
+    topic: str = "BB",
 ) -> records.WeightVersion:
     sync, attempt = map(int, name.split("."))
     return records.WeightVersion(
@@ -32,7 +36,9 @@ def version(
     )  # fmt: skip
 
 
-def step(key: str, n: int, versions: dict[str, tuple[int, int]] | str = f"{RUN}/0.0") -> records.Step:
+def step(
+    key: str, n: int, versions: dict[str, tuple[int, int]] | str = f"{RUN}/0.0"
+) -> records.Step:
     """versions: spans by version, or the one label of all of the response."""
     label = versions if isinstance(versions, str) else None
     spans = versions.items() if isinstance(versions, dict) else ()
@@ -52,7 +58,14 @@ class Story(SmallLake):
         super().__init__(settings)
         self.places: dict[str, int] = {}
 
-    def closed(self, key: str, *steps: records.Step, group: str | None = None, parts: int = 1, **changes: Any) -> None:
+    def closed(
+        self,
+        key: str,
+        *steps: records.Step,
+        group: str | None = None,
+        parts: int = 1,
+        **changes: Any,
+    ) -> None:
         """A closed trajectory, its steps told by `changes` of TrajectoryStep by index, with the candidate of revision 0."""
         said = [
             records.TrajectoryStep(
@@ -64,7 +77,9 @@ class Story(SmallLake):
             for i, s in enumerate(steps)
         ]  # fmt: skip
         cut = len(said) // parts
-        pieces = [said[i * cut : (i + 1) * cut if i < parts - 1 else len(said)] for i in range(parts)]
+        pieces = [
+            said[i * cut : (i + 1) * cut if i < parts - 1 else len(said)] for i in range(parts)
+        ]
         self.put("steps", "SS", *steps)
         self.put("trajectories", "TT", *(
             records.Trajectory(
@@ -76,9 +91,15 @@ class Story(SmallLake):
         self.places[key] = self.next["TT"] - 1
 
     def member(
-        self, key: str, reward: float | None = 1.0, revision: int = 0, untrainable: tuple[str, ...] = ()
+        self,
+        key: str,
+        reward: float | None = 1.0,
+        revision: int = 0,
+        untrainable: tuple[str, ...] = (),
     ) -> records.BatchMember:
-        value = records.RewardValue(source="env", name="score", function_version="1", value=reward, reward_revision=0)
+        value = records.RewardValue(
+            source="env", name="score", function_version="1", value=reward, reward_revision=0
+        )
         last = self.places.get(key, 0)
         return records.BatchMember(
             trajectory_id=key, trajectory_key=key.partition("~")[0], revision=revision,
@@ -87,10 +108,17 @@ class Story(SmallLake):
         )  # fmt: skip
 
     def batch(
-        self, seq: int, *groups: list[records.BatchMember], channel: Any = "train", topic: str = "BB", n: int = 2
+        self,
+        seq: int,
+        *groups: list[records.BatchMember],
+        channel: Any = "train",
+        topic: str = "BB",
+        n: int = 2,
     ) -> None:
         made = [
-            records.BatchGroup(group_id=g[0].trajectory_id.partition("-")[0], round=0, n=n, members=tuple(g))
+            records.BatchGroup(
+                group_id=g[0].trajectory_id.partition("-")[0], round=0, n=n, members=tuple(g)
+            )
             for g in groups
         ]
         record = records.ReadyBatch(
@@ -128,7 +156,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         lake.member(f"{bucket}~9", None),
     ]
     lake.batch(6, g6)
-    late = records.Late(run_id=RUN, channel="train", trajectory_id="g6-0", revision=3, missed_batch_seq=6, input_to=9)
+    late = records.Late(
+        run_id=RUN,
+        channel="train",
+        trajectory_id="g6-0",
+        revision=3,
+        missed_batch_seq=6,
+        input_to=9,
+    )
     lake.put("late_revisions", "BB", late)
     # A group with one reward has nothing to compare; one whose payload the lake does not have yet.
     for key in ("g7-0", "g7-1"):
@@ -166,7 +201,13 @@ def lineage(settings: Settings) -> Ancestry:
 
 
 def ids(answer: dict[str, Any]) -> list[str]:
-    return [s["step_id"] for b in answer["batches"] for g in b["groups"] for m in g["members"] for s in m["steps"]]
+    return [
+        s["step_id"]
+        for b in answer["batches"]
+        for g in b["groups"]
+        for m in g["members"]
+        for s in m["steps"]
+    ]
 
 
 def test_a_version_names_every_step_that_made_it(lineage: Ancestry) -> None:
@@ -185,7 +226,10 @@ def test_a_version_names_every_step_that_made_it(lineage: Ancestry) -> None:
     assert [b["batch_seq"] for b in whole["batches"]] == [4, 5, 2, 3, 0, 1]
     assert {b["version_id"] for b in whole["batches"]} == {"r/3.1", "r/2.1", "r/1.0"}
     assert len(ids(whole)) == len(set(ids(whole))) == 24
-    assert lineage.weights("r/0.0")["batches"] == [] and len(lineage.weights("r/0.0")["descendants"]) == 5
+    assert (
+        lineage.weights("r/0.0")["batches"] == []
+        and len(lineage.weights("r/0.0")["descendants"]) == 5
+    )
 
 
 def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Ancestry) -> None:
@@ -194,15 +238,23 @@ def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Ancestry) -> None
     assert (lost["version"]["surviving"], kept["version"]["surviving"]) == (False, True)
     assert (lost["descendants"], kept["descendants"]) == ([], ["r/3.1", "r/4.1"])
     (said,) = lineage.trajectory("g2-0")
-    assert [(v["version_id"], v["surviving"]) for v in said["trained_by"]] == [("r/2.0", False), ("r/2.1", True)]
+    assert [(v["version_id"], v["surviving"]) for v in said["trained_by"]] == [
+        ("r/2.0", False),
+        ("r/2.1", True),
+    ]
     assert said["verdict"] == "in batch 2 of channel train at revision 0, trained by r/2.1"
 
 
 def test_what_was_not_trained_says_why(lineage: Ancestry) -> None:
     said = lineage.weights("r/4.1")
-    members = {m["trajectory_id"]: m for b in said["batches"] for g in b["groups"] for m in g["members"]}
+    members = {
+        m["trajectory_id"]: m for b in said["batches"] for g in b["groups"] for m in g["members"]
+    }
     bucket = next(k for k in members if k.startswith("bucket"))
-    assert [(s["trained"], s["untrained_reason"], s["sampled_by"], s["tags"]) for s in members["g6-0"]["steps"]] == [
+    assert [
+        (s["trained"], s["untrained_reason"], s["sampled_by"], s["tags"])
+        for s in members["g6-0"]["steps"]
+    ] == [
         (False, "retried", ["r/1.0", "r/2.1"], []),
         (False, "left out by curation, or by policy 7", ["r/1.0", "r/2.1"], ["title"]),
         (True, None, ["r/1.0", "r/2.1"], []),
@@ -210,11 +262,17 @@ def test_what_was_not_trained_says_why(lineage: Ancestry) -> None:
     ]
     assert members["g6-0"]["revision"] == 2 and members["g6-0"]["rewards"][0]["value"] == 1.0
     assert {s["untrained_reason"] for s in members[bucket]["steps"]} == {"no training reward"}
-    assert members["g7-0"]["steps"][0]["untrained_reason"] == "fewer than two training rewards in its group"
+    assert (
+        members["g7-0"]["steps"][0]["untrained_reason"]
+        == "fewer than two training rewards in its group"
+    )
     assert (members["g6-1"]["steps"][0]["trained"], said["totals"]["trained_steps"]) == (True, 2)
     assert said["totals"]["not_in_lake"] == ["g9-0"]
     (late,) = lineage.trajectory("g6-0")
-    assert late["late_revisions"] == [{"revision": 3, "missed_batch_seq": 6}] and len(late["steps"]) == 4
+    assert (
+        late["late_revisions"] == [{"revision": 3, "missed_batch_seq": 6}]
+        and len(late["steps"]) == 4
+    )
 
 
 def test_what_lies_before_its_place(tmp_path: Path) -> None:
@@ -245,8 +303,14 @@ def test_what_became_of_a_step(lineage: Ancestry) -> None:
     assert verdict("g8-0~99.0") == "late, so not trained: closed as completed at 2000"
     assert verdict("w-0~1.0") == "closed; neither admitted nor refused yet"
     assert verdict("open-0~1.0") == "its trajectory has not closed"
-    assert verdict("v0-0~1.0") == "in batch 0 of channel val at revision 0, which no version was trained on yet"
-    assert verdict("old-0~1.0") == "in batch 0 of channel train at revision 0, which no version was trained on yet"
+    assert (
+        verdict("v0-0~1.0")
+        == "in batch 0 of channel val at revision 0, which no version was trained on yet"
+    )
+    assert (
+        verdict("old-0~1.0")
+        == "in batch 0 of channel train at revision 0, which no version was trained on yet"
+    )
     (said,) = lineage.step("g6-0~2.0")
     assert said["step"]["sampled_by"] == [
         {"version": "r/1.0", "first_token": 0, "end_token": 1}, {"version": "r/2.1", "first_token": 1, "end_token": 3},
@@ -260,7 +324,10 @@ def test_what_is_not_there(lineage: Ancestry) -> None:
         (lambda: lineage.weights("nonsense"), "the lake has no version nonsense"),
         (lambda: lineage.step("nonsense"), "step id 'nonsense'"),
         (lambda: lineage.step("g0-0~1.0", "other"), "the lake has no step g0-0~1.0 of run other"),
-        (lambda: lineage.trajectory("open-0"), "open-0 has not closed: the lake has 1 steps of its key"),
+        (
+            lambda: lineage.trajectory("open-0"),
+            "open-0 has not closed: the lake has 1 steps of its key",
+        ),
         (lambda: lineage.trajectory("it's"), "the lake has no trajectory it's"),
         (lambda: lineage.run("other"), "the lake has nothing of run other"),
     ):
@@ -271,11 +338,18 @@ def test_what_is_not_there(lineage: Ancestry) -> None:
 
 def test_a_run_in_numbers(lineage: Ancestry) -> None:
     said = lineage.run(RUN)
-    assert (said["head"], said["versions"], said["surviving_versions"], said["abandoned"]) == ("r/4.1", 6, 5, ["r/2.0"])
+    assert (said["head"], said["versions"], said["surviving_versions"], said["abandoned"]) == (
+        "r/4.1",
+        6,
+        5,
+        ["r/2.0"],
+    )
     assert {(b["channel"], b["batches_topic_id"]): (b["batches"], b["trained"]) for b in said["batches"]} == {
         ("train", "BB"): (8, 8), ("train", "B0"): (1, 0), ("val", "VV"): (1, 0),
     }  # fmt: skip
-    assert [(g["reason"], g["groups"]) for g in said["groups"] if not g["admitted"]] == [("zero_variance", 1)]
+    assert [(g["reason"], g["groups"]) for g in said["groups"] if not g["admitted"]] == [
+        ("zero_variance", 1)
+    ]
     assert said["late_revisions"] == 1
 
 
@@ -284,7 +358,14 @@ def test_the_views(settings: Settings) -> None:
     rows = sql.execute(
         "select version_id, count(*), sum(trained::int) from lineage_steps group by 1 order by 1"
     ).fetchall()
-    assert rows == [("r/1.0", 8, 8), ("r/2.0", 8, 8), ("r/2.1", 8, 8), ("r/3.1", 8, 8), ("r/4.1", 9, 2), (None, 2, 0)]
+    assert rows == [
+        ("r/1.0", 8, 8),
+        ("r/2.0", 8, 8),
+        ("r/2.1", 8, 8),
+        ("r/3.1", 8, 8),
+        ("r/4.1", 9, 2),
+        (None, 2, 0),
+    ]
     by = sql.execute(
         "select step_id, sampled_by from lineage_steps where version_id = 'r/4.1' and trained order by 1"
     ).fetchall()
@@ -296,7 +377,9 @@ def test_the_views(settings: Settings) -> None:
     tokens = sql.execute(
         "select version, sum(end_token - first_token) from lineage_tokens group by 1 order by 1"
     ).fetchall()
-    assert Counter(dict(tokens)).total() == 3 * sql.execute("select count(*) from steps").fetchone()[0]
+    assert (
+        Counter(dict(tokens)).total() == 3 * sql.execute("select count(*) from steps").fetchone()[0]
+    )
     assert sql.execute("select count(*) from lineage_versions where surviving").fetchone() == (5,)
 
 
@@ -314,8 +397,9 @@ def test_the_command(settings: Settings) -> None:
         "2 batches, 3 groups, 6 trajectories, 2 of 9 steps trained with 6 tokens, sampled by r/0.0, r/1.0, r/2.1"
     )
     assert json.loads(call("weights", "r/4.1", "-f", "json"))["totals"]["steps"] == 9
-    assert "  trained r/2.0 (not on the surviving chain)\n  trained r/2.1, then r/3.1, r/4.1\n" in call(
-        "trajectory", "g2-0"
+    assert (
+        "  trained r/2.0 (not on the surviving chain)\n  trained r/2.1, then r/3.1, r/4.1\n"
+        in call("trajectory", "g2-0")
     )
     assert call("step", "g6-0~2.0").splitlines()[:2] == [
         "g6-0~2.0 of run r: in batch 6 of channel train at revision 2, trained by r/4.1", "  tokens 0 to 0 sampled by r/1.0",

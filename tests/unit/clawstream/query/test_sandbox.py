@@ -66,7 +66,9 @@ def connection(
     os.chdir(here)
     try:
         yield connect(settings)
-        assert sorted(p.relative_to(here) for p in here.rglob("*")) == before, "a query has written a file"
+        assert sorted(p.relative_to(here) for p in here.rglob("*")) == before, (
+            "a query has written a file"
+        )
     finally:
         os.chdir(former)
 
@@ -82,7 +84,10 @@ def test_a_query_can_not_leave(connection: Any, query: str) -> None:
 def test_memory_is_bounded_by_the_operating_system(settings: Settings) -> None:
     """DuckDB counts neither what this function allocates nor hears an interrupt in it."""
     small = settings.model_copy(update={"lake": LakeSettings(sql_memory_mb=512)})
-    for query in ("SELECT length(repeat('x', 3000000000))", "SELECT list(range) FROM range(1000000000)"):
+    for query in (
+        "SELECT length(repeat('x', 3000000000))",
+        "SELECT list(range) FROM range(1000000000)",
+    ):
         with pytest.raises(SqlError, match=r"the query needs more than lake\.sql_memory_mb=512"):
             run_sql(small, query)
     assert run_sql(small, "SELECT length(repeat('x', 1000000)) AS n", "csv") == "n\n1000000"
@@ -91,7 +96,10 @@ def test_memory_is_bounded_by_the_operating_system(settings: Settings) -> None:
 def test_time_is_bounded_and_the_process_is_gone(settings: Settings) -> None:
     short = settings.model_copy(update={"lake": LakeSettings(sql_timeout_s=1)})
     with pytest.raises(SqlError, match=r"the query took longer than lake\.sql_timeout_s=1: "):
-        run_sql(short, "SELECT count(*) FROM range(100000000000) t(a), range(1000) u(b) WHERE a * b % 7 = 3")
+        run_sql(
+            short,
+            "SELECT count(*) FROM range(100000000000) t(a), range(1000) u(b) WHERE a * b % 7 = 3",
+        )
     assert not psutil.Process().children()
 
 
@@ -108,7 +116,8 @@ def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None
     out: list[pa.RecordBatch] = []
     with pytest.raises(SqlError, match="in the middle"):
         with answer(
-            settings, "SELECT CASE WHEN a < 90000 THEN a ELSE error('in the middle') END AS a FROM range(100000) t(a)"
+            settings,
+            "SELECT CASE WHEN a < 90000 THEN a ELSE error('in the middle') END AS a FROM range(100000) t(a)",
         ) as reader:
             out.extend(reader)
     assert sum(b.num_rows for b in out) < 100_000
@@ -117,8 +126,19 @@ def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Signals) -> None:
     query = "SELECT range AS a FROM range(1000000000000)"
-    command = [sys.executable, "-m", "clawstream", "sql", query, f"data_dir={settings.data_dir}", "-f", "csv"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+    command = [
+        sys.executable,
+        "-m",
+        "clawstream",
+        "sql",
+        query,
+        f"data_dir={settings.data_dir}",
+        "-f",
+        "csv",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as asked:
         assert asked.stdout is not None and asked.stderr is not None
         assert asked.stdout.readline() == b"a\n"
         (child,) = psutil.Process(asked.pid).children()
@@ -150,7 +170,9 @@ def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
     assert "lake.sql_memory_mb" in line
 
 
-def test_a_statement_without_a_result_and_a_missing_lake(settings: Settings, tmp_path: Path) -> None:
+def test_a_statement_without_a_result_and_a_missing_lake(
+    settings: Settings, tmp_path: Path
+) -> None:
     assert run_sql(settings, "CREATE TEMP TABLE x (a INT)", "json") == "[]"
     with pytest.raises(SqlError, match="no lake at /"):
         run_sql(Settings(data_dir=tmp_path), "SELECT 1")

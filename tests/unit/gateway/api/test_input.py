@@ -83,7 +83,13 @@ def test_bad_bodies_name_the_field(play: Play) -> None:
 ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
     ("POST", "/t~x/g/v1/chat/completions", {}, 400, "trajectory_key"),
     ("POST", "/t/g/v1/chat/completions", {"x-clawstream-run": "No"}, 400, "run_id"),
-    ("POST", "/t/g/v1/chat/completions", {"x-clawstream-channel": "test"}, 400, "x-clawstream-channel"),
+    (
+        "POST",
+        "/t/g/v1/chat/completions",
+        {"x-clawstream-channel": "test"},
+        400,
+        "x-clawstream-channel",
+    ),
     ("POST", "/t/" + "g" * 201 + "/chat/completions", {}, 400, "group_id"),
     ("POST", "/v1/chat/completions", {"x-clawstream-trajectory": "a b"}, 400, "trajectory_key"),
     ("POST", "/v1/chat/completions", {"authorization": "Bearer sk-claw-x.y"}, 401, "authorization"),
@@ -110,7 +116,13 @@ def test_a_header_said_twice_means_the_same_on_every_path(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         twice = CIMultiDict([("x-clawstream-run", "first"), ("x-clawstream-run", "last")])
         step = {"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t"}
-        reward = {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0}
+        reward = {
+            "trajectory_id": "t",
+            "source": "env",
+            "name": "x",
+            "function_version": "1",
+            "value": 1.0,
+        }
         for path, body in [
             ("/t/g/v1/chat/completions", ASK),
             ("/t/g/complete_trajectory", {}),
@@ -184,9 +196,14 @@ def test_bodies_of_all_routes_together_are_bounded(play: Play) -> None:
 
 @pytest.mark.parametrize("started", [False, True])
 def test_an_unforeseen_error_is_logged_without_what_a_client_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, started: bool
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    started: bool,
 ) -> None:
-    settings = Settings.model_validate({"data_dir": tmp_path, "gateway": {"upstreams": ["http://127.0.0.1:9"]}})
+    settings = Settings.model_validate(
+        {"data_dir": tmp_path, "gateway": {"upstreams": ["http://127.0.0.1:9"]}}
+    )
     app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
 
     @app.get("/bug")
@@ -257,15 +274,23 @@ def test_session_key_finds_its_trajectory(play: Play) -> None:
         async with sdk(w, session["path_base_url"].removeprefix(w.url)) as client:
             await client.chat.completions.create(**ASK)
         steps = w.steps()
-        assert {(s.trajectory_key, s.group_id) for s in steps} == {(session["trajectory_key"], "task 7")}
+        assert {(s.trajectory_key, s.group_id) for s in steps} == {
+            (session["trajectory_key"], "task 7")
+        }
         assert [(s.run_id, s.channel) for s in steps] == [("r-1", "val"), ("default", None)]
         assert "authorization" not in {k.lower() for h in w.engine.headers for k in h}
         auth = {"authorization": f"Bearer {session['session_key']}"}
-        async with w.http.post(w.url + "/sessions/complete", json={"reward": 1.0}, headers=auth) as r:
+        async with w.http.post(
+            w.url + "/sessions/complete", json={"reward": 1.0}, headers=auth
+        ) as r:
             assert r.status == 200
         reward, completed = w.records()[-2:]
         assert (reward.value, reward.source, reward.run_id) == (1.0, "env", "r-1")
-        assert (completed.kind, completed.run_id, completed.group_id) == ("completed", "r-1", "task 7")
+        assert (completed.kind, completed.run_id, completed.group_id) == (
+            "completed",
+            "r-1",
+            "task 7",
+        )
 
     play(scenario, Script([HI]))
 
@@ -273,16 +298,27 @@ def test_session_key_finds_its_trajectory(play: Play) -> None:
 def test_register_and_complete_by_path(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         for path, body in [
-            ("/t/g/register_trajectory", {"channel": "val", "metadata": {"k": "v"}, "group_size": 2}),
+            (
+                "/t/g/register_trajectory",
+                {"channel": "val", "metadata": {"k": "v"}, "group_size": 2},
+            ),
             ("/t/g/v1/register_trajectory", None),
-            ("/t/g/v1/complete_trajectory", {"outcome": "failed", "reason": "gave up", "channel": "val"}),
+            (
+                "/t/g/v1/complete_trajectory",
+                {"outcome": "failed", "reason": "gave up", "channel": "val"},
+            ),
             ("/complete_trajectory/t", None),
             ("/complete_trajectory/t", {}),
         ]:
             async with w.http.post(w.url + path, json=body) as r:
                 assert r.status == 200, await r.text()
         opened, again, failed, done, done_again = w.records()
-        assert (opened.kind, opened.group_id, opened.channel, opened.group_size) == ("opened", "g", "val", 2)
+        assert (opened.kind, opened.group_id, opened.channel, opened.group_size) == (
+            "opened",
+            "g",
+            "val",
+            2,
+        )
         assert again.event_id != opened.event_id  # it says less
         assert (failed.kind, failed.reason, failed.channel) == ("failed", "gave up", "val")
         assert (done.kind, done.group_id) == ("completed", None)
@@ -296,7 +332,13 @@ def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(play: Play) -> 
     step = f"{bucket}~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
 
     async def scenario(w: Trial) -> None:
-        base = {"source": "rule", "name": "x", "function_version": "1", "value": 1.0, "step_id": step}
+        base = {
+            "source": "rule",
+            "name": "x",
+            "function_version": "1",
+            "value": 1.0,
+            "step_id": step,
+        }
         for path, said in (
             ("/rewards", base),
             ("/rewards", base | {"trajectory_id": bucket}),
@@ -329,7 +371,12 @@ def test_rewards_of_trajectories_and_steps(play: Play) -> None:
                 assert r.status == 201, await r.text()
         first, same, revised, of_step, none = w.records()
         assert all(m.topic == "claw.rewards" and m.key == b"t" for m in w.bus.messages)
-        assert (first.value, first.by, first.detail_json, first.step_id) == (0.5, "me", b'{"why":1}', None)
+        assert (first.value, first.by, first.detail_json, first.step_id) == (
+            0.5,
+            "me",
+            b'{"why":1}',
+            None,
+        )
         assert first.event_id == same.event_id != revised.event_id
         assert (of_step.step_id, of_step.run_id, of_step.value) == (step, "other", 1.0)
         assert (none.value, none.reason) == (None, "no answer")
@@ -337,7 +384,13 @@ def test_rewards_of_trajectories_and_steps(play: Play) -> None:
     play(scenario, Script([HI]))
 
 
-REWARD = {"trajectory_id": "t", "source": "rule", "name": "x", "function_version": "1", "value": 1.0}
+REWARD = {
+    "trajectory_id": "t",
+    "source": "rule",
+    "name": "x",
+    "function_version": "1",
+    "value": 1.0,
+}
 
 
 REQUESTS: list[tuple[str, Any, int, str]] = [
@@ -364,7 +417,12 @@ REQUESTS: list[tuple[str, Any, int, str]] = [
     ("/sessions", {"metadata": [1]}, 422, "metadata"),
     ("/sessions", b'{"metadata": {"a": 1%s}}' % (b"0" * 30), 422, "metadata"),
     ("/t/g/register_trajectory", b'{"metadata": {"a": "\\ud800"}}', 422, "metadata"),
-    ("/t/g/register_trajectory", b'{"metadata": {"a": %s}}' % (b"[" * 300 + b"]" * 300), 422, "metadata"),
+    (
+        "/t/g/register_trajectory",
+        b'{"metadata": {"a": %s}}' % (b"[" * 300 + b"]" * 300),
+        422,
+        "metadata",
+    ),
     ("/rewards", orjson.dumps(REWARD | {"detail": 1})[:-1] + b"0" * 30 + b"}", 422, "detail"),
     ("/sessions/complete", {}, 400, "x-clawstream-trajectory"),
     ("/complete_trajectory/a~b", {}, 400, "trajectory_key"),
@@ -378,7 +436,9 @@ def test_bad_control_requests_name_the_field(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         for path, body, status, param in REQUESTS:
             data = io.BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
-            async with w.http.post(w.url + path, data=data, headers={"content-type": "application/json"}) as r:
+            async with w.http.post(
+                w.url + path, data=data, headers={"content-type": "application/json"}
+            ) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, error)
         assert w.records() == []

@@ -80,7 +80,9 @@ def test_trailers_without_an_end_are_refused(play: Play) -> None:
 
 def test_trailers_are_no_headers(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         end = b"%x\r\n%s\r\n0\r\nx-clawstream-trajectory: evil\r\n\r\n" % (len(ASK), ASK)
         async with connected(w.url) as client:
             await client.send(head + end)
@@ -93,7 +95,9 @@ def test_trailers_are_no_headers(play: Play) -> None:
 def test_many_requests_in_one_packet_are_served_in_order_and_bounded(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with connected(w.url) as client:
-            await client.send(request("GET", "/health", b"") + request() + request("GET", "/ready", b""))
+            await client.send(
+                request("GET", "/health", b"") + request() + request("GET", "/ready", b"")
+            )
             assert orjson.loads((await client.reply())[1]) == {"status": "ok"}
             assert text_of((await client.reply())[1]) == "Hello"
             assert orjson.loads((await client.reply())[1])["kafka"] is True
@@ -248,11 +252,15 @@ def test_javas_offer_of_http2_is_ignored(play: Play, split: bool) -> None:
     play(scenario, Script([HI]))
 
 
-@pytest.mark.parametrize("line", [b"Proxy-Connection: Upgrade", b"Connection: ,upgrade\t", b"CONNECTION: a, UPGRADE"])
+@pytest.mark.parametrize(
+    "line", [b"Proxy-Connection: Upgrade", b"Connection: ,upgrade\t", b"CONNECTION: a, UPGRADE"]
+)
 def test_an_offer_to_upgrade_is_ignored_however_it_is_written(play: Play, line: bytes) -> None:
     async def scenario(w: Trial) -> None:
         async with connected(w.url) as client:
-            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n" + line + b"\r\n" + H2C + b"\r\n")
+            await client.send(
+                b"GET /health HTTP/1.1\r\nhost: x\r\n" + line + b"\r\n" + H2C + b"\r\n"
+            )
             assert b" 200 " in (await client.reply())[0]
 
     play(scenario, Script([HI]))
@@ -315,7 +323,15 @@ def test_a_stream_over_http_1_0_ends_with_the_connection(play: Play) -> None:
 
 def test_head_tells_what_get_would(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        for path in ("/", "/api/hello", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json"):
+        for path in (
+            "/",
+            "/api/hello",
+            "/health",
+            "/ready",
+            "/metrics",
+            "/v1/models",
+            "/openapi.json",
+        ):
             async with connected(w.url) as client:
                 await client.send(request("HEAD", path, b"") + request("GET", "/health", b""))
                 assert b" 200 " in await client.head(), path

@@ -69,7 +69,9 @@ async def before(
     said = {"upstreams": [{"url": url, "kind": kind}], "worker_wait_s": 60} | gateway
     settings = Settings.model_validate({"data_dir": tmp_path, "gateway": said})
     bus = MemoryBus()
-    async with running(create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)) as here:
+    async with running(
+        create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+    ) as here:
         yield here, bus
     await asyncio.gather(*ends)
     server.close()
@@ -79,13 +81,17 @@ def steps(bus: MemoryBus) -> list[Step]:
     return [e for e in (CODEC.decode(m.value) for m in bus.messages) if isinstance(e, Step)]
 
 
-def streamed(tmp_path: Path, events: bytes, kind: str = "text", **more: Any) -> tuple[bytes, list[Step]]:
+def streamed(
+    tmp_path: Path, events: bytes, kind: str = "text", **more: Any
+) -> tuple[bytes, list[Step]]:
     """What a client gets of such a stream, and what is recorded of it."""
 
     async def body() -> tuple[bytes, list[Step]]:
         reply = HEAD % b"text/event-stream" + b"\r\n" + events
         async with before(tmp_path, reply, kind) as (url, bus), aiohttp.ClientSession() as http:
-            async with http.post(url + "/t/g/v1/chat/completions", json=ASK | {"stream": True} | more) as got:
+            async with http.post(
+                url + "/t/g/v1/chat/completions", json=ASK | {"stream": True} | more
+            ) as got:
                 return await got.read(), steps(bus)
 
     return asyncio.run(body())
@@ -110,29 +116,47 @@ def test_what_is_nested_deeply_is_recorded(tmp_path: Path) -> None:
     said = chunk({"content": "Hello"}) + chunk({"odd": deep}) + chunk({}, "stop") + DONE
     got, (step,) = streamed(tmp_path, said)
     assert got == said and step.status == "ok"
-    assert orjson.loads(step.response_json) == {"role": "assistant", "content": "Hello", "odd": deep}
+    assert orjson.loads(step.response_json) == {
+        "role": "assistant",
+        "content": "Hello",
+        "odd": deep,
+    }
 
 
 def test_comments_of_a_stranger_tell_no_tokens(tmp_path: Path) -> None:
     told = engine_frames.Choice(0, pack_ids([1]), pack_logprobs([-1.0]), "stop", (("v", 0, 1),))
-    comment = engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, pack_ids([1]), (told,))))
+    comment = engine_frames.comment(
+        engine_frames.encode(engine_frames.Frame(0, pack_ids([1]), (told,)))
+    )
     said = comment + chunk({"content": "Hello"}) + chunk({}, "stop") + DONE
     got, (step,) = streamed(tmp_path, said)
     assert got == said
-    assert step.response_token_ids is None and step.tokens_absent_reason == "the provider tells no tokens"
+    assert (
+        step.response_token_ids is None
+        and step.tokens_absent_reason == "the provider tells no tokens"
+    )
 
 
 @pytest.mark.parametrize(
-    "head", [{"g": 0, "c": [{"i": [], "n": 0}]}, {"g": 0, "c": [{"i": 0, "n": -1}]}, {"g": 0, "c": 7}]
+    "head",
+    [{"g": 0, "c": [{"i": [], "n": 0}]}, {"g": 0, "c": [{"i": 0, "n": -1}]}, {"g": 0, "c": 7}],
 )
-def test_an_account_of_tokens_that_is_none_costs_the_tokens_alone(tmp_path: Path, head: Any) -> None:
+def test_an_account_of_tokens_that_is_none_costs_the_tokens_alone(
+    tmp_path: Path, head: Any
+) -> None:
     comment = engine_frames.comment(orjson.dumps(head) + b"\n")
-    got, (step,) = streamed(tmp_path, comment + chunk({"content": "Hello"}) + chunk({}, "stop") + DONE, "captured")
+    got, (step,) = streamed(
+        tmp_path, comment + chunk({"content": "Hello"}) + chunk({}, "stop") + DONE, "captured"
+    )
     assert b"Hello" in got and got.endswith(DONE)
-    assert step.status == "ok" and (step.tokens_absent_reason or "").startswith("the engine's account of the tokens")
+    assert step.status == "ok" and (step.tokens_absent_reason or "").startswith(
+        "the engine's account of the tokens"
+    )
 
 
-def test_an_event_that_never_ends_passes_and_is_kept_as_far_as_there_is_room(tmp_path: Path) -> None:
+def test_an_event_that_never_ends_passes_and_is_kept_as_far_as_there_is_room(
+    tmp_path: Path,
+) -> None:
     said = chunk({"content": "Hello"}) + b"data: " + b"x" * (9 << 20)
     got, (step,) = streamed(tmp_path, said)
     assert got == said
@@ -141,7 +165,10 @@ def test_an_event_that_never_ends_passes_and_is_kept_as_far_as_there_is_room(tmp
 
 
 def test_choices_of_one_number_are_different_steps(tmp_path: Path) -> None:
-    choices = [{"index": 0, "message": {"role": "assistant", "content": t}, "finish_reason": "stop"} for t in "ab"]
+    choices = [
+        {"index": 0, "message": {"role": "assistant", "content": t}, "finish_reason": "stop"}
+        for t in "ab"
+    ]
     content = json.dumps({"choices": choices}).encode()
     reply = HEAD % b"application/json" + b"content-length: %d\r\n\r\n" % len(content) + content
 
@@ -180,7 +207,9 @@ def test_many_step_ids_do_not_outgrow_a_header(play: Play) -> None:
 def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
     data = chunk({"content": "x" * 60_000})
     event = b"%x\r\n%s\r\n" % (len(data), data)
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
 
     async def body() -> None:
         async with before(tmp_path, head, forever=event, client_timeout_s=0.5) as (url, bus):
@@ -188,7 +217,8 @@ def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
             ask = orjson.dumps(ASK | {"stream": True})
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(
-                    b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(ask)
+                    b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+                    % len(ask)
                 )
                 client.sendall(ask)
                 async with asyncio.timeout(60):
@@ -203,7 +233,9 @@ def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
 def test_a_body_that_does_not_come_is_a_408(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
-        writer.write(b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        writer.write(
+            b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+        )
         async with asyncio.timeout(60):
             assert b" 408 " in await reader.readline()
         writer.close()

@@ -16,8 +16,15 @@ from gateway.errors import ClientGone
 # ---------------------------------------------------------------- server-sent events
 
 
-@given(st.lists(st.binary(min_size=1, max_size=12).filter(lambda b: b"\n" not in b and b"\r" not in b)), st.data())
-def test_events_come_out_whole_however_they_come_in(lines: list[bytes], data: st.DataObject) -> None:
+@given(
+    st.lists(
+        st.binary(min_size=1, max_size=12).filter(lambda b: b"\n" not in b and b"\r" not in b)
+    ),
+    st.data(),
+)
+def test_events_come_out_whole_however_they_come_in(
+    lines: list[bytes], data: st.DataObject
+) -> None:
     ends = [data.draw(st.sampled_from(ENDS)) for _ in lines]
     stream = b"".join(b"data: " + line + end for line, end in zip(lines, ends, strict=True))
     splitter, out, at = Splitter(), [], 0

@@ -50,12 +50,16 @@ def test_every_recording_is_known() -> None:
     assert {p.stem for p in RECORDED.glob("*.json")} == AGENTS.keys()
 
 
-def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_to_get_it_from() -> None:
+def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_to_get_it_from() -> (
+    None
+):
     packages = orjson.loads((RECORDED.parent / "package-lock.json").read_bytes())["packages"]
     wanted = orjson.loads((RECORDED.parent / "package.json").read_bytes())["dependencies"]
     assert packages[""]["dependencies"] == wanted
     assert all("resolved" not in p for p in packages.values())
-    assert [n for n, p in packages.items() if n and "integrity" not in p and not p.get("inBundle")] == []
+    assert [
+        n for n, p in packages.items() if n and "integrity" not in p and not p.get("inBundle")
+    ] == []
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -91,7 +95,10 @@ def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Code
     async def scenario(trial: Trial) -> None:
         for call in calls:
             body = orjson.dumps(call["body"]) if "body" in call else None
-            headers = call["headers"] | {"content-type": "application/json", "authorization": "Bearer any"}
+            headers = call["headers"] | {
+                "content-type": "application/json",
+                "authorization": "Bearer any",
+            }
             async with trial.http.request(
                 call["method"], trial.url + call["path"], data=body, headers=headers
             ) as reply:
@@ -103,7 +110,9 @@ def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Code
         assert not any(is_bucket(s.trajectory_key) for s in steps)
         assert all(s.status == "ok" and s.response_token_ids for s in steps)
         assert sum(len(s.tags) for s in steps) == sum(expected.values())
-        assert [orjson.loads(s.request_json) for s in steps] == [c["body"] for c in calls if "body" in c]
+        assert [orjson.loads(s.request_json) for s in steps] == [
+            c["body"] for c in calls if "body" in c
+        ]
 
     play(tmp_path, codec, scenario, ToyModel(decide))
 
@@ -117,12 +126,16 @@ def test_the_greeting_of_claude_code_is_answered(path: str, tmp_path: Path, code
     play(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))
 
 
-def test_a_web_socket_is_refused_with_the_status_at_which_codex_goes_on_over_http(tmp_path: Path, codec: Codec) -> None:
+def test_a_web_socket_is_refused_with_the_status_at_which_codex_goes_on_over_http(
+    tmp_path: Path, codec: Codec
+) -> None:
     async def scenario(trial: Trial) -> None:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await trial.http.ws_connect(trial.url + "/v1/responses")
         assert refused.value.status == 426
-        async with trial.http.get(trial.url + "/v1/responses", headers={"connection": "close"}) as reply:
+        async with trial.http.get(
+            trial.url + "/v1/responses", headers={"connection": "close"}
+        ) as reply:
             assert reply.status == 405
 
     play(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))

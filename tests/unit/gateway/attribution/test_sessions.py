@@ -58,7 +58,9 @@ def test_session_key_says_what_was_minted_and_nothing_else() -> None:
     keys, origin = SessionKeys(b"secret"), Origin("run-1", "t:1", "task über", "val")
     key = keys.mint(origin, "0123456789ab")
     assert key.startswith("sk-claw-") and keys.read(key) == Session(origin, "0123456789ab")
-    assert keys.read(keys.mint(Origin("r", "t", None, None))) == Session(Origin("r", "t", None, None), None)
+    assert keys.read(keys.mint(Origin("r", "t", None, None))) == Session(
+        Origin("r", "t", None, None), None
+    )
     for wrong in (
         key[:-1],
         key + "A",
@@ -91,12 +93,16 @@ def test_secret_is_made_once_for_all_gateways_of_a_directory(tmp_path: Path) -> 
     assert stat.S_IMODE((tmp_path / "d/session-secret").stat().st_mode) == 0o600
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["session-secret"]
     given = "given by a person"
-    assert secret_of(Settings.model_validate({"gateway": {"session_secret": given}})) == given.encode()
+    assert (
+        secret_of(Settings.model_validate({"gateway": {"session_secret": given}})) == given.encode()
+    )
 
 
 @pytest.mark.parametrize("secret", ["", " " * 40, "fifteen-of-them"])
 def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path, secret: str) -> None:
-    with pytest.raises(SettingsError, match=r"setting gateway\.session_secret: .* at least 16") as error:
+    with pytest.raises(
+        SettingsError, match=r"setting gateway\.session_secret: .* at least 16"
+    ) as error:
         secret_of(Settings.model_validate({"gateway": {"session_secret": secret}}))
     assert secret == "" or secret not in str(error.value)
     (tmp_path / "session-secret").write_text(secret + "\n")
@@ -116,7 +122,9 @@ def test_where_a_request_belongs(make: Make) -> None:
         return door.admit(headers, "agent", key, group)
 
     assert admit({}, "t1", "g1") == Origin("default", "t1", "g1", None)
-    assert admit({"x-clawstream-run": "x", "x-clawstream-channel": "val"}, "t1", "g1") == Origin("x", "t1", "g1", "val")
+    assert admit({"x-clawstream-run": "x", "x-clawstream-channel": "val"}, "t1", "g1") == Origin(
+        "x", "t1", "g1", "val"
+    )
     assert admit({"x-clawstream-trajectory": "t1"}) == Origin("default", "t1", None, None)
     named = {"x-clawstream-trajectory": "t1", "x-clawstream-group": "Ã¼ber 7"}
     assert admit(named) == Origin("default", "t1", "über 7", None)
@@ -140,13 +148,20 @@ def test_where_a_request_belongs(make: Make) -> None:
         {"x-claude-code-session-id": "s"},
         {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a7"},
         {"session-id": "s", "thread-id": "s", "user-agent": "codex_exec/0.169.0"},
-        {"session-id": "s", "thread-id": "other", "x-codex-turn-metadata": "{}", "x-codex-parent-thread-id": "s"},
+        {
+            "session-id": "s",
+            "thread-id": "other",
+            "x-codex-turn-metadata": "{}",
+            "x-codex-parent-thread-id": "s",
+        },
         {"x-session-id": "s", "x-session-affinity": "s"},
         {"x-session-id": "child", "x-session-affinity": "child", "x-parent-session-id": "s"},
         {"user-agent": "openclaw/2026.9.6", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"},
     ],
 )
-def test_a_known_agents_session_is_a_trajectory_of_its_caller(make: Make, headers: dict[str, str]) -> None:
+def test_a_known_agents_session_is_a_trajectory_of_its_caller(
+    make: Make, headers: dict[str, str]
+) -> None:
     one, other = make(gateway_id="a"), make(gateway_id="b")
     found = one.admit(headers | bearer("x"), "agent", said=CHAT)
     assert not is_bucket(found.trajectory_key) and found.group_id is None
@@ -159,11 +174,18 @@ def test_sub_agents_share_the_trajectory_of_their_session(make: Make) -> None:
     door = make()
 
     def key(**headers: str) -> str:
-        return door.admit({k.replace("_", "-"): v for k, v in headers.items()}, "agent", said=CHAT).trajectory_key
+        return door.admit(
+            {k.replace("_", "-"): v for k, v in headers.items()}, "agent", said=CHAT
+        ).trajectory_key
 
-    assert key(x_claude_code_session_id="s") == key(x_claude_code_session_id="s", x_claude_code_agent_id="a")
+    assert key(x_claude_code_session_id="s") == key(
+        x_claude_code_session_id="s", x_claude_code_agent_id="a"
+    )
     assert key(x_codex_turn_metadata="{}", session_id="s") == key(
-        x_codex_turn_metadata="{}", session_id="s", thread_id="other", x_openai_subagent="collab_spawn"
+        x_codex_turn_metadata="{}",
+        session_id="s",
+        thread_id="other",
+        x_openai_subagent="collab_spawn",
     )
     parent = key(x_session_id="p", x_session_affinity="p")
     assert parent == key(x_session_id="c", x_session_affinity="c", x_parent_session_id="p")
@@ -176,7 +198,13 @@ def test_what_is_no_session_falls_into_a_bucket(make: Make) -> None:
     assert is_bucket(bucket)
     trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-session-id": "s"}
     assert other.admit(bearer("x") | trace, "agent", said=CHAT).trajectory_key == bucket
-    grown = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
+    grown = {
+        "messages": [
+            *CHAT["messages"],
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "b"},
+        ]
+    }
     assert one.admit(bearer("x"), "agent", said=grown).trajectory_key == bucket
     assert one.admit(bearer("y"), "agent", said=CHAT).trajectory_key != bucket
     assert one.admit({}, "agent", said=CHAT).trajectory_key != bucket
@@ -191,11 +219,16 @@ def test_a_host_that_others_reach_is_never_open_by_oversight() -> None:
         return Settings.model_validate({"gateway": gateway}).gateway.auth_required
 
     assert not any(required(host=host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
-    assert all(required(host=host) for host in ("0.0.0.0", "::", "10.0.0.7", "gateway.internal", "127.0.0.1.example"))
+    assert all(
+        required(host=host)
+        for host in ("0.0.0.0", "::", "10.0.0.7", "gateway.internal", "127.0.0.1.example")
+    )
     assert required(auth="required") and not required(auth="open", host="0.0.0.0")
 
 
-def test_scopes_hold_where_keys_are_required(make: Make, key: Callable[..., dict[str, str]]) -> None:
+def test_scopes_hold_where_keys_are_required(
+    make: Make, key: Callable[..., dict[str, str]]
+) -> None:
     agent, reward, admin = key("agent"), key("reward", "curate"), key("admin")
     door = make(auth="required")
     cases: list[tuple[dict[str, str], Scope, type[Exception] | None]] = [
@@ -219,7 +252,9 @@ def test_scopes_hold_where_keys_are_required(make: Make, key: Callable[..., dict
             assert agent["authorization"][7:] not in raised.value.message
 
 
-def test_an_open_door_asks_for_no_scope_but_refuses_a_wrong_key(make: Make, key: Callable[..., dict[str, str]]) -> None:
+def test_an_open_door_asks_for_no_scope_but_refuses_a_wrong_key(
+    make: Make, key: Callable[..., dict[str, str]]
+) -> None:
     agent = key("agent", run="pinned")
     door = make()
     for headers in ({}, agent, bearer("anything")):
@@ -229,7 +264,9 @@ def test_an_open_door_asks_for_no_scope_but_refuses_a_wrong_key(make: Make, key:
         door.authenticate(bearer("claw-wrong"), "agent")
 
 
-def test_the_run_of_a_key_is_the_run_of_all_it_writes(make: Make, key: Callable[..., dict[str, str]]) -> None:
+def test_the_run_of_a_key_is_the_run_of_all_it_writes(
+    make: Make, key: Callable[..., dict[str, str]]
+) -> None:
     pinned, free = key("agent", run="r-1"), key("agent")
     door = make(auth="required")
     assert door.admit(pinned | {"x-clawstream-run": "r-2"}, "agent", "t").run_id == "r-1"
@@ -309,13 +346,21 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "user", "messages"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "user", "messages"]),
+            inner,
+            max_size=3,
+        )
     ),
     max_leaves=20,
 )
 
 
-@given(st.dictionaries(st.sampled_from(["messages", "input", "prompt", "system", "instructions"]), JSON))
+@given(
+    st.dictionaries(
+        st.sampled_from(["messages", "input", "prompt", "system", "instructions"]), JSON
+    )
+)
 def test_nothing_that_a_body_says_breaks_the_reading_of_its_turns(said: dict[str, Any]) -> None:
     said = orjson.loads(orjson.dumps(said))
     assert isinstance(first_user_turn(said), bytes)

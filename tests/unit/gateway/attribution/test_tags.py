@@ -14,7 +14,12 @@ from gateway.attribution.tags import CODEX_METADATA, HEADERS, PROMPTS, tags_of
 
 TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 CLAUDE = {"user-agent": "claude-cli/2.1.329 (external, cli)", "x-claude-code-session-id": "s"}
-CODEX = {"user-agent": "codex_exec/0.169.0", "session-id": "s", "thread-id": "s", "x-codex-turn-metadata": "{}"}
+CODEX = {
+    "user-agent": "codex_exec/0.169.0",
+    "session-id": "s",
+    "thread-id": "s",
+    "x-codex-turn-metadata": "{}",
+}
 OPENCODE = {"user-agent": "opencode/1.4", "x-session-id": "s", "x-session-affinity": "s"}
 
 
@@ -28,17 +33,27 @@ def anthropic(system: Any, *users: Any) -> dict[str, Any]:
 
 
 def responses(instructions: str, *users: str) -> dict[str, Any]:
-    turns = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": u}]} for u in users]
+    turns = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": u}]}
+        for u in users
+    ]
     return {"instructions": instructions, "input": turns}
 
 
 OPENCLAW = chat("You are a personal assistant running inside OpenClaw.\n## Tooling", "hi")
-BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.329; cc_is_subagent=true;"}
+BILLING = {
+    "type": "text",
+    "text": "x-anthropic-billing-header: cc_version=2.1.329; cc_is_subagent=true;",
+}
 COMPACT = "CRITICAL: Respond with TEXT ONLY.\n\nYour task is to create a detailed summary of the conversation so far"
 
 SESSIONS: list[tuple[dict[str, str], dict[str, Any], tuple[str, str | None] | None]] = [
     (CLAUDE, {}, ("claude-code", "s")),
-    ({"user-agent": "claude-cli/2.1"}, {"metadata": {"user_id": '{"session_id":"u"}'}}, ("claude-code", "u")),
+    (
+        {"user-agent": "claude-cli/2.1"},
+        {"metadata": {"user_id": '{"session_id":"u"}'}},
+        ("claude-code", "u"),
+    ),
     (
         {"user-agent": "claude-cli/1.0"},
         {"metadata": {"user_id": "user_1_account__session_01234567-89ab-cdef-0123-456789abcdef"}},
@@ -53,10 +68,22 @@ SESSIONS: list[tuple[dict[str, str], dict[str, Any], tuple[str, str | None] | No
     ({"user-agent": "opencode/1.4", "x-session-id": "s"}, {}, ("opencode", "s")),
     (OPENCODE | {"x-session-id": "c", "x-parent-session-id": "s"}, {}, ("opencode", "s")),
     (TRACE, OPENCLAW, ("openclaw", "ab" * 16)),
-    (TRACE, responses("You are a personal assistant running inside OpenClaw.", "hi"), ("openclaw", "ab" * 16)),
-    (TRACE, anthropic([{"type": "text", "text": "... running inside OpenClaw."}], "hi"), ("openclaw", "ab" * 16)),
+    (
+        TRACE,
+        responses("You are a personal assistant running inside OpenClaw.", "hi"),
+        ("openclaw", "ab" * 16),
+    ),
+    (
+        TRACE,
+        anthropic([{"type": "text", "text": "... running inside OpenClaw."}], "hi"),
+        ("openclaw", "ab" * 16),
+    ),
     (TRACE, chat("You are a context summarization assistant. Your", "x"), ("openclaw", "ab" * 16)),
-    (TRACE, chat("You are mine", "hi", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nx"), ("openclaw", "ab" * 16)),
+    (
+        TRACE,
+        chat("You are mine", "hi", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nx"),
+        ("openclaw", "ab" * 16),
+    ),
     ({}, OPENCLAW, ("openclaw", None)),
     ({"traceparent": "broken"}, OPENCLAW, ("openclaw", None)),
     # Nobody we know: their headers may mean anything.
@@ -83,11 +110,19 @@ def test_a_session_id_that_is_too_long_is_none() -> None:
 
 TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     (CLAUDE, anthropic("You are Claude Code", "hi"), {}),
-    (CLAUDE | {"x-claude-code-agent-id": "a7"}, {}, {"sub_agent": "header x-claude-code-agent-id: a7"}),
+    (
+        CLAUDE | {"x-claude-code-agent-id": "a7"},
+        {},
+        {"sub_agent": "header x-claude-code-agent-id: a7"},
+    ),
     (CLAUDE, anthropic([BILLING], "hi"), {"sub_agent": "system prompt: cc_is_subagent=true"}),
     (
         CLAUDE | {"x-claude-code-agent-id": "a7"},
-        anthropic([BILLING], "hi", [{"type": "tool_result", "content": "x"}, {"type": "text", "text": COMPACT}]),
+        anthropic(
+            [BILLING],
+            "hi",
+            [{"type": "tool_result", "content": "x"}, {"type": "text", "text": COMPACT}],
+        ),
         {
             "sub_agent": "header x-claude-code-agent-id: a7",
             "compaction": "last user turn: Your task is to create a detailed summary of",
@@ -116,7 +151,11 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
         {},
         {"sub_agent": "header x-openai-subagent: collab_spawn"},
     ),
-    (CODEX | {"x-openai-subagent": "compact"}, {}, {"compaction": "header x-openai-subagent: compact"}),
+    (
+        CODEX | {"x-openai-subagent": "compact"},
+        {},
+        {"compaction": "header x-openai-subagent: compact"},
+    ),
     (
         CODEX | {"x-codex-turn-metadata": '{"request_kind":"compaction"}'},
         {},
@@ -126,13 +165,19 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     (CODEX | {"x-codex-turn-metadata": "["}, {}, {}),
     (
         CODEX,
-        responses("You are Codex", "hi", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a"),
+        responses(
+            "You are Codex", "hi", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a"
+        ),
         {"compaction": "last user turn: CONTEXT CHECKPOINT COMPACTION"},
     ),
     (OPENCODE | {"x-parent-session-id": "p"}, {}, {"sub_agent": "header x-parent-session-id: p"}),
     (
         OPENCODE,
-        chat("You are a title generator. You output ONLY", "Generate a title for this conversation:", "hi"),
+        chat(
+            "You are a title generator. You output ONLY",
+            "Generate a title for this conversation:",
+            "hi",
+        ),
         {"title": "system prompt: You are a title generator"},
     ),
     (
@@ -143,7 +188,8 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     (
         TRACE,
         chat(
-            "... running inside OpenClaw ...\n# Subagent Context\nYou are a **subagent** spawned by the main agent", "x"
+            "... running inside OpenClaw ...\n# Subagent Context\nYou are a **subagent** spawned by the main agent",
+            "x",
         ),
         {"sub_agent": "anywhere in the system prompt: You are a **subagent** spawned by"},
     ),
@@ -188,7 +234,9 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "user_id"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "user_id"]), inner, max_size=3
+        )
     ),
     max_leaves=20,
 )
@@ -196,13 +244,19 @@ JSON = st.recursive(
 
 @given(
     st.sampled_from([CLAUDE, CODEX, OPENCODE, TRACE, {}, {"user-agent": "claude-cli/2"}]),
-    st.dictionaries(st.sampled_from(["messages", "input", "system", "instructions", "metadata", "prompt"]), JSON),
+    st.dictionaries(
+        st.sampled_from(["messages", "input", "system", "instructions", "metadata", "prompt"]), JSON
+    ),
     JSON,
 )
-def test_no_body_breaks_recognition(headers: dict[str, str], said: dict[str, Any], metadata: Any) -> None:
+def test_no_body_breaks_recognition(
+    headers: dict[str, str], said: dict[str, Any], metadata: Any
+) -> None:
     said = orjson.loads(orjson.dumps(said))
     given_headers = (
-        headers | {"x-codex-turn-metadata": orjson.dumps(metadata).decode()} if headers is CODEX else headers
+        headers | {"x-codex-turn-metadata": orjson.dumps(metadata).decode()}
+        if headers is CODEX
+        else headers
     )
     assert isinstance(tags_of(given_headers, said), tuple)
     session_of(given_headers, said)

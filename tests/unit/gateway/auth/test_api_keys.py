@@ -60,7 +60,12 @@ def test_only_hashes_are_kept_and_only_the_owner_may_read_them(tmp_path: Path) -
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert key not in path.read_text() and key[5:] not in path.read_text()
     (kept,) = read_keys(path)
-    assert (kept.name, kept.scopes, kept.run_id, kept.expires_at) == ("a", ("agent", "reward"), "run-1", 123)
+    assert (kept.name, kept.scopes, kept.run_id, kept.expires_at) == (
+        "a",
+        ("agent", "reward"),
+        "run-1",
+        123,
+    )
     assert bytes.fromhex(kept.sha256) == digest_of(key) and kept.sha256.startswith(kept.key_id)
     assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
 
@@ -108,13 +113,21 @@ def test_a_ring_takes_in_changes_and_forgets_what_expired(tmp_path: Path) -> Non
     (of_a, of_b) = (ring.by_digest(digest_of(k)) for k in (a, b))
     assert of_a is not None and of_b is not None and ring.by_id(of_b.key_id) == of_b
     now = 101.0
-    assert ring.by_digest(digest_of(b)) is None and ring.by_id(of_b.key_id) is None and ring.by_digest(digest_of(a))
+    assert (
+        ring.by_digest(digest_of(b)) is None
+        and ring.by_id(of_b.key_id) is None
+        and ring.by_digest(digest_of(a))
+    )
     path.unlink()
     assert ring.reload() and len(ring) == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"keys":[{"name":"a"}]}', '{"version":2}', '{"keys":[],"x":1}'])
-def test_a_broken_file_changes_nothing_for_a_running_gateway_and_stops_a_new_one(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"keys":[{"name":"a"}]}', '{"version":2}', '{"keys":[],"x":1}']
+)
+def test_a_broken_file_changes_nothing_for_a_running_gateway_and_stops_a_new_one(
+    tmp_path: Path, text: str
+) -> None:
     settings = Settings(data_dir=tmp_path)
     path = settings.api_keys_file
     key = create_key(path, "a", ["agent"])
@@ -146,7 +159,17 @@ def clawstream(directory: Path, *words: str) -> subprocess.CompletedProcess[str]
 
 def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
     made = clawstream(
-        tmp_path, "keys", "create", "--name", "ci", "--scope", "agent", "--scope", "reward", "--run", "r-1"
+        tmp_path,
+        "keys",
+        "create",
+        "--name",
+        "ci",
+        "--scope",
+        "agent",
+        "--scope",
+        "reward",
+        "--run",
+        "r-1",
     )
     assert made.returncode == 0, made.stderr
     key = made.stdout.strip()
@@ -165,14 +188,20 @@ def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a gateway
 
 
-def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(play: Play, tmp_path: Path) -> None:
+def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
+    play: Play, tmp_path: Path
+) -> None:
     agent = create_key(tmp_path / "api-keys.json", "agent", ["agent"])
 
     async def scenario(w: Trial) -> None:
         for path, method in (("/t/g/v1/chat/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"),
                              ("/rewards", "POST"), ("/sessions", "POST"), ("/curations", "POST"), ("/complete_trajectory/t", "POST"),
                              ("/t/g/register_trajectory", "POST")):  # fmt: skip
-            for headers in ({}, {"authorization": "Bearer claw-wrong"}, {"x-api-key": "sk-claw-x.y"}):
+            for headers in (
+                {},
+                {"authorization": "Bearer claw-wrong"},
+                {"x-api-key": "sk-claw-x.y"},
+            ):
                 async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
                     error = (await r.json())["error"]
                     assert (r.status, error["type"]) == (401, "authentication_error"), path
@@ -180,11 +209,17 @@ def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(play: Pl
                            ("/complete_trajectory/t", {"reward": 1e3})):  # fmt: skip
             async with w.http.post(w.url + path, json=body, headers={"x-api-key": agent}) as r:
                 error = (await r.json())["error"]
-                assert (r.status, error["type"], error["code"]) == (403, "permission_error", "insufficient_scope"), path
+                assert (r.status, error["type"], error["code"]) == (
+                    403,
+                    "permission_error",
+                    "insufficient_scope",
+                ), path
         assert w.bus.messages == [] and w.engine.requests == []
         for name in ("authorization", "x-api-key", "api-key"):
             value = f"Bearer {agent}" if name == "authorization" else agent
-            async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK, headers={name: value}) as r:
+            async with w.http.post(
+                w.url + "/t/g/v1/chat/completions", json=ASK, headers={name: value}
+            ) as r:
                 assert r.status == 200, await r.text()
         assert agent not in str(w.engine.headers)
         for path in ("/health", "/metrics"):
@@ -202,7 +237,9 @@ def test_a_key_made_or_revoked_counts_without_a_restart(play: Play, tmp_path: Pa
         key = create_key(path, "agent", ["agent"])
 
         async def status_is(status: int) -> bool:
-            async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK, headers={"x-api-key": key}) as r:
+            async with w.http.post(
+                w.url + "/t/g/v1/chat/completions", json=ASK, headers={"x-api-key": key}
+            ) as r:
                 return r.status == status
 
         await eventually(lambda: status_is(200))
@@ -218,8 +255,12 @@ def test_a_key_made_or_revoked_counts_without_a_restart(play: Play, tmp_path: Pa
     play(scenario, script(), auth="required")
 
 
-def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(play: Play, tmp_path: Path) -> None:
-    headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent", "reward"], "r-1")}
+def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(
+    play: Play, tmp_path: Path
+) -> None:
+    headers = {
+        "x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent", "reward"], "r-1")
+    }
 
     async def scenario(w: Trial) -> None:
         async with w.http.post(w.url + "/sessions", json={"run_id": "r-2"}, headers=headers) as r:
@@ -234,7 +275,9 @@ def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(play: Play, tm
                            ("/sessions", {"trajectory_key": "other"})):  # fmt: skip
             async with w.http.post(w.url + path, json=body, headers=session) as r:
                 assert r.status == 403, path
-        async with w.http.post(w.url + "/complete_trajectory/t", json={"reward": 0.5}, headers=headers) as r:
+        async with w.http.post(
+            w.url + "/complete_trajectory/t", json={"reward": 0.5}, headers=headers
+        ) as r:
             assert r.status == 200
         opened, step, reward, completed = w.records()
         assert {r.run_id for r in (opened, step, reward, completed)} == {"r-1"}
@@ -243,7 +286,9 @@ def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(play: Play, tm
     play(scenario, script(), auth="required")
 
 
-def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(play: Play, tmp_path: Path) -> None:
+def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(
+    play: Play, tmp_path: Path
+) -> None:
     headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent"])}
 
     async def scenario(w: Trial) -> None:
@@ -252,7 +297,9 @@ def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(pl
         async with w.http.post(w.url + "/rewards", json=REWARD, headers=session) as r:
             assert r.status == 403
         for value, status in ((11, 422), (1, 200)):
-            async with w.http.post(w.url + "/sessions/complete", json={"reward": value}, headers=session) as r:
+            async with w.http.post(
+                w.url + "/sessions/complete", json={"reward": value}, headers=session
+            ) as r:
                 assert r.status == status
                 assert status == 200 or (await r.json())["error"]["param"] == "reward"
         assert [type(r).__name__ for r in w.records()] == ["SessionEvent", "Reward", "SessionEvent"]
@@ -285,7 +332,12 @@ def test_curations_say_who_and_a_repeated_mark_counts_again(play: Play, tmp_path
             "fine",
             "ann",
         )
-        assert (second.step_id, second.trainable, second.tags, second.by) == (STEP, False, None, "bob")
+        assert (second.step_id, second.trainable, second.tags, second.by) == (
+            STEP,
+            False,
+            None,
+            "bob",
+        )
         assert third.tags == () and third.event_id != again.event_id
         assert all(m.topic == "claw.rewards" for m in w.bus.messages)
 
@@ -319,7 +371,9 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
-def test_what_cannot_be_said_of_a_key_of_the_gateway_or_by_nobody_names_the_field(play: Play) -> None:
+def test_what_cannot_be_said_of_a_key_of_the_gateway_or_by_nobody_names_the_field(
+    play: Play,
+) -> None:
     async def scenario(w: Trial) -> None:
         for path, body, status, param in WRONG:
             async with w.http.post(w.url + path, json=body) as r:
@@ -331,7 +385,9 @@ def test_what_cannot_be_said_of_a_key_of_the_gateway_or_by_nobody_names_the_fiel
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-claude-code-session-id": "s"}])
-def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(play: Play, headers: dict[str, str]) -> None:
+def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
+    play: Play, headers: dict[str, str]
+) -> None:
     async def scenario(w: Trial) -> None:
         async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=headers) as r:
             assert r.status == 200
@@ -350,9 +406,17 @@ def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(play: Pla
         alone = REWARD | {"trajectory_id": of_trajectory["trajectory_id"]}
         async with w.http.post(w.url + "/rewards", json=alone) as r:
             assert r.status == 201, await r.text()
-        assert (w.records()[-1].trajectory_id, w.records()[-1].step_id) == (step.partition(".")[0], None)
+        assert (w.records()[-1].trajectory_id, w.records()[-1].step_id) == (
+            step.partition(".")[0],
+            None,
+        )
         assert {r.trajectory_key for r in w.records()} == {key}
-        assert (recorded.step_id, reward.step_id, of_end.step_id, end.step_id) == (step, step, step, step)
+        assert (recorded.step_id, reward.step_id, of_end.step_id, end.step_id) == (
+            step,
+            step,
+            step,
+            step,
+        )
         assert end.event_id == again.event_id and all(m.key == key.encode() for m in w.bus.messages)
 
     play(scenario, script())

@@ -17,7 +17,11 @@ from schemas.codec.single_object import Codec
 from schemas.records import Sampling, Step, Usage
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}
+ASK: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0.7,
+}
 APPLIED = Sampling(
     source="engine", temperature=0.7, top_p=0.95, top_k=20, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
     repetition_penalty=1.05, constraints=("json",), logprobs_mode="processed_logprobs",
@@ -29,7 +33,9 @@ def steps_of(directory: Path, kind: Any, script: Script, **ask: Any) -> list[Ste
     found: list[Step] = []
 
     async def scenario(w: Trial) -> None:
-        async with AsyncOpenAI(base_url=f"{w.url}/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
+        async with AsyncOpenAI(
+            base_url=f"{w.url}/t1/g1/v1", api_key="none", max_retries=0, timeout=600
+        ) as client:
             reply: Any = await client.chat.completions.create(**ASK, **ask)
             if ask.get("stream"):
                 [chunk async for chunk in reply]
@@ -40,7 +46,9 @@ def steps_of(directory: Path, kind: Any, script: Script, **ask: Any) -> list[Ste
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_step_says_what_the_engine_applied_with_its_defaults(tmp_path: Path, stream: bool) -> None:
+def test_a_step_says_what_the_engine_applied_with_its_defaults(
+    tmp_path: Path, stream: bool
+) -> None:
     script = Script([HI, HI], sampling=APPLIED, cached=2)
     first, second = steps_of(tmp_path, "captured", script, n=2, stream=stream)
     assert first.sampling == second.sampling == APPLIED
@@ -49,7 +57,9 @@ def test_a_step_says_what_the_engine_applied_with_its_defaults(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("kind", ["captured", "vllm", "text"])
-def test_an_engine_that_does_not_say_it_leaves_what_was_asked_for(tmp_path: Path, kind: str) -> None:
+def test_an_engine_that_does_not_say_it_leaves_what_was_asked_for(
+    tmp_path: Path, kind: str
+) -> None:
     (step,) = steps_of(tmp_path, kind, Script([HI]), extra_body={"top_k": 5})
     assert step.sampling == Sampling(source="request", temperature=0.7, top_k=5)
 

@@ -36,7 +36,13 @@ PLAIN = json.dumps(
     {
         "object": "chat.completion",
         "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello"},
+                "finish_reason": "stop",
+            }
+        ],
     }
 ).encode()
 
@@ -46,7 +52,12 @@ def chunk(delta: Any, finish: str | None = None) -> bytes:
     return b"data: " + json.dumps({"model": "m", "choices": [choice]}).encode() + b"\n\n"
 
 
-STREAM = chunk({"role": "assistant", "content": "Hel"}) + chunk({"content": "lo"}) + chunk({}, "stop") + DONE
+STREAM = (
+    chunk({"role": "assistant", "content": "Hel"})
+    + chunk({"content": "lo"})
+    + chunk({}, "stop")
+    + DONE
+)
 
 
 class Got(NamedTuple):
@@ -79,7 +90,9 @@ def get(tmp_path: Path, made: bytes, path: str = "/v1/chat/completions", **more:
             settings = Settings.model_validate({"data_dir": tmp_path, "gateway": said})
             app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
             async with running(app) as url, aiohttp.ClientSession(auto_decompress=False) as http:
-                async with http.post(f"{url}/t/g{path}", json={"model": "m"} | CALLS[path] | more) as r:
+                async with http.post(
+                    f"{url}/t/g{path}", json={"model": "m"} | CALLS[path] | more
+                ) as r:
                     got, headers = await r.read(), {k.lower(): v for k, v in r.headers.items()}
                 records = [CODEC.decode(m.value) for m in bus.messages]
         return Got(r.status, headers, got, [s for s in records if isinstance(s, Step)])
@@ -88,14 +101,21 @@ def get(tmp_path: Path, made: bytes, path: str = "/v1/chat/completions", **more:
 
 
 def untrainable(step: Step) -> bool:
-    return (step.tokens_absent_reason or "").startswith("the provider tells no tokens; unread reply: ")
+    return (step.tokens_absent_reason or "").startswith(
+        "the provider tells no tokens; unread reply: "
+    )
 
 
-@pytest.mark.parametrize("kind", ["Text/Event-Stream", "text/event-stream; charset=UTF-8", "TEXT/EVENT-STREAM"])
+@pytest.mark.parametrize(
+    "kind", ["Text/Event-Stream", "text/event-stream; charset=UTF-8", "TEXT/EVENT-STREAM"]
+)
 def test_the_name_of_a_content_type_has_no_case(tmp_path: Path, kind: str) -> None:
     got = get(tmp_path, reply(STREAM, kind), stream=True)
     assert (got.body, got.headers["content-type"]) == (STREAM, kind)
-    assert got.message == {"role": "assistant", "content": "Hello"} and got.steps[0].finish_reason == "stop"
+    assert (
+        got.message == {"role": "assistant", "content": "Hello"}
+        and got.steps[0].finish_reason == "stop"
+    )
 
 
 @pytest.mark.parametrize("ending", [b"\r\n", b"\r"])
@@ -105,12 +125,19 @@ def test_lines_end_as_the_standard_allows(tmp_path: Path, ending: bytes) -> None
     assert got.body == said and got.message == {"role": "assistant", "content": "Hello"}
 
 
-PACKED = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress, "GZIP": gzip.compress}
+PACKED = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "GZIP": gzip.compress,
+}
 
 
 @pytest.mark.parametrize("encoding", PACKED)
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_packed_although_it_was_not_asked_for_is_unpacked(tmp_path: Path, encoding: str, stream: bool) -> None:
+def test_what_is_packed_although_it_was_not_asked_for_is_unpacked(
+    tmp_path: Path, encoding: str, stream: bool
+) -> None:
     own, kind = (STREAM, EVENTS) if stream else (PLAIN, JSON)
     made = reply(PACKED[encoding](own), kind, f"content-encoding: {encoding}")
     got = get(tmp_path, made, stream=stream)
@@ -119,10 +146,13 @@ def test_what_is_packed_although_it_was_not_asked_for_is_unpacked(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("encoding", "data"), [("br", b"\x0b\x02\x80Hello\x03"), ("gzip", b"not gzip"), ("zstd", b"\x28")]
+    ("encoding", "data"),
+    [("br", b"\x0b\x02\x80Hello\x03"), ("gzip", b"not gzip"), ("zstd", b"\x28")],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_cannot_be_unpacked_passes_packed(tmp_path: Path, encoding: str, data: bytes, stream: bool) -> None:
+def test_what_cannot_be_unpacked_passes_packed(
+    tmp_path: Path, encoding: str, data: bytes, stream: bool
+) -> None:
     kind = EVENTS if stream and encoding != "gzip" else JSON
     got = get(tmp_path, reply(data, kind, f"content-encoding: {encoding}"), stream=stream)
     assert (got.status, got.body) == (200, data)
@@ -140,7 +170,9 @@ def test_what_cannot_be_unpacked_passes_packed(tmp_path: Path, encoding: str, da
     ],
 )
 @pytest.mark.parametrize("path", CALLS)
-def test_a_reply_that_is_none_passes_and_is_kept(tmp_path: Path, path: str, data: bytes, stream: bool) -> None:
+def test_a_reply_that_is_none_passes_and_is_kept(
+    tmp_path: Path, path: str, data: bytes, stream: bool
+) -> None:
     got = get(tmp_path, reply(data, "text/html"), path, stream=stream)
     assert (got.status, got.headers["content-type"], got.body) == (200, "text/html", data)
     (step,) = got.steps
@@ -150,7 +182,9 @@ def test_a_reply_that_is_none_passes_and_is_kept(tmp_path: Path, path: str, data
 
 @pytest.mark.parametrize("path", CALLS)
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_that_calls_itself_a_success_is_no_step(tmp_path: Path, path: str, stream: bool) -> None:
+def test_an_error_that_calls_itself_a_success_is_no_step(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
     said = b'{"error": {"message": "Provider returned error", "code": 502}}'
     got = get(tmp_path, reply(said, JSON), path, stream=stream)
     assert (got.status, got.body, got.steps) == (200, said, [])
@@ -174,7 +208,9 @@ def test_an_event_that_is_none_costs_itself_alone(tmp_path: Path, path: str) -> 
 
 
 def named(*events: dict[str, Any]) -> bytes:
-    return b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events)
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events
+    )
 
 
 def text_chunk(text: str, finish: str | None = None) -> bytes:
@@ -184,11 +220,24 @@ def text_chunk(text: str, finish: str | None = None) -> bytes:
 
 WELL: dict[str, tuple[bytes, str]] = {
     "/v1/chat/completions": (STREAM, '"content": "Hello"'),
-    "/v1/completions": (text_chunk("Hel") + text_chunk("lo") + text_chunk("", "stop") + DONE, '"text": "Hello"'),
+    "/v1/completions": (
+        text_chunk("Hel") + text_chunk("lo") + text_chunk("", "stop") + DONE,
+        '"text": "Hello"',
+    ),
     "/v1/responses": (
         named(
-            {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": "Hel"},
-            {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": "lo"},
+            {
+                "type": "response.output_text.delta",
+                "output_index": 0,
+                "content_index": 0,
+                "delta": "Hel",
+            },
+            {
+                "type": "response.output_text.delta",
+                "output_index": 0,
+                "content_index": 0,
+                "delta": "lo",
+            },
             {"type": "response.completed", "response": {"status": "completed", "output": None}},
         ),
         '"text": "Hello"',
@@ -196,8 +245,16 @@ WELL: dict[str, tuple[bytes, str]] = {
     "/v1/messages": (
         named(
             {"type": "message_start", "message": {"role": "assistant", "content": []}},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "Hel"}},
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
+            {
+                "type": "content_block_start",
+                "index": 0,
+                "content_block": {"type": "text", "text": "Hel"},
+            },
+            {
+                "type": "content_block_delta",
+                "index": 0,
+                "delta": {"type": "text_delta", "text": "lo"},
+            },
             {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
             {"type": "message_stop"},
         ),

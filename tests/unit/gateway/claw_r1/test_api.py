@@ -42,14 +42,23 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PARAMS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": True, "max_tokens": 5, "top_k": 20}
+PARAMS = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "logprobs": True,
+    "max_tokens": 5,
+    "top_k": 20,
+}
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]
 
 
 @pytest.mark.parametrize("kind", ["captured", "vllm"])
 def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> None:
     async def scenario(w: Trial) -> None:
-        status, said = await post(w, "/generate", {"prompt_ids": [1, 2, 3], "sampling_params": PARAMS})
+        status, said = await post(
+            w, "/generate", {"prompt_ids": [1, 2, 3], "sampling_params": PARAMS}
+        )
         assert status == 200, said
         captured = kind == "captured"
         assert said == {
@@ -58,10 +67,18 @@ def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> N
         }  # fmt: skip
         (asked,) = w.engine.requests
         ours = {} if captured else {"logprobs": 0, "return_token_ids": True}
-        assert asked == {**{k: v for k, v in PARAMS.items() if k != "logprobs"}, "prompt": [1, 2, 3], **ours}
+        assert asked == {
+            **{k: v for k, v in PARAMS.items() if k != "logprobs"},
+            "prompt": [1, 2, 3],
+            **ours,
+        }
         assert w.bus.messages == []
         # and what came is what is submitted, unchanged
-        again = step(response_ids=said["token_ids"], rollout_log_probs=said["log_probs"], versions=said["versions"])
+        again = step(
+            response_ids=said["token_ids"],
+            rollout_log_probs=said["log_probs"],
+            versions=said["versions"],
+        )
         assert (await post(w, "/submit_steps", {"steps": [again]}))[0] == 200
         assert unpack_logprobs(w.steps()[0].response_logprobs or b"") == said["log_probs"]
 
@@ -71,8 +88,16 @@ def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> N
 def test_generate_has_the_defaults_of_claw_r1(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         for params in ({}, {"model": "default", "max_tokens": None, "n": 1}):
-            assert (await post(w, "/generate", {"prompt_ids": [5], "sampling_params": params}))[0] == 200
-        default = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 1024, "prompt": [5]}
+            assert (await post(w, "/generate", {"prompt_ids": [5], "sampling_params": params}))[
+                0
+            ] == 200
+        default = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "repetition_penalty": 1.0,
+            "max_tokens": 1024,
+            "prompt": [5],
+        }
         assert w.engine.requests == [default, default]
 
     play(scenario, Script([HI]), default_max_tokens=1024)
@@ -84,14 +109,38 @@ def test_generate_refuses_what_it_cannot_do(play: Play) -> None:
         ({"sampling_params": {}}, 422, "prompt_ids"),
         ({"prompt_ids": []}, 422, "prompt_ids"),
         ({"prompt_ids": "hi"}, 422, "prompt_ids"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "n": 2}}, 422, "sampling_params.n"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "stream": True}}, 422, "sampling_params.stream"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "prompt": [2]}}, 422, "sampling_params.prompt"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "seed": BIG}}, 422, "sampling_params"),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "n": 2}},
+            422,
+            "sampling_params.n",
+        ),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "stream": True}},
+            422,
+            "sampling_params.stream",
+        ),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "prompt": [2]}},
+            422,
+            "sampling_params.prompt",
+        ),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "seed": BIG}},
+            422,
+            "sampling_params",
+        ),
         ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5, "model": 7}}, 400, "model"),
         ({"prompt_ids": [1], "sampling_params": {}}, 422, "sampling_params.max_tokens"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5}, "image_data": ["x"]}, 422, "image_data"),
-        ({"prompt_ids": [1], "sampling_params": {"max_tokens": 5}, "video_data": ["x"]}, 422, "video_data"),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}, "image_data": ["x"]},
+            422,
+            "image_data",
+        ),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}, "video_data": ["x"]},
+            422,
+            "video_data",
+        ),
         ({"prompt_ids": [1] * 9, "sampling_params": {"max_tokens": 5}}, 400, "prompt_ids"),
     ]
 
@@ -107,7 +156,9 @@ def test_generate_refuses_what_it_cannot_do(play: Play) -> None:
 
 def test_errors_of_the_engine_pass(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        status, said = await post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}})
+        status, said = await post(
+            w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}}
+        )
         assert (status, said["error"]["message"]) == (400, "scripted")
 
     play(scenario, Script([HI], status=400))
@@ -115,7 +166,9 @@ def test_errors_of_the_engine_pass(play: Play) -> None:
 
 def test_an_engine_that_tells_no_tokens_is_no_engine_for_generate(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        status, said = await post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}})
+        status, said = await post(
+            w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}}
+        )
         assert (status, said["error"]["code"]) == (502, "upstream_failed")
 
     play(scenario, Script([HI]), kind="text")
@@ -125,7 +178,9 @@ def test_the_engine_stops_when_the_agent_leaves(play: Play) -> None:
     gate = asyncio.Semaphore(0)
 
     async def scenario(w: Trial) -> None:
-        call = asyncio.create_task(post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}}))
+        call = asyncio.create_task(
+            post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}})
+        )
         await w.until(lambda: w.engine.requests)
         call.cancel()
         await w.until(lambda: w.engine.aborted == 1)
@@ -135,18 +190,31 @@ def test_the_engine_stops_when_the_agent_leaves(play: Play) -> None:
 
 
 OWN = Path(__file__).parents[3] / "support" / "own_functions.py"
-ANSWER = {"prompt_ids": [0], "response_ids": [0, 1, 2, 3], "dataset_fields": {"reward_model": {"ground_truth": "42"}}}
+ANSWER = {
+    "prompt_ids": [0],
+    "response_ids": [0, 1, 2, 3],
+    "dataset_fields": {"reward_model": {"ground_truth": "42"}},
+}
 
 
 def test_a_reward_is_computed_by_the_function_of_the_settings(play: Play, tokenizer: Path) -> None:
     async def scenario(w: Trial) -> None:
         info = {"function": "last_number", "function_version": "2"}
-        assert await post(w, "/compute_reward", ANSWER) == (200, {"reward_score": 1.0, "reward_extra_info": info})
+        assert await post(w, "/compute_reward", ANSWER) == (
+            200,
+            {"reward_score": 1.0, "reward_extra_info": info},
+        )
         wrong = ANSWER | {"response_ids": [0, 1, 2]}
         assert (await post(w, "/compute_reward", wrong))[1]["reward_score"] == 0.0
         status, said = await post(w, "/compute_reward", {"prompt_ids": [0], "response_ids": [3]})
-        assert status == 422 and said["error"]["message"] == "last_number@2: ValueError: metadata has no gold"
-        for body, param in (({}, "prompt_ids"), (ANSWER | {"dataset_fields": {"a": BIG}}, "dataset_fields")):
+        assert (
+            status == 422
+            and said["error"]["message"] == "last_number@2: ValueError: metadata has no gold"
+        )
+        for body, param in (
+            ({}, "prompt_ids"),
+            (ANSWER | {"dataset_fields": {"a": BIG}}, "dataset_fields"),
+        ):
             status, said = await post(w, "/compute_reward", body)
             assert (status, said["error"]["param"]) == (422, param)
         assert w.bus.messages == []
@@ -159,20 +227,29 @@ def test_a_reward_is_computed_by_the_function_of_the_settings(play: Play, tokeni
 
 def test_a_function_of_ones_own(play: Play, tokenizer: Path) -> None:
     async def scenario(w: Trial) -> None:
-        status, said = await post(w, "/compute_reward", ANSWER | {"num_turns": 3, "extra_fields": {"bonus": 0.5}})
+        status, said = await post(
+            w, "/compute_reward", ANSWER | {"num_turns": 3, "extra_fields": {"bonus": 0.5}}
+        )
         assert (status, said["reward_score"]) == (200, 3.5)
 
     play(scenario, Script([HI]), compute_reward=f"{OWN}:by_turns@1", tokenizer_path=tokenizer)
 
     async def nothing(w: Trial) -> None:
         status, said = await post(w, "/compute_reward", {"prompt_ids": [0], "response_ids": [1]})
-        assert status == 422 and said["error"]["message"] == "of_nothing@1: gave None, which is no finite number"
+        assert (
+            status == 422
+            and said["error"]["message"] == "of_nothing@1: gave None, which is no finite number"
+        )
 
     play(nothing, Script([HI]), compute_reward=f"{OWN}:of_nothing@1", tokenizer_path=tokenizer)
 
 
-@pytest.mark.parametrize(("name", "why"), [("loops", "timeout"), ("crashes", "crashed"), ("fails", "ValueError: no")])
-def test_a_function_that_never_answers_costs_its_own_call_only(tmp_path: Path, name: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"), [("loops", "timeout"), ("crashes", "crashed"), ("fails", "ValueError: no")]
+)
+def test_a_function_that_never_answers_costs_its_own_call_only(
+    tmp_path: Path, name: str, why: str
+) -> None:
     """It computes in a child process: the event loop goes on, and the next call is answered."""
     limits = {"timeout_s": 0.2, "processes": 1}
     settings = {"gateway": {"compute_reward": f"{OWN}:{name}@1"}, "functions": limits}
@@ -216,7 +293,9 @@ def test_the_function_gets_a_whole_trajectory() -> None:
     found = trajectory_of(said, "r-1", "so it is 42")
     assert CODEC.decode(CODEC.encode(found)) == found
     with pytest.raises(Unprocessable):
-        trajectory_of(ComputeReward(prompt_ids=[], response_ids=[], extra_fields={"a": BIG}), "r-1", "")
+        trajectory_of(
+            ComputeReward(prompt_ids=[], response_ids=[], extra_fields={"a": BIG}), "r-1", ""
+        )
 
 
 def test_init_trajectory_gives_a_base_url_that_works(play: Play) -> None:
@@ -229,7 +308,10 @@ def test_init_trajectory_gives_a_base_url_that_works(play: Play) -> None:
         base = found[0]["base_url"].rsplit("/", 2)[0] + "/task-7/v1"
         for path, body in (
             ("/register_trajectory", {"channel": "val", "metadata": {"policy_version": 3}}),
-            ("/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}),
+            (
+                "/chat/completions",
+                {"model": "policy", "messages": [{"role": "user", "content": "hi"}]},
+            ),
             ("/complete_trajectory", {"reward": 0.5, "channel": "val"}),
         ):
             status, said = await post(w, base.removeprefix(w.url) + path, body)
@@ -266,7 +348,9 @@ def test_the_openapi_page_tells_the_bodies(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with w.http.get(w.url + "/openapi.json") as r:
             paths = (await r.json())["paths"]
-        schema = paths["/submit_steps"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = paths["/submit_steps"]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]
         assert "$ref" not in json.dumps(schema)
         assert "rollout_log_probs" in schema["properties"]["steps"]["items"]["properties"]
         assert {"/generate", "/compute_reward", "/init_trajectory"} <= paths.keys()

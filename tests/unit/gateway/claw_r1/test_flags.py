@@ -17,7 +17,14 @@ DOCUMENTED = [
     "--data-pool-name", "data_pool", "--vllm-addresses", "host1:8001, https://host2:8001,", "--tokenizer-path", "/models/a b#c: d",
     "--prompt-length", "4096", "--response-length=1024",
 ]  # fmt: skip
-RAY = ["--reward-worker-name", "reward_loop_worker", "--ray-address", "auto", "--ray-namespace", "claw"]
+RAY = [
+    "--reward-worker-name",
+    "reward_loop_worker",
+    "--ray-address",
+    "auto",
+    "--ray-namespace",
+    "claw",
+]
 
 
 def settings_of(arguments: list[str]) -> GatewaySettings:
@@ -46,7 +53,9 @@ def test_words_win_over_flags_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--nope", "1"], ["--prompt-length", "long"], ["--port"]])
-def test_wrong_flags_end_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_end_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         meant_by(arguments)
     assert ended.value.code == 2

@@ -48,7 +48,9 @@ def play(tmp_path: Path) -> Play:
 
 
 def sdk(w: Trial, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=w.url + path, api_key="not-used", **({"max_retries": 0, "timeout": 600} | more))
+    return AsyncOpenAI(
+        base_url=w.url + path, api_key="not-used", **({"max_retries": 0, "timeout": 600} | more)
+    )
 
 
 class Impatient(httpx.AsyncHTTPTransport):
@@ -105,7 +107,9 @@ def test_1_tokens_are_not_made_from_text_again(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        status, said = await post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 9}})
+        status, said = await post(
+            w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 9}}
+        )
         assert status == 200 and said["token_ids"] == list(say.ids) and len(said["log_probs"]) == 5
         (found,) = w.steps()
         assert unpack_ids(found.response_token_ids or b"") == list(say.ids)
@@ -136,13 +140,17 @@ def test_2_more_than_100_calls_are_asked_at_once(play: Play) -> None:
     play(scenario, Script([HI], gate=gate))
 
 
-def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(play: Play, capfd: pytest.CaptureFixture[str]) -> None:
+def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(
+    play: Play, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         capfd.readouterr()
         for i in range(200):
-            async with w.http.post(w.url + ("/t/g/v1/chat/completions", "/submit_steps")[i % 2], data=b"{") as r:
+            async with w.http.post(
+                w.url + ("/t/g/v1/chat/completions", "/submit_steps")[i % 2], data=b"{"
+            ) as r:
                 assert r.status == 400
         said = "".join(capfd.readouterr()).splitlines()
         # Nothing of the requests; an engine that is slow to answer a probe is told of.
@@ -151,7 +159,9 @@ def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(play: Play, capfd: 
     play(scenario, SCRIPT)
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[]", b'{"messages":null}', b'{"messages":["hi"]}', b'{"messages":[{}]}'])
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[]", b'{"messages":null}', b'{"messages":["hi"]}', b'{"messages":[{}]}']
+)
 def test_4_a_malformed_body_is_not_a_500(play: Play, body: bytes) -> None:
     """A message without a role is the engine's to refuse, as vLLM does."""
 
@@ -167,9 +177,15 @@ def test_5_completing_a_val_trajectory_finds_it_whatever_channel_is_said(play: P
         await post(w, "/t1/g1/v1/register_trajectory", {"channel": "val", "metadata": {"gold": 1}})
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        assert (await post(w, "/t1/g1/v1/complete_trajectory", {"reward": 0.5, "channel": "train"}))[0] == 200
+        assert (
+            await post(w, "/t1/g1/v1/complete_trajectory", {"reward": 0.5, "channel": "train"})
+        )[0] == 200
         found = candidate(w)
-        assert (found.channel, found.outcome, [r.value for r in found.rewards]) == ("val", "completed", [0.5])
+        assert (found.channel, found.outcome, [r.value for r in found.rewards]) == (
+            "val",
+            "completed",
+            [0.5],
+        )
 
     play(scenario, SCRIPT)
 
@@ -209,12 +225,17 @@ def test_6_a_call_that_is_tried_three_times_is_trained_once(play: Play) -> None:
 
 def test_7_a_long_prompt_is_never_cut(play: Play) -> None:
     """Refused by the engine's own bound or by ours, and said how long it is; what is asked of the engine is the whole of it."""
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "word " * 5000}]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "word " * 5000},
+    ]
 
     async def scenario(w: Trial) -> None:
         status, _ = await post(w, "/t1/g1/v1/chat/completions", ASK | {"messages": messages})
         assert status == 400 and w.engine.requests[0]["messages"] == messages
-        status, said = await post(w, "/generate", {"prompt_ids": [1] * 65, "sampling_params": {"max_tokens": 5}})
+        status, said = await post(
+            w, "/generate", {"prompt_ids": [1] * 65, "sampling_params": {"max_tokens": 5}}
+        )
         assert status == 400 and "65 tokens" in said["error"]["message"]
         assert w.records() == []
 
@@ -227,20 +248,31 @@ def test_8_a_gateway_started_anew_goes_on_with_a_trajectory(play: Play) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         other = w.settings.gateway.model_copy(update={"gateway_id": "gateway-1"})
-        again = create_app(w.settings.model_copy(update={"gateway": other}), w.bus, WorkerTable(other.upstreams), CODEC)
+        again = create_app(
+            w.settings.model_copy(update={"gateway": other}),
+            w.bus,
+            WorkerTable(other.upstreams),
+            CODEC,
+        )
         async with running(again) as url:
             async with w.http.post(f"{url}/t1/g1/v1/chat/completions", json=ASK) as r:
                 assert r.status == 200
             async with w.http.post(f"{url}/t1/g1/v1/complete_trajectory") as r:
                 assert r.status == 200
         whole = assembled(w).trajectories["t1"]
-        assert (whole.channel, whole.metadata_json, [s.index for s in whole.steps]) == ("val", b'{"gold":1}', [0, 1])
+        assert (whole.channel, whole.metadata_json, [s.index for s in whole.steps]) == (
+            "val",
+            b'{"gold":1}',
+            [0, 1],
+        )
         assert {s.oldest_version for s in whole.steps} == {"default/3.0"}
 
     play(scenario, SCRIPT)
 
 
-def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_found(play: Play) -> None:
+def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_found(
+    play: Play,
+) -> None:
     async def scenario(w: Trial) -> None:
         w.bus.reachable = w.bus.acknowledges = False
         async with sdk(w) as client:
@@ -250,7 +282,9 @@ def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_fo
         await w.until(lambda: len(w.steps()) == 1)
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
-        await w.until(lambda: len(w.steps()) == 2)  # by way of the spool, if the drain has not done with it
+        await w.until(
+            lambda: len(w.steps()) == 2
+        )  # by way of the spool, if the drain has not done with it
 
     play(scenario, SCRIPT)
 
@@ -282,7 +316,12 @@ def test_10_strangers_write_nothing_where_others_can_reach_the_gateway(play: Pla
     assert Settings.model_validate({"gateway": {"host": "0.0.0.0"}}).gateway.auth_required
 
     async def scenario(w: Trial) -> None:
-        for path in ("/submit_steps", "/t1/g1/v1/complete_trajectory", "/t1/g1/v1/register_trajectory", "/rewards"):
+        for path in (
+            "/submit_steps",
+            "/t1/g1/v1/complete_trajectory",
+            "/t1/g1/v1/register_trajectory",
+            "/rewards",
+        ):
             assert (await post(w, path, {}))[0] == 401
         assert w.records() == []
 
@@ -315,7 +354,9 @@ def test_14_sampling_parameters_and_version_are_those_of_the_call(play: Play) ->
 def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         port = w.url.rpartition(":")[2]
-        async with w.http.post(w.url + "/init_trajectory", headers={"host": f"gateway.cluster:{port}"}) as r:
+        async with w.http.post(
+            w.url + "/init_trajectory", headers={"host": f"gateway.cluster:{port}"}
+        ) as r:
             assert (await r.json())["base_url"].startswith(f"http://gateway.cluster:{port}/")
 
     play(scenario, SCRIPT)
@@ -328,7 +369,9 @@ def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(play: P
 def test_2_1_1_the_documented_base_url_works(play: Play, suffix: str) -> None:
     async def scenario(w: Trial) -> None:
         async with sdk(w, "/t1/g1" + suffix) as client:
-            assert (await client.chat.completions.create(**ASK)).choices[0].message.content == "Hello"
+            assert (await client.chat.completions.create(**ASK)).choices[
+                0
+            ].message.content == "Hello"
         assert [(s.trajectory_key, s.group_id) for s in w.steps()] == [("t1", "g1")]
 
     play(scenario, SCRIPT)
@@ -339,7 +382,10 @@ def test_2_1_2_and_17_the_documented_routes_are_there(play: Play) -> None:
         for path in ("/ready", "/health", "/metrics", "/v1/models", "/t1/g1/v1/models"):
             async with w.http.get(w.url + path) as r:
                 assert r.status == 200, path
-        assert await post(w, "/complete_trajectory/t1") == (200, {"status": "ok", "trajectory_key": "t1"})
+        assert await post(w, "/complete_trajectory/t1") == (
+            200,
+            {"status": "ok", "trajectory_key": "t1"},
+        )
         for path, body in (
             ("/v1/completions", {"prompt": "hi"}),
             ("/v1/responses", {"model": "policy", "input": "hi"}),
@@ -370,7 +416,12 @@ def test_2_1_13_one_dead_engine_of_two_fails_no_call(play: Play) -> None:
             update={"upstreams": Settings.model_validate({"gateway": {"upstreams": [dead, w.engine_url]}}).gateway.upstreams,
                     "gateway_id": "gateway-1"}
         )  # fmt: skip
-        app = create_app(w.settings.model_copy(update={"gateway": both}), w.bus, WorkerTable(both.upstreams), CODEC)
+        app = create_app(
+            w.settings.model_copy(update={"gateway": both}),
+            w.bus,
+            WorkerTable(both.upstreams),
+            CODEC,
+        )
         async with running(app) as url:
             for i in range(20):
                 async with w.http.post(f"{url}/t{i}/g/v1/chat/completions", json=ASK) as r:
@@ -391,7 +442,11 @@ def test_2_1_14_streams_are_streams(play: Play) -> None:
 
 
 def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(play: Play) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": '{"key":"k1"}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "lookup", "arguments": '{"key":"k1"}'},
+    }
     asked: Mapping[str, Any] = ASK | {
         "tools": [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}],
         "tool_choice": "auto", "n": 1, "stop": ["x"], "seed": 3, "presence_penalty": 0.1, "response_format": {"type": "text"},
@@ -404,12 +459,19 @@ def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(play: P
         assert said["choices"][0]["message"]["tool_calls"] == [call]
         assert said["choices"][0]["finish_reason"] == "tool_calls"
 
-    play(scenario, Script([Say([1, 2], ["", ""], [-1.0, -1.0], tool_calls=[call], finish_reason="tool_calls")]))
+    play(
+        scenario,
+        Script(
+            [Say([1, 2], ["", ""], [-1.0, -1.0], tool_calls=[call], finish_reason="tool_calls")]
+        ),
+    )
 
 
 def test_2_1_16_images_reach_the_engine_and_are_kept(play: Play) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    asked = ASK | {"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}]}
+    asked = ASK | {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}]
+    }
 
     async def scenario(w: Trial) -> None:
         assert (await post(w, "/t1/g1/v1/chat/completions", asked))[0] == 200
@@ -430,7 +492,9 @@ def test_2_2_2_a_late_step_does_not_open_its_trajectory_again(play: Play) -> Non
         for said in (submitted(is_last=True), submitted(step_index=1)):
             assert (await post(w, "/submit_steps", said))[0] == 200
         worker = assembled(w)
-        assert len(worker.trajectories["t1"].steps) == 1 and [m.kind for m in worker.marks] == ["late"]
+        assert len(worker.trajectories["t1"].steps) == 1 and [m.kind for m in worker.marks] == [
+            "late"
+        ]
         assert not worker.state.opened
 
     play(scenario, SCRIPT)
@@ -471,7 +535,11 @@ def test_2_2_8_no_trajectory_is_trained_before_it_ends(play: Play) -> None:
         for said in (submitted(is_last=True), submitted(trajectory_uid="t2")):
             await post(w, "/submit_steps", said)
         assert set(assembled(w).trajectories) == {"t1"}
-        await post(w, "/submit_steps", submitted(trajectory_uid="t2", step_index=1, reward=0.5, is_last=True))
+        await post(
+            w,
+            "/submit_steps",
+            submitted(trajectory_uid="t2", step_index=1, reward=0.5, is_last=True),
+        )
         found = candidate(w, "t2")
         assert len(found.steps) == 2 and [r.value for r in found.rewards] == [0.5]
 
@@ -488,6 +556,10 @@ def test_a_client_that_gives_up_gets_its_own_timeout_and_leaves_no_half_step(pla
                 await client.chat.completions.create(**ASK)
         await w.until(w.steps)
         (found,) = w.steps()
-        assert isinstance(found, Step) and found.status == "aborted" and found.response_token_ids is None
+        assert (
+            isinstance(found, Step)
+            and found.status == "aborted"
+            and found.response_token_ids is None
+        )
 
     play(scenario, Script([HI], gate=never))

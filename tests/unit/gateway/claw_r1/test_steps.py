@@ -38,12 +38,19 @@ def play(tmp_path: Path) -> Play:
 def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
     images = {"images": [{"url": "s3://b/1.png", "n": 1.5}]}
     said = step(
-        step_index=2, policy_version=3, multi_modal_data=images, routed_experts=[[[1, 2]], [[3, 4]]], mine={"a": None}
+        step_index=2,
+        policy_version=3,
+        multi_modal_data=images,
+        routed_experts=[[[1, 2]], [[3, 4]]],
+        mine={"a": None},
     )
 
     async def scenario(w: Trial) -> None:
         headers = {"user_agent": "flow/1", "x_clawstream_run": "r-1"}
-        assert await post(w, "/submit_steps?channel=val", {"steps": [said]}, **headers) == (200, {"accepted": 1})
+        assert await post(w, "/submit_steps?channel=val", {"steps": [said]}, **headers) == (
+            200,
+            {"accepted": 1},
+        )
         (found,) = w.records()
         assert isinstance(found, Step)
         assert found == Step(
@@ -67,9 +74,15 @@ def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
 def test_a_request_has_a_bound_in_steps(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         status, reply = await post(
-            w, "/submit_steps", {"steps": [{"prompt_ids": [1], "response_ids": [2]}] * (MAX_STEPS + 1)}
+            w,
+            "/submit_steps",
+            {"steps": [{"prompt_ids": [1], "response_ids": [2]}] * (MAX_STEPS + 1)},
         )
-        assert status == 422 and reply["error"]["param"] == "steps" and str(MAX_STEPS) in reply["error"]["message"]
+        assert (
+            status == 422
+            and reply["error"]["param"] == "steps"
+            and str(MAX_STEPS) in reply["error"]["message"]
+        )
         assert w.bus.messages == []
 
     play(scenario, Script([HI]))
@@ -77,7 +90,11 @@ def test_a_request_has_a_bound_in_steps(play: Play) -> None:
 
 def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        body = {"steps": [{"prompt_ids": [1], "response_ids": [n], "trajectory_uid": "t"} for n in range(1000)]}
+        body = {
+            "steps": [
+                {"prompt_ids": [1], "response_ids": [n], "trajectory_uid": "t"} for n in range(1000)
+            ]
+        }
         said = asyncio.create_task(post(w, "/submit_steps", body))
         seen = [0]
         while not said.done():
@@ -85,7 +102,9 @@ def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
             seen.append(len(w.bus.messages))
         assert await said == (200, {"accepted": 1000})
         assert max(after - before for before, after in pairwise(seen)) <= AT_ONCE
-        assert [unpack_ids(s.response_token_ids or b"") for s in w.steps()] == [[n] for n in range(1000)]
+        assert [unpack_ids(s.response_token_ids or b"") for s in w.steps()] == [
+            [n] for n in range(1000)
+        ]
 
     play(scenario, Script([HI]))
 
@@ -93,7 +112,9 @@ def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
 def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(play: Play) -> None:
     dataset = {"uid": "g1", "data_source": "gsm8k", "reward_model": {"ground_truth": "42"}}
     steps = [
-        step(step_index=1, prompt_ids=[1, 2, 3, 7, 8, 9, 4], is_last=True, reward=1, metadata=dataset),
+        step(
+            step_index=1, prompt_ids=[1, 2, 3, 7, 8, 9, 4], is_last=True, reward=1, metadata=dataset
+        ),
         step(step_index=0, reward=0.25, metadata=dataset),
         step(trajectory_uid="t2", prompt_uid=""),
     ]
@@ -120,7 +141,9 @@ def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(play: Play)
 
 
 def test_what_is_submitted_twice_has_the_same_ids(play: Play) -> None:
-    steps = {"steps": [step(reward=0.5), step(step_index=1, is_last=True, reward=1, metadata={"a": 1})]}
+    steps = {
+        "steps": [step(reward=0.5), step(step_index=1, is_last=True, reward=1, metadata={"a": 1})]
+    }
 
     async def scenario(w: Trial) -> None:
         for _ in range(2):
@@ -134,7 +157,12 @@ def test_what_is_submitted_twice_has_the_same_ids(play: Play) -> None:
 def test_a_large_submission_is_taken(play: Play) -> None:
     ids = list(range(2304))
     many = [
-        step(trajectory_uid=f"t{i}", prompt_ids=ids, response_ids=ids[:256], rollout_log_probs=[-0.123456789] * 256)
+        step(
+            trajectory_uid=f"t{i}",
+            prompt_ids=ids,
+            response_ids=ids[:256],
+            rollout_log_probs=[-0.123456789] * 256,
+        )
         for i in range(100)
     ]
 
@@ -162,10 +190,18 @@ BAD: list[tuple[Any, int, str]] = [
     ({"steps": [step(response_ids=[1.5])]}, 422, "steps.0.response_ids.0"),
     ({"steps": [step(response_ids=[True, 1, 2])]}, 422, "steps.0.response_ids.0"),
     ({"steps": [step(rollout_log_probs=[-1.0])]}, 422, "steps.0.rollout_log_probs"),
-    ({"steps": [step(rollout_log_probs=[float("-inf"), -1.0, -1.0])]}, 422, "steps.0.rollout_log_probs.0"),
+    (
+        {"steps": [step(rollout_log_probs=[float("-inf"), -1.0, -1.0])]},
+        422,
+        "steps.0.rollout_log_probs.0",
+    ),
     ({"steps": [step(rollout_log_probs=[1e300, -1.0, -1.0])]}, 422, "steps.0.rollout_log_probs.0"),
     ({"steps": [step(rollout_log_probs=[-1.0, 0.5, -1.0])]}, 422, "steps.0.rollout_log_probs.1"),
-    ({"steps": [step(rollout_log_probs=[-1.0, -1.0, float("nan")])]}, 422, "steps.0.rollout_log_probs.2"),
+    (
+        {"steps": [step(rollout_log_probs=[-1.0, -1.0, float("nan")])]},
+        422,
+        "steps.0.rollout_log_probs.2",
+    ),
     ({"steps": [step(reward=1e9)]}, 422, "steps.0.reward"),
     ({"steps": [step(), step(reward=1e9, is_last=True)]}, 422, "steps.1.reward"),
     ({"steps": [step(reward=float("nan"))]}, 422, "steps.0.reward"),
@@ -179,8 +215,16 @@ BAD: list[tuple[Any, int, str]] = [
     ({"steps": [step(routed_experts=[BIG])]}, 422, "steps.0.routed_experts"),
     ({"steps": [step(mine=BIG)]}, 422, "steps.0.mine"),
     (b'{"steps":[{"prompt_ids":[],"response_ids":[],"trajectory_uid":"\\ud800"}]}', 400, "body"),
-    ({"steps": [step(versions=[{"version": "default/1.0", "start": 0, "end": 2}])]}, 422, "steps.0.versions"),
-    ({"steps": [step(versions=[{"version": "default/1.0", "start": 1, "end": 3}])]}, 422, "steps.0.versions"),
+    (
+        {"steps": [step(versions=[{"version": "default/1.0", "start": 0, "end": 2}])]},
+        422,
+        "steps.0.versions",
+    ),
+    (
+        {"steps": [step(versions=[{"version": "default/1.0", "start": 1, "end": 3}])]},
+        422,
+        "steps.0.versions",
+    ),
 ]
 
 
@@ -199,9 +243,13 @@ def test_bad_steps_name_the_field_and_nothing_is_recorded(play: Play) -> None:
 
 def test_a_session_key_names_the_trajectory_that_a_step_does_not(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        _, session = await post(w, "/sessions", {"run_id": "r-1", "group_id": "g9", "channel": "val"})
+        _, session = await post(
+            w, "/sessions", {"run_id": "r-1", "group_id": "g9", "channel": "val"}
+        )
         said = {"steps": [step(trajectory_uid="", prompt_uid="")]}
-        assert (await post(w, "/submit_steps", said, authorization=f"Bearer {session['session_key']}"))[0] == 200
+        assert (
+            await post(w, "/submit_steps", said, authorization=f"Bearer {session['session_key']}")
+        )[0] == 200
         (found,) = w.steps()
         assert (found.run_id, found.trajectory_key, found.group_id, found.channel) == (
             "r-1", session["trajectory_key"], "g9", "val",
@@ -213,7 +261,10 @@ def test_a_session_key_names_the_trajectory_that_a_step_does_not(play: Play) -> 
 def test_rewards_are_protected(play: Play, tmp_path: Path) -> None:
     agent = create_key(tmp_path / "api-keys.json", "agent", ("agent",))
     judge = create_key(tmp_path / "api-keys.json", "judge", ("agent", "reward"))
-    rewarded = [{"steps": [step(reward=1.0)]}, {"steps": [step(), step(step_index=1, reward=1.0, is_last=True)]}]
+    rewarded = [
+        {"steps": [step(reward=1.0)]},
+        {"steps": [step(), step(step_index=1, reward=1.0, is_last=True)]},
+    ]
 
     async def scenario(w: Trial) -> None:
         for path in ("/submit_steps", "/generate", "/compute_reward", "/init_trajectory"):
@@ -224,9 +275,13 @@ def test_rewards_are_protected(play: Play, tmp_path: Path) -> None:
             assert (status, said["error"]["code"]) == (403, "insufficient_scope")
         assert w.bus.messages == []
         for steps in rewarded:
-            assert (await post(w, "/submit_steps", steps, authorization=f"Bearer {judge}"))[0] == 200
+            assert (await post(w, "/submit_steps", steps, authorization=f"Bearer {judge}"))[
+                0
+            ] == 200
         assert {r.by for r in w.records() if isinstance(r, Reward)} == {"judge"}
-        assert (await post(w, "/submit_steps", {"steps": [step()]}, authorization=f"Bearer {agent}"))[0] == 200
+        assert (
+            await post(w, "/submit_steps", {"steps": [step()]}, authorization=f"Bearer {agent}")
+        )[0] == 200
 
     play(scenario, Script([HI]), auth="required")
 
@@ -247,13 +302,18 @@ def placed(**more: Any) -> Placed:
         ({"policy_version": None, "metadata": {"policy_version": True}}, None),
     ],
 )
-def test_the_version_is_the_one_that_the_agent_states(said: dict[str, Any], version: str | None) -> None:
+def test_the_version_is_the_one_that_the_agent_states(
+    said: dict[str, Any], version: str | None
+) -> None:
     found = step_of(placed(**said), ASKED, None)
     assert (found.version_first, found.version_last, found.versions) == (version, version, ())
 
 
 def test_exact_versions_can_be_stated() -> None:
-    spans = [{"version": "default/1.0", "start": 0, "end": 1}, {"version": "default/2.0", "start": 1, "end": 3}]
+    spans = [
+        {"version": "default/1.0", "start": 0, "end": 1},
+        {"version": "default/2.0", "start": 1, "end": 3},
+    ]
     found = step_of(placed(versions=spans), ASKED, "Hello")
     assert found.versions == tuple(VersionSpan(**s) for s in spans)  # type: ignore[arg-type]
     assert found.response_json == b'{"role":"assistant","content":"Hello"}'
@@ -261,14 +321,19 @@ def test_exact_versions_can_be_stated() -> None:
 
 def test_a_step_without_logprobs_says_so() -> None:
     found = step_of(placed(rollout_log_probs=None), ASKED, None)
-    assert (found.response_logprobs, found.tokens_absent_reason) == (None, "the agent submitted no log-probabilities")
+    assert (found.response_logprobs, found.tokens_absent_reason) == (
+        None,
+        "the agent submitted no log-probabilities",
+    )
 
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
 @given(prompt=IDS, response=IDS, index=st.integers(0, 3), other=IDS)
-def test_ids_are_of_the_content(prompt: list[int], response: list[int], index: int, other: list[int]) -> None:
+def test_ids_are_of_the_content(
+    prompt: list[int], response: list[int], index: int, other: list[int]
+) -> None:
     def made(**more: Any) -> Step:
         said: dict[str, Any] = {
             "prompt_ids": prompt,
@@ -285,7 +350,9 @@ def test_ids_are_of_the_content(prompt: list[int], response: list[int], index: i
     assert made(step_index=index + 1).step_id != one.step_id
     assert made(multi_modal_data={"images": [1]}).step_id != one.step_id
     # prompt and response are told apart
-    assert (made(prompt_ids=prompt + response, response_ids=[]).step_id == one.step_id) == (not response)
+    assert (made(prompt_ids=prompt + response, response_ids=[]).step_id == one.step_id) == (
+        not response
+    )
     elsewhere = Placed(0, placed(prompt_ids=prompt, response_ids=response, rollout_log_probs=None, step_index=index).said,
                        Origin("other", "t1", "g1", None))  # fmt: skip
     assert step_of(elsewhere, ASKED, None).step_id != one.step_id

@@ -60,15 +60,31 @@ def url_of(digest: str) -> str:
 # ---------------------------------------------------------------- shrink
 
 
-@given(st.integers(0, 60_000), st.integers(0, 60_000), st.integers(0, 60_000), st.integers(3_000, 50_000))
-def test_shrinking_gives_back_everything_and_fits_if_it_can(asked: int, answered: int, ids: int, limit: int) -> None:
-    step = a_step(request_json=b"q" * asked, response_json=b"a" * answered, prompt_token_ids=b"\0" * (ids // 4 * 4))
+@given(
+    st.integers(0, 60_000),
+    st.integers(0, 60_000),
+    st.integers(0, 60_000),
+    st.integers(3_000, 50_000),
+)
+def test_shrinking_gives_back_everything_and_fits_if_it_can(
+    asked: int, answered: int, ids: int, limit: int
+) -> None:
+    step = a_step(
+        request_json=b"q" * asked,
+        response_json=b"a" * answered,
+        prompt_token_ids=b"\0" * (ids // 4 * 4),
+    )
     small, outside = shrink(step, len(CODEC.encode(step)), url_of, limit)
     assert isinstance(small, Step)
     store = {sha256(data).hexdigest(): data for data in outside}
     back = {b.field: store[b.sha256] for b in small.blobs}
-    assert {b.sha256: b.size_bytes for b in small.blobs} == {digest: len(data) for digest, data in store.items()}
-    assert all(referenced(b.field, getattr(small, b.field)) == b and b.url == url_of(b.sha256) for b in small.blobs)
+    assert {b.sha256: b.size_bytes for b in small.blobs} == {
+        digest: len(data) for digest, data in store.items()
+    }
+    assert all(
+        referenced(b.field, getattr(small, b.field)) == b and b.url == url_of(b.sha256)
+        for b in small.blobs
+    )
     assert replace(small, blobs=(), **back) == step  # type: ignore[arg-type]
     left = [len(getattr(small, name)) for name in MOVABLE[Step] if name not in back]
     assert len(CODEC.encode(small)) <= limit or all(size < SMALLEST for size in left)
@@ -85,7 +101,15 @@ def test_session_events_and_rewards_shrink_too(record: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, b"", b"{}", b'{"$blob":', b'{"$blob":{}}', b'{"$blob":{"sha256":1,"size_bytes":2,"url":3}}']
+    "value",
+    [
+        None,
+        b"",
+        b"{}",
+        b'{"$blob":',
+        b'{"$blob":{}}',
+        b'{"$blob":{"sha256":1,"size_bytes":2,"url":3}}',
+    ],
 )
 def test_what_is_no_reference_stands_for_itself(value: bytes | None) -> None:
     assert referenced("f", value) is None
@@ -96,7 +120,11 @@ def test_what_is_no_reference_stands_for_itself(value: bytes | None) -> None:
 
 @pytest.mark.parametrize("kind", ["path", "file", "memory"])
 def test_bytes_come_back_by_their_digest(tmp_path: Path, kind: str) -> None:
-    uri = {"path": str(tmp_path / "b"), "file": f"file://{tmp_path}/b/", "memory": f"memory://{tmp_path.name}"}[kind]
+    uri = {
+        "path": str(tmp_path / "b"),
+        "file": f"file://{tmp_path}/b/",
+        "memory": f"memory://{tmp_path.name}",
+    }[kind]
     store = BlobStore(uri)
     data = b"\x00image" * 1000
     digest = store.put(data)
@@ -117,7 +145,9 @@ def test_many_writers_of_the_same_bytes_leave_one_whole_file(tmp_path: Path) -> 
 
     with ThreadPoolExecutor(8) as pool:
         (digest,) = set(pool.map(write, range(8)))
-    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()] == [Path(digest[:2]) / digest]
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()] == [
+        Path(digest[:2]) / digest
+    ]
     assert store.get(digest) == data
 
 
@@ -168,12 +198,20 @@ def test_only_what_is_too_large_is_changed(tmp_path: Path) -> None:
     small, large = a_step(), a_step(request_json=b"q" * 5 * MIB)
     same, shrunk = fit(store, small, large)
     assert same == small
-    assert store.get(shrunk.blobs[0].sha256) == large.request_json and shrunk.response_json == large.response_json
+    assert (
+        store.get(shrunk.blobs[0].sha256) == large.request_json
+        and shrunk.response_json == large.response_json
+    )
 
 
-def test_tokens_beyond_what_kafka_takes_are_refused_before_anything_is_stored(tmp_path: Path) -> None:
+def test_tokens_beyond_what_kafka_takes_are_refused_before_anything_is_stored(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RecordTooLarge, match="a Step takes"):
-        fit(BlobStore(str(tmp_path)), a_step(request_json=b"q" * 5 * MIB, prompt_token_ids=bytes(11 * MIB)))
+        fit(
+            BlobStore(str(tmp_path)),
+            a_step(request_json=b"q" * 5 * MIB, prompt_token_ids=bytes(11 * MIB)),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +233,9 @@ def test_a_store_that_hangs_is_away(tmp_path: Path) -> None:
 
 def ask(w: Trial, size: int, **more: Any) -> Any:
     said = {"model": "policy", "messages": [{"role": "user", "content": "x" * size}]} | more
-    return w.http.post(w.url + "/t/g/v1/chat/completions", data=io.BytesIO(json.dumps(said).encode()))
+    return w.http.post(
+        w.url + "/t/g/v1/chat/completions", data=io.BytesIO(json.dumps(said).encode())
+    )
 
 
 class Messages(list[Message]):
@@ -225,7 +265,9 @@ def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> No
 
         await asyncio.gather(*(one() for _ in range(THREADS * 3)))
         late = asyncio.create_task(one())
-        await asyncio.sleep(0)  # all threads have been in the store for too long: it is told at once
+        await asyncio.sleep(
+            0
+        )  # all threads have been in the store for too long: it is told at once
         await asyncio.sleep(0)
         assert late.done()
         async with asyncio.timeout(60):
@@ -258,7 +300,9 @@ def test_a_large_body_is_answered_and_kept_outside(tmp_path: Path) -> None:
         one, two = w.steps()
         assert len(CODEC.encode(one)) < 10_000
         (blob,) = one.blobs
-        assert blob.field == "request_json" and two.blobs == one.blobs, "the same bytes are kept once"
+        assert blob.field == "request_json" and two.blobs == one.blobs, (
+            "the same bytes are kept once"
+        )
         body = json.loads(store_of(w).get(blob.sha256))
         assert body["messages"][0]["content"] == "x" * 12 * MIB
         assert json.loads(one.response_json)["content"] == "Hello"
@@ -274,12 +318,17 @@ def test_a_large_reply_is_kept_outside(tmp_path: Path) -> None:
             assert (await r.json())["choices"][0]["message"]["content"] == told
         (step,) = w.steps()
         (blob,) = step.blobs
-        assert blob.field == "response_json" and json.loads(store_of(w).get(blob.sha256))["content"] == told
+        assert (
+            blob.field == "response_json"
+            and json.loads(store_of(w).get(blob.sha256))["content"] == told
+        )
 
     play(tmp_path, CODEC, scenario, Script([Say([1], [told], [-0.1])]))
 
 
-def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_later(tmp_path: Path) -> None:
+def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_later(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "blobs").write_text("in the way")
 
     async def scenario(w: Trial) -> None:
@@ -292,7 +341,9 @@ def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_la
         assert len(large.request_json) > 5 * MIB and large.blobs == ()
         (tmp_path / "blobs").unlink()
         await w.until(lambda: len(w.steps()) == 2)
-        assert [s.step_id for s in w.steps()] == [large.step_id, small.step_id], "the order of the trajectory holds"
+        assert [s.step_id for s in w.steps()] == [large.step_id, small.step_id], (
+            "the order of the trajectory holds"
+        )
         assert store_of(w).get(w.steps()[0].blobs[0].sha256) == large.request_json
 
     play(tmp_path, CODEC, scenario, Script([HI]))
@@ -336,7 +387,9 @@ def find(target: str) -> Any:
 
 def test_reward_functions_see_what_lies_outside(tmp_path: Path) -> None:
     store = BlobStore(str(tmp_path))
-    kept = a_trajectory(blob_of(store, b'{"gold":"42"}'), b'{"content":"1"}', blob_of(store, b'{"content":"42"}'))
+    kept = a_trajectory(
+        blob_of(store, b'{"gold":"42"}'), b'{"content":"1"}', blob_of(store, b'{"content":"42"}')
+    )
     whole = a_trajectory(b'{"gold":"42"}', b'{"content":"1"}', b'{"content":"42"}')
     assert resolved(kept, store.get) == whole and resolved(whole, store.get) == whole
 
@@ -365,10 +418,15 @@ def test_the_lake_shows_where_a_field_lies(tmp_path: Path) -> None:
     table = catalog()["steps"]
     (row,) = table.arrow(table.rows_of(Placed("T", 0, 0, 0, {}, step))).to_pylist()
     (blob,) = row["blobs"]
-    assert blob["field"] == "request_json" and blob["url"] == (tmp_path / blob["sha256"][:2] / blob["sha256"]).as_uri()
+    assert (
+        blob["field"] == "request_json"
+        and blob["url"] == (tmp_path / blob["sha256"][:2] / blob["sha256"]).as_uri()
+    )
     assert json.loads(row["request_json"])["$blob"]["size_bytes"] == 5 * MIB
 
 
 def test_default_places(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"data_dir": tmp_path, "jobs": {"closed_horizon_s": 10_000.0}})
+    settings = Settings.model_validate(
+        {"data_dir": tmp_path, "jobs": {"closed_horizon_s": 10_000.0}}
+    )
     assert settings.blob_uri == str(tmp_path / "blobs") and settings.spool_max_age_s == 5000

@@ -11,7 +11,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.spool import append, drain, files, journal, note, open_spool, records_in, sample, size_of, wait_for
+from support.spool import (
+    append,
+    drain,
+    files,
+    journal,
+    note,
+    open_spool,
+    records_in,
+    sample,
+    size_of,
+    wait_for,
+)
 
 from gateway.durability.delivery import Journal
 from gateway.durability.log import LogPosition, MemoryBus, Message, Passed
@@ -97,7 +108,10 @@ def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
     async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable, bus.position = False, None  # Kafka was never seen: a segment has nothing but its records
+        bus.reachable, bus.position = (
+            False,
+            None,
+        )  # Kafka was never seen: a segment has nothing but its records
         with it.reserve(50), pytest.raises(NoRoom), it.reserve(51):
             pass
         with it.reserve(100):
@@ -189,7 +203,9 @@ class At:
         return self.now
 
 
-def lives(directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal], Awaitable[None]]) -> Metrics:
+def lives(
+    directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal], Awaitable[None]]
+) -> Metrics:
     """Processes one after the other over one spool: started, done something with, closed. Gives the last one's metrics."""
 
     async def run() -> Metrics:
@@ -254,7 +270,9 @@ def test_however_long_kafka_was_away_and_whatever_a_clock_did_meanwhile_all_of_t
             await after(it)
 
     async def after(it: Journal) -> None:
-        monkeypatch.setattr("time.time", lambda: 4e9)  # the machine's clock is put right, by decades
+        monkeypatch.setattr(
+            "time.time", lambda: 4e9
+        )  # the machine's clock is put right, by decades
         clock.now += 10**6  # and Kafka was away for days
         bus.passed = Passed(3, 0.1)  # its log has just begun to go on
         bus.reachable = True
@@ -281,7 +299,9 @@ def test_a_jump_of_the_brokers_clock_does_not_make_a_segment_older_than_the_time
     assert bus.messages == [note(1)] and held(tmp_path) == []
 
 
-def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent(tmp_path: Path) -> None:
+def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent(
+    tmp_path: Path,
+) -> None:
     clock, bus = At(), MemoryBus()
 
     async def before(it: Journal) -> None:
@@ -297,7 +317,9 @@ def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent
 
     lives(tmp_path, clock, bus, before, within)
     (path,) = tmp_path.glob("*-sent.spool")
-    assert read_segment(path).position == LogPosition("memory", (0,)), "known from when it was sent first"
+    assert read_segment(path).position == LogPosition("memory", (0,)), (
+        "known from when it was sent first"
+    )
 
     async def after(it: Journal) -> None:
         bus.reachable = True
@@ -350,7 +372,9 @@ def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) 
     assert [m for path in tmp_path.glob("*-sent.spool") for m in records_in(path)] == [note(1)]
 
 
-def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_sent_is_marked_for_good_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each durable write with what the directory durably says then: names count from the fsync of the directory on."""
     durable: set[str] = set()
     seen: list[tuple[set[str], int]] = []
@@ -382,7 +406,9 @@ def test_what_may_be_sent_is_marked_for_good_before_it_counts(tmp_path: Path, mo
     spool.close()
 
 
-def test_what_can_not_be_marked_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_marked_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -72,7 +72,9 @@ def test_plain_reply_waits_for_the_acknowledgement(play: Play) -> None:
 def test_stream_holds_back_from_the_first_finish_reason_on(play: Play, n: int) -> None:
     async def scenario(w: Trial) -> None:
         w.bus.gate.clear()
-        async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True, "n": n}) as r:
+        async with w.http.post(
+            w.url + "/t/g/chat/completions", json=ASK | {"stream": True, "n": n}
+        ) as r:
             seen = b""
             while b"lo" not in seen and not (n == 2 and b'"Y"' in seen):
                 seen += await r.content.readany()
@@ -103,7 +105,9 @@ def test_acks_none_does_not_wait(play: Play) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to be away", "does not acknowledge"])
-def test_without_acknowledgement_the_step_is_spooled_and_drained_later(play: Play, known: bool) -> None:
+def test_without_acknowledgement_the_step_is_spooled_and_drained_later(
+    play: Play, known: bool
+) -> None:
     async def scenario(w: Trial) -> None:
         w.bus.reachable, w.bus.acknowledges = not known, False
         async with sdk(w) as client:
@@ -148,7 +152,9 @@ def test_full_spool_ends_streams_in_an_error_event(play: Play) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             body = await r.read()
         assert b"[DONE]" not in body and b'"finish_reason":"' not in body
-        assert json.loads(events(body)[-1].removeprefix(b"data: "))["error"]["code"] == "not_recorded"
+        assert (
+            json.loads(events(body)[-1].removeprefix(b"data: "))["error"]["code"] == "not_recorded"
+        )
 
     play(scenario, Script([HI]), spool_max_bytes=10)
 
@@ -212,7 +218,11 @@ def test_client_that_leaves_a_plain_call_leaves_an_aborted_step(play: Play) -> N
         await w.until(lambda: w.engine.requests)
         call.cancel()
         (step,) = await w.until(w.steps)
-        assert step.status == "aborted" and step.response_token_ids is None and step.tokens_absent_reason
+        assert (
+            step.status == "aborted"
+            and step.response_token_ids is None
+            and step.tokens_absent_reason
+        )
         await w.until(lambda: w.engine.aborted == 1)
 
     play(scenario, Script([HI], gate=gate))
@@ -235,7 +245,9 @@ def test_engine_that_fails_midway_is_an_error_step_and_an_error_event(play: Play
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             body = await r.read()
         told = [json.loads(e[6:]) for e in events(body) if e.startswith(b"data: {")]
-        assert "error" in told[-1] and [t["choices"][0]["delta"].get("content") for t in told[:-1]] == ["", "Hel"]
+        assert "error" in told[-1] and [
+            t["choices"][0]["delta"].get("content") for t in told[:-1]
+        ] == ["", "Hel"]
         (step,) = w.steps()
         assert step.status == "error" and json.loads(step.response_json)["content"] == "Hel"
         assert await w.metric('clawstream_gateway_calls_total{status="error"}') == 1
@@ -350,7 +362,10 @@ def test_a_producer_that_takes_nothing_more_is_what_the_spool_is_for(play: Play)
     async def scenario(w: Trial) -> None:
         w.bus.gate.clear()
         w.bus.acknowledges = False
-        calls = [asyncio.create_task(w.http.post(w.url + f"/t{i}/g/chat/completions", json=ASK)) for i in range(5)]
+        calls = [
+            asyncio.create_task(w.http.post(w.url + f"/t{i}/g/chat/completions", json=ASK))
+            for i in range(5)
+        ]
         await w.until(lambda: len(w.engine.requests) == 5)
         w.bus.gate.set()
         assert [(await call).status for call in calls] == [200] * 5

@@ -65,7 +65,9 @@ def test_bound_is_kept(tmp_path: Path) -> None:
     spool.close()
 
 
-def test_a_disk_that_fails_midway_hides_nothing_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_midway_hides_nothing_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = open_spool(tmp_path)
     append(spool, note(1))
     write = os.write
@@ -84,7 +86,9 @@ def test_a_disk_that_fails_midway_hides_nothing_that_follows(tmp_path: Path, mon
     spool.close()
 
 
-def test_a_torn_frame_that_can_not_be_cut_off_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_frame_that_can_not_be_cut_off_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = open_spool(tmp_path, segment_bytes=1 << 20)
     append(spool, note(1))
 
@@ -99,7 +103,9 @@ def test_a_torn_frame_that_can_not_be_cut_off_hides_nothing(tmp_path: Path, monk
     append(spool, note(3))
     spool.close()
     again = open_spool(tmp_path)
-    assert drain(again) == [note(1), note(3)], "what was replied to is there, though the disk failed once"
+    assert drain(again) == [note(1), note(3)], (
+        "what was replied to is there, though the disk failed once"
+    )
     again.close()
 
 
@@ -169,9 +175,14 @@ asyncio.run(main())
 def test_a_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         done = subprocess.run(
-            [sys.executable, "-c", FULL_DISK, str(tmp_path / "spool")], stdout=subprocess.PIPE, stderr=log, timeout=120
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "spool")],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            timeout=120,
         )
-    assert (done.returncode, done.stdout.decode().strip()) == (0, "['before', 'after']"), (tmp_path / "log").read_text()
+    assert (done.returncode, done.stdout.decode().strip()) == (0, "['before', 'after']"), (
+        tmp_path / "log"
+    ).read_text()
 
 
 def test_the_free_space_of_the_disk_bounds_the_spool_before_anything_is_sampled(

@@ -40,13 +40,17 @@ def test_each_byte_of_a_segment_flipped_in_turn_costs_at_most_the_record_hit(mas
         assert found.unreadable == [(ENDS[n] - len(frame(RECORDS[n], SYNC)), ENDS[n])], f"byte {at}"
 
 
-def test_a_spool_whose_segment_has_any_byte_flipped_sends_all_others_and_keeps_the_damaged_file(tmp_path: Path) -> None:
+def test_a_spool_whose_segment_has_any_byte_flipped_sends_all_others_and_keeps_the_damaged_file(
+    tmp_path: Path,
+) -> None:
     spool = open_spool(tmp_path, segment_bytes=1 << 20)
     append(spool, *RECORDS)
     spool.close()
     (file,) = tmp_path.glob("*.spool")
     whole = file.read_bytes()
-    for at in range(0, len(whole), 7):  # of each record several, head and payload; `scan` is tested with every byte
+    for at in range(
+        0, len(whole), 7
+    ):  # of each record several, head and payload; `scan` is tested with every byte
         data = bytearray(whole)
         data[at] ^= 0xFF
         file.write_bytes(data)
@@ -58,7 +62,11 @@ def test_a_spool_whose_segment_has_any_byte_flipped_sends_all_others_and_keeps_t
         kept = tmp_path / DAMAGED / file.name
         assert kept.read_bytes() == data
         (told,) = damaged_in(tmp_path)
-        assert (told.path, told.readable, told.unreadable_bytes) == (kept, 29, len(frame(RECORDS[n], SYNC)))
+        assert (told.path, told.readable, told.unreadable_bytes) == (
+            kept,
+            29,
+            len(frame(RECORDS[n], SYNC)),
+        )
         kept.rename(file)
 
 
@@ -85,7 +93,13 @@ def damage(draw: st.DrawFn) -> tuple[list[Message], bytes, list[Message]]:
                 touched.update(owner[at:end])
                 at = end
             case "insert":
-                pieces.append(draw(st.one_of(st.binary(min_size=1, max_size=60), st.just(SYNC), st.just(data[:30]))))
+                pieces.append(
+                    draw(
+                        st.one_of(
+                            st.binary(min_size=1, max_size=60), st.just(SYNC), st.just(data[:30])
+                        )
+                    )
+                )
                 if 0 < at < len(data) and owner[at] == owner[at - 1]:
                     touched.add(owner[at])
     pieces.append(data[at:])
@@ -108,7 +122,9 @@ def test_whatever_happens_to_a_segment_what_was_not_touched_is_read_and_nothing_
 
 @given(st.lists(messages, max_size=8), st.binary(max_size=40))
 @example([], SYNC * 4)
-def test_frames_round_trip_and_a_tail_that_is_no_frame_is_said(items: list[Message], tail: bytes) -> None:
+def test_frames_round_trip_and_a_tail_that_is_no_frame_is_said(
+    items: list[Message], tail: bytes
+) -> None:
     data = b"".join(frame(m, SYNC) for m in items)
     assert scan(data, SYNC) == (items, [])
     found = scan(data + tail, SYNC)
@@ -116,7 +132,9 @@ def test_frames_round_trip_and_a_tail_that_is_no_frame_is_said(items: list[Messa
 
 
 @given(st.lists(messages, min_size=1, max_size=6), st.data())
-def test_cut_anywhere_leaves_exactly_the_whole_frames(items: list[Message], data: st.DataObject) -> None:
+def test_cut_anywhere_leaves_exactly_the_whole_frames(
+    items: list[Message], data: st.DataObject
+) -> None:
     whole = b"".join(frame(m, SYNC) for m in items)
     cut = data.draw(st.integers(0, len(whole)))
     ends = [sum(len(frame(m, SYNC)) for m in items[: i + 1]) for i in range(len(items))]

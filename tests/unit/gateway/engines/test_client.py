@@ -9,7 +9,21 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
+from support.wire import (
+    ASK,
+    BUSY,
+    HI,
+    LIMITED,
+    OK,
+    SOON_S,
+    Rig,
+    Wire,
+    as_text,
+    key_of,
+    run,
+    saying,
+    wired,
+)
 
 from gateway.app import create_app
 from gateway.durability.log import MemoryBus
@@ -29,14 +43,19 @@ pytestmark = pytest.mark.usefixtures("each_event_loop")
 def test_a_connection_that_breaks_before_a_byte_is_asked_once_elsewhere(how: str) -> None:
     async def breaks(wire: Wire, _: bytes) -> bool:
         if how == "head":
-            await wire.say(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            await wire.say(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
         wire.die()
         return True
 
     async def test(broken: str, whole: str) -> None:
         async with Rig(as_text(broken, whole)) as rig:
             assert await rig.ask(key_of(broken, rig)) == (200, b"hi")
-            assert [w and w.base_url for w in rig.asked] == [broken, whole]  # never None: it may have sampled
+            assert [w and w.base_url for w in rig.asked] == [
+                broken,
+                whole,
+            ]  # never None: it may have sampled
             assert rig.count('upstream_retries_total{reason="broken"}') == 1
         async with Rig(as_text(broken)) as rig:
             with pytest.raises(UpstreamFailed, match="went away"):
@@ -58,7 +77,9 @@ def test_what_breaks_after_a_byte_is_the_calls_error() -> None:
             with pytest.raises(UpstreamFailed):
                 await rig.ask(key)
             assert len(rig.asked) == 1
-            async with rig.upstream.ask("POST", "/v1/x", None, {}, key=key, run_id="r", model=None) as response:
+            async with rig.upstream.ask(
+                "POST", "/v1/x", None, {}, key=key, run_id="r", model=None
+            ) as response:
                 pieces = response.pieces()
                 assert await anext(pieces) == b"hi"
                 with pytest.raises(UpstreamFailed):
@@ -85,7 +106,9 @@ def test_an_engine_that_has_enough_gives_way_to_another(reply: bytes, reason: st
 def test_a_providers_own_refusal_passes_when_nobody_else_is_free() -> None:
     async def test(full: str) -> None:
         async with Rig(as_text(full)) as rig:
-            async with rig.upstream.ask("POST", "/v1/x", None, {}, key="k", run_id="r", model=None) as response:
+            async with rig.upstream.ask(
+                "POST", "/v1/x", None, {}, key="k", run_id="r", model=None
+            ) as response:
                 assert (response.status, response.header("retry-after")) == (429, "9")
                 assert await response.read() == b"slow"
             assert rig.upstream.ready != []
@@ -142,7 +165,11 @@ def test_a_client_that_leaves_gives_everything_back() -> None:
             async with asyncio.timeout(SOON_S):
                 await gone.wait()
             lane = rig.upstream.lanes.pick("k", ("r", None), ())
-            assert lane is not None and lane.in_flight == 0 and rig.upstream.lanes.states()[url] == "ready"
+            assert (
+                lane is not None
+                and lane.in_flight == 0
+                and rig.upstream.lanes.states()[url] == "ready"
+            )
 
     run(answer, test=test)
 
@@ -155,7 +182,9 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
         ]
         async with Rig(upstreams, worker_wait_s=0.3) as rig:
             with pytest.raises(GatewayError) as error:
-                async with rig.upstream.ask("POST", "/v1/x", b"prompt1", {}, key="k", run_id="r", model=None):
+                async with rig.upstream.ask(
+                    "POST", "/v1/x", b"prompt1", {}, key="k", run_id="r", model=None
+                ):
                     pass
             assert "hunter2" not in str(error.value) and "prompt1" not in str(error.value)
             await rig.until(lambda: not rig.upstream.ready)
@@ -167,7 +196,11 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: bool) -> None:
-    calls, agents, held = 3, 64, []  # so many that either engine is the first of enough of them, whatever its port
+    calls, agents, held = (
+        3,
+        64,
+        [],
+    )  # so many that either engine is the first of enough of them, whatever its port
 
     async def holds(wire: Wire, request: bytes) -> bool | None:
         """An engine under load: it has shown nothing yet of its calls when it dies."""
@@ -184,19 +217,32 @@ def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: b
             async with w.http.post(url, json=ASK | {"stream": stream}) as response:
                 text = await response.text()
                 assert response.status == 200
-                assert text.endswith("data: [DONE]\n\n") and "error" not in text if stream else "Hello" in text
+                assert (
+                    text.endswith("data: [DONE]\n\n") and "error" not in text
+                    if stream
+                    else "Hello" in text
+                )
 
     async def body() -> None:
         engine = ScriptedEngine(lambda _: Script([HI]))
         async with AsyncExitStack() as stack:
             dies = await stack.enter_async_context(AsyncExitStack())
-            urls = [await stack.enter_async_context(engine.serve()), await dies.enter_async_context(wired(holds))]
-            both = [{"url": url, "kind": "captured"} for url in urls]  # both are asked from the first call on
-            settings = Settings.model_validate({"data_dir": tmp_path, "gateway": {"upstreams": both}})
+            urls = [
+                await stack.enter_async_context(engine.serve()),
+                await dies.enter_async_context(wired(holds)),
+            ]
+            both = [
+                {"url": url, "kind": "captured"} for url in urls
+            ]  # both are asked from the first call on
+            settings = Settings.model_validate(
+                {"data_dir": tmp_path, "gateway": {"upstreams": both}}
+            )
             bus = MemoryBus()
             app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
             url = await stack.enter_async_context(running(app))
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            )
             w = Trial(url, engine, urls[0], bus, http, settings, CODEC)
             async with asyncio.TaskGroup() as work:
                 for i in range(agents):
@@ -204,10 +250,19 @@ def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: b
                 await w.until(lambda: len(held) > 5 and len(engine.requests) > 5, SOON_S)
                 await dies.aclose()
             steps = w.steps()
-            assert Counter(s.trajectory_key for s in steps) == {f"t{i}": calls for i in range(agents)}
-            assert len({s.step_id for s in steps}) == calls * agents and {s.status for s in steps} == {"ok"}
-            assert await w.metric('clawstream_gateway_upstream_retries_total{reason="broken"}') >= len(held)
+            assert Counter(s.trajectory_key for s in steps) == {
+                f"t{i}": calls for i in range(agents)
+            }
+            assert len({s.step_id for s in steps}) == calls * agents and {
+                s.status for s in steps
+            } == {"ok"}
+            assert await w.metric(
+                'clawstream_gateway_upstream_retries_total{reason="broken"}'
+            ) >= len(held)
             assert await w.metric("clawstream_gateway_engine_outages_total") == 1
-            assert await w.metric('clawstream_gateway_calls_total{status="answered"}') == calls * agents
+            assert (
+                await w.metric('clawstream_gateway_calls_total{status="answered"}')
+                == calls * agents
+            )
 
     asyncio.run(body())

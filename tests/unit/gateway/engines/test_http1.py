@@ -42,7 +42,14 @@ async def asked(pool: Pool, timeout_s: float = SOON_S) -> Connection:
         ([OK], False, True),
         ([bytes([b]) for b in OK], False, True),
         ([b"HTTP/1.1 100 Continue\r\n\r\n", OK], False, True),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n", b"1\r\ni\r\n0\r\n\r\n"], False, True),
+        (
+            [
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n",
+                b"1\r\ni\r\n0\r\n\r\n",
+            ],
+            False,
+            True,
+        ),
         ([b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi"], True, False),
         ([b"HTTP/1.1 200 OK\r\n\r\nh", b"i"], True, False),
         ([b"HTTP/1.0 200 OK\r\n\r\n", b"hi"], True, False),
@@ -53,7 +60,11 @@ def test_replies_of_every_length(parts: list[bytes], close: bool, kept: bool) ->
     async def body() -> None:
         async with pool_to(saying(*parts, close=close)) as pool:
             connection = await asked(pool)
-            assert connection.status == 200 and await connection.read() == b"hi" and connection.complete
+            assert (
+                connection.status == 200
+                and await connection.read() == b"hi"
+                and connection.complete
+            )
             connection.release()
             assert pool.take() is (connection if kept else None)
 
@@ -74,7 +85,10 @@ def test_replies_without_a_body(reply: bytes) -> None:
         async with pool_to(saying(reply)) as pool:
             for _ in range(2):
                 connection = await asked(pool)
-                assert connection.complete and await connection.read() == b"" == await connection.piece()
+                assert (
+                    connection.complete
+                    and await connection.read() == b"" == await connection.piece()
+                )
                 assert connection.status >= 200 and b"link" not in connection.headers
                 connection.release()
             assert pool.take() is connection
@@ -94,7 +108,9 @@ def test_replies_without_a_body(reply: bytes) -> None:
 )
 def test_a_second_reply_in_one_packet_is_nobodys(more: bytes, chunked: bool) -> None:
     length, text = (
-        (b"transfer-encoding: chunked", b"2\r\nhi\r\n0\r\n\r\n") if chunked else (b"content-length: 2", b"hi")
+        (b"transfer-encoding: chunked", b"2\r\nhi\r\n0\r\n\r\n")
+        if chunked
+        else (b"content-length: 2", b"hi")
     )
     reply = b"HTTP/1.1 200 OK\r\n" + length + b"\r\nx-a: first\r\n\r\n" + text
 
@@ -114,7 +130,9 @@ def test_a_reply_that_is_read_whole_has_a_bound(chunked: bool) -> None:
     piece = b"x" * 65536
 
     async def answer(wire: Wire, _: bytes) -> bool:
-        head = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (64 * len(piece))
+        head = (
+            b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (64 * len(piece))
+        )
         await wire.say(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
         for _turn in range(64):
             await wire.say(b"10000\r\n" + piece + b"\r\n" if chunked else piece)
@@ -126,7 +144,9 @@ def test_a_reply_that_is_read_whole_has_a_bound(chunked: bool) -> None:
             with pytest.raises(UpstreamFailed, match="max_reply_bytes=1048576"):
                 await rig.ask()
             assert len(rig.asked) == 1
-            async with rig.upstream.ask("POST", "/v1/x", None, {}, key="k", run_id="r", model=None) as response:
+            async with rig.upstream.ask(
+                "POST", "/v1/x", None, {}, key="k", run_id="r", model=None
+            ) as response:
                 assert sum([len(piece) async for piece in response.pieces()]) == 64 * len(piece)
 
     run(answer, test=test)
@@ -153,7 +173,9 @@ def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str)
         await wire.say(b"HTTP/1.1 200 OK\r\n\r\nhi")
         if how == "reset":
             linger = struct.pack("ii", 1, 0)  # the connection is reset, not ended
-            wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            wire.writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
             wire.die()
         else:
             await asyncio.sleep(SOON_S)
@@ -162,7 +184,9 @@ def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str)
     async def body() -> None:
         async with pool_to(answer) as pool:
             connection = pool.take() or await pool.connect()
-            connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", None, 0.2 if how == "time-out" else SOON_S)
+            connection.send(
+                b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", None, 0.2 if how == "time-out" else SOON_S
+            )
             with pytest.raises(TimeoutError if how == "time-out" else ConnectionError):
                 await connection.begin()
                 if how == "closed here":
@@ -187,7 +211,9 @@ def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str)
         ([b""], False, "closed"),
     ],
 )
-def test_what_is_no_reply_is_a_connection_error(parts: list[bytes], touched: bool, message: str) -> None:
+def test_what_is_no_reply_is_a_connection_error(
+    parts: list[bytes], touched: bool, message: str
+) -> None:
     async def body() -> None:
         async with pool_to(saying(*parts, close=True)) as pool:
             connection = pool.take() or await pool.connect()
@@ -277,13 +303,18 @@ def test_a_slow_reader_makes_the_engine_wait() -> None:
 
 def test_long_requests_and_slow_replies() -> None:
     async def answer(wire: Wire, request: bytes) -> bool | None:
-        await wire.say(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\n%7d" % len(request.partition(b"\r\n\r\n")[2]))
+        await wire.say(
+            b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\n%7d"
+            % len(request.partition(b"\r\n\r\n")[2])
+        )
         return None
 
     async def body() -> None:
         async with pool_to(answer) as pool:
             connection = await pool.connect()
-            connection.send(b"POST / HTTP/1.1\r\ncontent-length: 3000000\r\n\r\n", b"x" * 3_000_000, SOON_S)
+            connection.send(
+                b"POST / HTTP/1.1\r\ncontent-length: 3000000\r\n\r\n", b"x" * 3_000_000, SOON_S
+            )
             await connection.begin()
             assert await connection.read() == b"3000000"
             connection.release()

@@ -92,7 +92,9 @@ def test_only_a_change_is_told_and_only_a_change_makes_a_new_list() -> None:
 
 def test_what_the_settings_name() -> None:
     table = WorkerTable(
-        load(None, ['gateway.upstreams=["http://a:1", {url: "http://b/v1", kind: vllm}]'], {}).gateway.upstreams
+        load(
+            None, ['gateway.upstreams=["http://a:1", {url: "http://b/v1", kind: vllm}]'], {}
+        ).gateway.upstreams
     )
     a, b = table.ready(0.0)
     assert (a.name, a.kind, a.kind_known, a.worker_id) == ("http://a:1", "text", False, None)
@@ -121,11 +123,15 @@ def test_a_base_url_may_have_another_version_than_v1(url: str, base: str, root: 
 
 def test_keys_of_engines_come_from_settings_or_environment_and_show_nowhere() -> None:
     upstreams = load(
-        None, ["gateway.upstreams=[{url: http://a, api_key_env: KEY_A}, {url: http://b, api_key: kb}]"], {}
+        None,
+        ["gateway.upstreams=[{url: http://a, api_key_env: KEY_A}, {url: http://b, api_key: kb}]"],
+        {},
     )
     table = WorkerTable(upstreams.gateway.upstreams, {"KEY_A": "ka"})
     assert [w.api_key for w in table.ready(0.0)] == ["ka", "kb"]
-    assert "ka" not in repr(table.ready(0.0)) and "kb" not in repr(table.ready(0.0)) + repr(upstreams)
+    assert "ka" not in repr(table.ready(0.0)) and "kb" not in repr(table.ready(0.0)) + repr(
+        upstreams
+    )
     with pytest.raises(GatewayError, match="KEY_A, which is not set"):
         WorkerTable(upstreams.gateway.upstreams, {})
     assert load(None, words_of(upstreams), {}) == upstreams
@@ -172,7 +178,9 @@ def engines(n: int) -> list[Engine]:
 def test_a_trajectory_stays_with_its_engine_when_another_leaves(n: int, key: str) -> None:
     all_of_them = engines(n)
     order = ranked(all_of_them, slot_of(key))
-    assert Ranking(all_of_them).order(key) == order and sorted(e.name for e in order) == [e.name for e in all_of_them]
+    assert Ranking(all_of_them).order(key) == order and sorted(e.name for e in order) == [
+        e.name for e in all_of_them
+    ]
     for gone in all_of_them:
         rest = [e for e in all_of_them if e is not gone]
         assert ranked(rest, slot_of(key)) == [e for e in order if e is not gone]
@@ -298,11 +306,18 @@ def test_what_an_engine_is(status: int, told: bool, body: bytes, kind: str | Non
     assert kind_of(status, told, body) == kind
 
 
-def head(path: str = "/v1/chat/completions", client: dict[str, str] | None = None, **worker: Any) -> list[str]:
+def head(
+    path: str = "/v1/chat/completions", client: dict[str, str] | None = None, **worker: Any
+) -> list[str]:
     """The lines of a request's head."""
 
     async def made() -> bytes:
-        fields: dict[str, Any] = {"name": "w", "base_url": "http://h:8000", "kind": "vllm", "kind_known": True}
+        fields: dict[str, Any] = {
+            "name": "w",
+            "base_url": "http://h:8000",
+            "kind": "vllm",
+            "kind_known": True,
+        }
         lane = Lane(Worker(**fields | worker), lambda: 0.0, 2.0, lambda lane: None)
         return lane.head("POST", path, {"content-type": "application/json"}, client or {}, 3)
 
@@ -335,13 +350,19 @@ def test_a_path_cannot_become_more_than_a_path(path: str) -> None:
     [
         ("/v1/messages", {"kind": "vllm"}, "authorization: Bearer k"),
         ("/v1/messages", {"kind": "text"}, "x-api-key: k"),
-        ("/v1/messages", {"kind": "text", "api_key_header": "authorization"}, "authorization: Bearer k"),
+        (
+            "/v1/messages",
+            {"kind": "text", "api_key_header": "authorization"},
+            "authorization: Bearer k",
+        ),
         ("/v1/chat/completions", {"kind": "text"}, "authorization: Bearer k"),
         ("/v1/chat/completions", {"kind": "text", "api_key_header": "x-api-key"}, "x-api-key: k"),
     ],
 )
 def test_an_engines_own_key(path: str, worker: dict[str, Any], sent: str) -> None:
-    lines = head(path, {"authorization": "Bearer client"}, api_key="k", forward_credentials=True, **worker)
+    lines = head(
+        path, {"authorization": "Bearer client"}, api_key="k", forward_credentials=True, **worker
+    )
     assert [line for line in lines if "key" in line or "auth" in line] == [sent]
 
 
@@ -349,7 +370,9 @@ def test_the_clients_keys_stay_here_unless_they_are_the_providers() -> None:
     for ours in ("sk-claw-ours", "claw-ours"):
         client = {"authorization": "Bearer sk-provider", "x-api-key": ours}
         assert head(client=client) == head()
-        assert set(head(client=client, forward_credentials=True)) - set(head()) == {"authorization: Bearer sk-provider"}
+        assert set(head(client=client, forward_credentials=True)) - set(head()) == {
+            "authorization: Bearer sk-provider"
+        }
         for spelled in (f"Bearer {ours}", f"bearer  \t{ours} ", ours):
             client = {"authorization": spelled, "x-api-key": "claws-of-a-provider"}
             assert credential_of({"authorization": f"Bearer {ours}"}) == ours
@@ -362,7 +385,9 @@ def test_the_clients_keys_stay_here_unless_they_are_the_providers() -> None:
 def test_another_name_for_the_model_leaves_the_rest_as_it_is() -> None:
     body = '{"model": "small", "seed": 123456789012345678901234567890, "messages": ["é"], "x": 0.1}'.encode()
     assert json.loads(renamed(body, "big")) == json.loads(body) | {"model": "big"}
-    assert b"123456789012345678901234567890" in renamed(body, "big") and "é".encode() in renamed(body, "big")
+    assert b"123456789012345678901234567890" in renamed(body, "big") and "é".encode() in renamed(
+        body, "big"
+    )
     assert renamed(b"[1]", "big") == b"[1]" and renamed(b"{", "big") == b"{"
 
 
@@ -398,7 +423,9 @@ def test_an_address_that_no_request_can_name_is_refused_where_it_is_given(wrong:
 @pytest.mark.parametrize("key", ["a\nb: c", "a\r", "k\x00", "ключ", "a b"])
 def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
     with pytest.raises(GatewayError, match="EXAMPLE_KEY") as error:
-        WorkerTable([UpstreamSettings(url="http://h", api_key_env="EXAMPLE_KEY")], {"EXAMPLE_KEY": key})
+        WorkerTable(
+            [UpstreamSettings(url="http://h", api_key_env="EXAMPLE_KEY")], {"EXAMPLE_KEY": key}
+        )
     assert repr(key) not in str(error.value)
     with pytest.raises(GatewayError, match="http://h") as error:
         WorkerTable([UpstreamSettings(url="http://h", api_key=key)])

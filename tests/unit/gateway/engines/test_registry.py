@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from support.ports import free_port
-from support.wire import ASK, BUSY, HI, LIMITED, OK, SOON_S, Rig, Wire, as_text, key_of, run, saying, wired
+from support.wire import (
+    ASK,
+    BUSY,
+    HI,
+    LIMITED,
+    OK,
+    SOON_S,
+    Rig,
+    Wire,
+    as_text,
+    key_of,
+    run,
+    saying,
+    wired,
+)
 
 from gateway.engines.engine import MUTE, Lane
 from gateway.engines.http1 import Address, Pool
@@ -50,9 +64,12 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "found"])
 @pytest.mark.parametrize(
-    ("kind", "advice"), [("captured", None), ("vllm", "Use chat or completions"), ("text", "text only")]
+    ("kind", "advice"),
+    [("captured", None), ("vllm", "Use chat or completions"), ("text", "text only")],
 )
-def test_an_engine_that_tells_no_tokens_is_announced(kind: Kind, advice: str | None, listed: bool) -> None:
+def test_an_engine_that_tells_no_tokens_is_announced(
+    kind: Kind, advice: str | None, listed: bool
+) -> None:
     async def body() -> list[str]:
         engine = ScriptedEngine(lambda _: Script([HI]), kind)
         async with engine.serve() as url:
@@ -63,7 +80,9 @@ def test_an_engine_that_tells_no_tokens_is_announced(kind: Kind, advice: str | N
         return [line["do"] for line in logs if line["event"] == "engine_tells_no_tokens"]
 
     said = asyncio.run(body())
-    assert len(said) == (advice is not None) and all(advice in line for line in said if advice is not None)
+    assert len(said) == (advice is not None) and all(
+        advice in line for line in said if advice is not None
+    )
 
 
 def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:

@@ -174,14 +174,20 @@ def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() ->
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models"])
-def test_calls_are_refused_before_sampling_while_replies_fill_the_memory(play: Play, path: str) -> None:
+def test_calls_are_refused_before_sampling_while_replies_fill_the_memory(
+    play: Play, path: str
+) -> None:
     gate = asyncio.Semaphore(0)
 
     async def scenario(w: Trial) -> None:
-        async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as stream:
+        async with w.http.post(
+            w.url + "/t/g/chat/completions", json=ASK | {"stream": True}
+        ) as stream:
             await stream.content.readany()
             method = "GET" if path.endswith("models") else "POST"
-            async with w.http.request(method, w.url + path, json=ASK if method == "POST" else None) as refused:
+            async with w.http.request(
+                method, w.url + path, json=ASK if method == "POST" else None
+            ) as refused:
                 assert refused.status == 503 and refused.headers["retry-after"]
                 assert (await refused.json())["error"]["code"] == "overloaded"
             assert len(w.engine.requests) == 1

@@ -13,7 +13,17 @@ import pytest
 from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.dialects import ADD, LOOK, broken, json_values, plain, says, streamed, takes_or_refuses, written
+from support.dialects import (
+    ADD,
+    LOOK,
+    broken,
+    json_values,
+    plain,
+    says,
+    streamed,
+    takes_or_refuses,
+    written,
+)
 
 from gateway import errors
 from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages, finish_of, type_of
@@ -29,9 +39,21 @@ ASK: Json = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "
 BODY = orjson.dumps(ASK)
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 THOUGHT = Say([1, 2, 3, 4], ["Let ", "me", "Yes", "."], [-1.0, -2.0, -3.0, -4.0], reasoning=2)
-CALLS = Say([4, 5, 6], ["Look: ", None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK, ADD], finish_reason="tool_calls")
-PICTURE: Json = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
-TOOL: Any = {"name": "lookup", "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}}}
+CALLS = Say(
+    [4, 5, 6],
+    ["Look: ", None, None],
+    [-0.1, -0.2, -0.3],
+    tool_calls=[LOOK, ADD],
+    finish_reason="tool_calls",
+)
+PICTURE: Json = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+}
+TOOL: Any = {
+    "name": "lookup",
+    "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}},
+}
 CODEC = Codec()
 Play = Callable[..., None]
 
@@ -47,7 +69,9 @@ def sdk(w: Trial) -> AsyncAnthropic:
 
 
 def sse(*said: Json) -> bytes:
-    return b"".join(f"event: {s['type']}\ndata: ".encode() + orjson.dumps(s) + b"\n\n" for s in said)
+    return b"".join(
+        f"event: {s['type']}\ndata: ".encode() + orjson.dumps(s) + b"\n\n" for s in said
+    )
 
 
 # ---------------------------------------------------------------- requests
@@ -95,7 +119,12 @@ def test_plain_reply() -> None:
     body = plain(VOICE, ASK, [CALLS])
     answer = DIALECT.answer(DIALECT.request(BODY), "captured", body)
     (choice,) = answer.choices
-    assert (answer.body, answer.model, choice.index, choice.finish_reason) == (body, "policy", 0, "tool_calls")
+    assert (answer.body, answer.model, choice.index, choice.finish_reason) == (
+        body,
+        "policy",
+        0,
+        "tool_calls",
+    )
     assert choice.tokens is None
     assert json.loads(choice.message_json) == {
         "role": "assistant",
@@ -121,7 +150,9 @@ def test_stop_reasons(reason: str | None, finish: str) -> None:
     assert DIALECT.answer(DIALECT.request(BODY), "text", body).choices[0].finish_reason == finish
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"content": "x"}', b'{"content": [], "stop_reason": 3}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"{}", b'{"content": "x"}', b'{"content": [], "stop_reason": 3}']
+)
 def test_what_is_no_message_passes_unread(body: bytes) -> None:
     answer = DIALECT.answer(DIALECT.request(BODY), "text", body)
     assert (answer.body, answer.choices) == (body, ())
@@ -156,9 +187,21 @@ def test_events_of_other_providers_pass() -> None:
     data = sse(
         {"type": "message_start", "message": {"role": "assistant", "model": "m", "content": []}},
         {"type": "ping"},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "", "citations": None}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "citations_delta", "citation": {"url": "u"}}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "of_tomorrow_delta", "what": 1}},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "text", "text": "", "citations": None},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "citations_delta", "citation": {"url": "u"}},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "of_tomorrow_delta", "what": 1},
+        },
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
         {"type": "content_block_stop", "index": 0},
         {"type": "tomorrow", "x": 1},
@@ -170,7 +213,9 @@ def test_events_of_other_providers_pass() -> None:
     assert (got.client, got.failure, got.answer.model) == (b": keep-alive\n\n" + data, None, "m")
     (choice,) = got.answer.choices
     assert choice.finish_reason == "content_filter"
-    assert json.loads(choice.message_json)["content"] == [{"type": "text", "text": "hi", "citations": [{"url": "u"}]}]
+    assert json.loads(choice.message_json)["content"] == [
+        {"type": "text", "text": "hi", "citations": [{"url": "u"}]}
+    ]
 
 
 def test_a_call_that_was_cut_off_keeps_what_came() -> None:
@@ -181,7 +226,13 @@ def test_a_call_that_was_cut_off_keeps_what_came() -> None:
     (choice,) = got.answer.choices
     assert choice.finish_reason is None
     (block,) = json.loads(choice.message_json)["content"]
-    assert block == {"type": "tool_use", "id": "call_1", "name": "lookup", "input": {}, "partial_json": '{"key": "k'}
+    assert block == {
+        "type": "tool_use",
+        "id": "call_1",
+        "name": "lookup",
+        "input": {},
+        "partial_json": '{"key": "k',
+    }
 
 
 def test_an_aborted_message_ends_as_one() -> None:
@@ -220,7 +271,9 @@ def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> Non
     body = {"type": "error", "error": {"type": kind, "message": "m"}}
     assert json.loads(ANTHROPIC.body(error)) == body
     event = DIALECT.fold(DIALECT.request(BODY), "text").error(error)
-    assert event.startswith(b"event: error\ndata: ") and json.loads(event.split(b"data: ")[1]) == body
+    assert (
+        event.startswith(b"event: error\ndata: ") and json.loads(event.split(b"data: ")[1]) == body
+    )
     assert event.endswith(b"\n\n")
 
 
@@ -235,7 +288,9 @@ def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> Non
         (529, b"[]", "overloaded_error", "[]"),
     ],
 )  # fmt: skip
-def test_an_engines_errors_become_anthropics(status: int, body: bytes, kind: str, message: str) -> None:
+def test_an_engines_errors_become_anthropics(
+    status: int, body: bytes, kind: str, message: str
+) -> None:
     said = json.loads(ANTHROPIC.engine(status, body))
     assert said == {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -268,7 +323,9 @@ def test_a_message_is_one_step(play: Play, say: Say, stream: bool) -> None:
                 async with client.messages.stream(**ASK, tools=[TOOL]) as s:
                     seen = [b.to_dict() for b in (await s.get_final_message()).content]
             else:
-                seen = [b.to_dict() for b in (await client.messages.create(**ASK, tools=[TOOL])).content]
+                seen = [
+                    b.to_dict() for b in (await client.messages.create(**ASK, tools=[TOOL])).content
+                ]
         (step,) = w.steps()
         said = json.loads(step.response_json)
         assert said["content"] == [{k: v for k, v in b.items() if v is not None} for b in seen]
@@ -279,7 +336,9 @@ def test_a_message_is_one_step(play: Play, say: Say, stream: bool) -> None:
             assert step.tokens_absent_reason is not None and step.response_token_ids is None
             return
         assert step.prompt_token_ids is not None and unpack_ids(step.prompt_token_ids) == [1, 2, 3]
-        assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(say.ids)
+        assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(
+            say.ids
+        )
         assert step.response_logprobs is not None
         assert unpack_logprobs(step.response_logprobs) == pytest.approx(list(say.logprobs))
         assert step.tokens_absent_reason is None
@@ -294,9 +353,15 @@ def test_errors_reach_the_client_as_anthropics(play: Play) -> None:
                 await client.messages.create(model="policy", max_tokens=3, messages="hi")  # type: ignore[arg-type]
             with pytest.raises(BadRequestError) as engines:
                 await client.messages.create(**ASK)
-        assert isinstance(ours.value.body, dict) and ours.value.body["error"]["type"] == "invalid_request_error"
+        assert (
+            isinstance(ours.value.body, dict)
+            and ours.value.body["error"]["type"] == "invalid_request_error"
+        )
         assert isinstance(engines.value.body, dict)
-        assert engines.value.body["error"] == {"type": "invalid_request_error", "message": "scripted"}
+        assert engines.value.body["error"] == {
+            "type": "invalid_request_error",
+            "message": "scripted",
+        }
         assert w.steps() == []
 
     play(scenario, Script([HI], status=400))
@@ -315,7 +380,9 @@ def test_an_error_in_mid_stream_reaches_the_client(play: Play) -> None:
 def test_counting_tokens_passes_and_is_not_recorded(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
-            count = await client.messages.count_tokens(model="policy", messages=[{"role": "user", "content": "hi"}])
+            count = await client.messages.count_tokens(
+                model="policy", messages=[{"role": "user", "content": "hi"}]
+            )
             with pytest.raises(BadRequestError) as caught:
                 await client.messages.count_tokens(model="policy", messages=[])
         assert count.input_tokens == 3

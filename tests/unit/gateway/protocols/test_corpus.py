@@ -38,7 +38,10 @@ class Outcome(NamedTuple):
 
 async def outcomes(directory: Path) -> dict[str, Outcome]:
     """All cases, one after the other."""
-    made = {case.name: reply(case.data, "text/event-stream" if case.stream else "application/json") for case in CASES}
+    made = {
+        case.name: reply(case.data, "text/event-stream" if case.stream else "application/json")
+        for case in CASES
+    }
     codec, bus, found = Codec(), MemoryBus(), {}
     async with replaying(made) as engine:
         said = {"upstreams": [{"url": engine, "kind": "text"}], "worker_wait_s": 60}
@@ -51,8 +54,12 @@ async def outcomes(directory: Path) -> dict[str, Outcome]:
                 body = case.request() | ({"stream": True} if case.stream else {})
                 async with http.post(f"{gateway}/raw/g{PATHS[case.protocol]}", json=body) as got:
                     raw = await got.read()
-                records = [codec.decode(m.value) for m in bus.messages if m.key == case.trajectory.encode()]
-                found[case.name] = Outcome(straight, through, raw, [r for r in records if isinstance(r, Step)])
+                records = [
+                    codec.decode(m.value) for m in bus.messages if m.key == case.trajectory.encode()
+                ]
+                found[case.name] = Outcome(
+                    straight, through, raw, [r for r in records if isinstance(r, Step)]
+                )
     return found
 
 
@@ -82,7 +89,9 @@ def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome
         assert outcome.straight.error is None
         assert _told(recorded) == _told(outcome.straight.messages)
     else:
-        assert outcome.straight.messages != case.recorded, "the client can say it: leave `recorded` out"
+        assert outcome.straight.messages != case.recorded, (
+            "the client can say it: leave `recorded` out"
+        )
         assert recorded == case.recorded
     assert {step.finish_reason for step in outcome.steps} <= {case.finish}
     assert {step.status for step in outcome.steps} <= {"ok" if case.finish else "error"}
@@ -91,5 +100,9 @@ def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome
 def _told(value: Any) -> Any:
     """A message without its empty fields, which a client leaves out or fills in, and without what its helpers add."""
     if isinstance(value, dict):
-        return {name: _told(inner) for name, inner in value.items() if inner is not None and name not in ADDED}
+        return {
+            name: _told(inner)
+            for name, inner in value.items()
+            if inner is not None and name not in ADDED
+        }
     return [_told(inner) for inner in value] if isinstance(value, list) else value

@@ -26,8 +26,12 @@ from gateway.testing.script import Say, Script
 from schemas.codec.single_object import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+FEW = settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+MANY = settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": "policy", "prompt": "hi", "max_tokens": 3},
@@ -40,8 +44,16 @@ CALLS: dict[str, dict[str, Any]] = {
         "max_tokens": 3,
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     },
-    "/submit_steps": {"steps": [{"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t", "reward": 0.5}]},
-    "/rewards": {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0},
+    "/submit_steps": {
+        "steps": [{"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t", "reward": 0.5}]
+    },
+    "/rewards": {
+        "trajectory_id": "t",
+        "source": "env",
+        "name": "x",
+        "function_version": "1",
+        "value": 1.0,
+    },
     "/curations": {"trajectory_id": "t", "quality": "good"},
     "/sessions": {"group_id": "g"},
     "/t/g/v1/complete_trajectory": {"reward": 1.0},
@@ -58,7 +70,9 @@ def serving(home: Path, kind: Kind, **limits: Any) -> Iterator[str]:
         said.put((w.url, asyncio.get_running_loop(), over))
         await over.wait()
 
-    thread = threading.Thread(target=play, args=(home, Codec(), scenario, lambda _: Script([HI]), kind), kwargs=limits)
+    thread = threading.Thread(
+        target=play, args=(home, Codec(), scenario, lambda _: Script([HI]), kind), kwargs=limits
+    )
     thread.start()
     url, loop, over = said.get(timeout=300)
     yield url
@@ -88,7 +102,9 @@ def http() -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_operation_of_the_page_fails(gateway: str, mode: GenerationMode) -> None:
-    httpx.get(gateway + "/openapi.json", timeout=60)  # it is made once, and schemathesis waits less for it
+    httpx.get(
+        gateway + "/openapi.json", timeout=60
+    )  # it is made once, and schemathesis waits less for it
     page = schemathesis.openapi.from_url(gateway + "/openapi.json")
     found = [result.ok() for result in page.get_all_operations()]
     assert len(found) > 25
@@ -107,14 +123,22 @@ def test_no_operation_of_the_page_fails(gateway: str, mode: GenerationMode) -> N
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(p for key, part in inner for p in places(part, (*path, key)))]
 
 
@@ -131,7 +155,9 @@ def with_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @given(data=st.data())
 def test_no_nearly_right_body_fails(gateway: str, http: httpx.Client, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(CALLS)))
-    body: Any = dict(CALLS[path]) | data.draw(st.sampled_from([{}, {"stream": True}, {"n": 2}, {"logprobs": True}]))
+    body: Any = dict(CALLS[path]) | data.draw(
+        st.sampled_from([{}, {"stream": True}, {"n": 2}, {"logprobs": True}])
+    )
     for _ in range(data.draw(st.integers(1, 2))):
         body = with_at(body, data.draw(st.sampled_from(places(body))), data.draw(json))
     try:
@@ -139,7 +165,9 @@ def test_no_nearly_right_body_fails(gateway: str, http: httpx.Client, data: st.D
     except (TypeError, ValueError):
         written = repr(body).encode()
     cut = data.draw(st.integers(0, len(written))) if data.draw(st.booleans()) else len(written)
-    reply = http.post(gateway + path, content=written[:cut], headers={"content-type": "application/json"})
+    reply = http.post(
+        gateway + path, content=written[:cut], headers={"content-type": "application/json"}
+    )
     assert reply.status_code != 500, f"{path} {written[:cut]!r}: {reply.text[:300]}"
 
 
@@ -182,14 +210,18 @@ OF_CALLS: tuple[dict[str, Any], ...] = (
 
 @MANY
 @given(data=st.data())
-def test_no_odd_value_fails(gateway: str, strict: str, http: httpx.Client, data: st.DataObject) -> None:
+def test_no_odd_value_fails(
+    gateway: str, strict: str, http: httpx.Client, data: st.DataObject
+) -> None:
     path = data.draw(st.sampled_from(sorted(CALLS)))
     body: Any = dict(CALLS[path])
     for added in data.draw(st.lists(st.sampled_from(OF_CALLS), max_size=3)):
         body |= added
     body |= data.draw(st.sampled_from([{}, {"x": 1}]))
     at = data.draw(st.sampled_from([place for place in places(body) if place]))
-    written = orjson.dumps(with_at(body, at, HERE)).replace(b'"%s"' % HERE.encode(), data.draw(ODD).encode())
+    written = orjson.dumps(with_at(body, at, HERE)).replace(
+        b'"%s"' % HERE.encode(), data.draw(ODD).encode()
+    )
     for url in (gateway, strict):
         reply = http.post(url + path, content=written, headers={"content-type": "application/json"})
         assert reply.status_code != 500, f"{path} {at} {written[:300]!r}: {reply.text[:300]}"
@@ -200,8 +232,18 @@ def test_values_that_once_failed(gateway: str, strict: str, http: httpx.Client) 
     said = b'"messages":[{"role":"user","content":"hi"}]'
     cases: list[tuple[str, bytes, int | None, str | None]] = [
         ("/v1/chat/completions", b'{"model":"default",%b,"x":%b}' % (said, deep), 400, "body"),
-        ("/v1/chat/completions", b'{"model":"policy","logprobs":null,%b,"x":%b}' % (said, deep), None, "body"),
-        ("/v1/responses", b'{"model":"policy","input":[{"role":"user","content":%b}]}' % deep, 400, "body"),
+        (
+            "/v1/chat/completions",
+            b'{"model":"policy","logprobs":null,%b,"x":%b}' % (said, deep),
+            None,
+            "body",
+        ),
+        (
+            "/v1/responses",
+            b'{"model":"policy","input":[{"role":"user","content":%b}]}' % deep,
+            400,
+            "body",
+        ),
         ("/v1/completions", b'{"model":"policy","prompt":%b}' % deep, 400, "body"),
         ("/sessions", rb'{"group_id":"\ud800"}', 400, "group_id"),
         ("/sessions", rb'{"run_id":"\ud800"}', 400, "run_id"),
@@ -215,12 +257,20 @@ def test_values_that_once_failed(gateway: str, strict: str, http: httpx.Client) 
     ]
     for path, body, status, param in cases:
         for url in (gateway, strict):
-            reply = http.post(url + path, content=body, headers={"content-type": "application/json"})
-            assert reply.status_code == status or (status is None and reply.status_code in (200, 400)), reply.text
-            assert reply.status_code == 200 or param is None or reply.json()["error"]["param"] == param, reply.text
+            reply = http.post(
+                url + path, content=body, headers={"content-type": "application/json"}
+            )
+            assert reply.status_code == status or (
+                status is None and reply.status_code in (200, 400)
+            ), reply.text
+            assert (
+                reply.status_code == 200 or param is None or reply.json()["error"]["param"] == param
+            ), reply.text
 
 
 def test_a_call_too_deep_to_be_renamed_is_refused() -> None:
-    assert renamed(b'{"model":"a","x":%b}' % (b"[" * 300 + b"]" * 300), "b").startswith(b'{"model":"b"')
+    assert renamed(b'{"model":"a","x":%b}' % (b"[" * 300 + b"]" * 300), "b").startswith(
+        b'{"model":"b"'
+    )
     with pytest.raises(BadRequest, match="deep"):
         renamed(b'{"model":"a","x":%b}' % (b"[" * 3000 + b"]" * 3000), "b")

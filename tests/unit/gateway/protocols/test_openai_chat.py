@@ -47,7 +47,9 @@ def a_stream(kind: Kind = "captured", **more: Any) -> EventStream:
 def test_the_clients_own_bytes_stay_as_they_are() -> None:
     body = b'{ "messages": [],  "seed": 123456789012345678901234567890, "top_p": 1.0e0 }\n'
     request = CHAT.request(body)
-    assert CHAT.engine_body(request, "captured") is body and CHAT.engine_body(request, "text") is body
+    assert (
+        CHAT.engine_body(request, "captured") is body and CHAT.engine_body(request, "text") is body
+    )
     sent = CHAT.engine_body(request, "vllm")
     assert sent.startswith(body.rstrip()[:-1])
     assert json.loads(sent) == json.loads(body) | ADDED
@@ -61,11 +63,16 @@ def test_the_clients_own_bytes_stay_as_they_are() -> None:
         ({"logprobs": True, "top_logprobs": 3, "return_token_ids": True}, {}),
         ({"logprobs": False, "return_token_ids": False}, ADDED),
         ({"logprobs": None, "top_logprobs": None}, ADDED),
-        ({"top_logprobs": 3}, {"return_token_ids": True}),  # an error of the client's, which the engine shall tell
+        (
+            {"top_logprobs": 3},
+            {"return_token_ids": True},
+        ),  # an error of the client's, which the engine shall tell
         ({"logprob_token_ids": [1]}, {"return_token_ids": True}),
     ],
 )
-def test_a_plain_vllm_is_asked_for_tokens_unless_the_client_does(said: dict[str, Any], added: dict[str, Any]) -> None:
+def test_a_plain_vllm_is_asked_for_tokens_unless_the_client_does(
+    said: dict[str, Any], added: dict[str, Any]
+) -> None:
     assert json.loads(CHAT.engine_body(a_request(**said), "vllm")) == ASK | said | added
 
 
@@ -87,8 +94,14 @@ def test_bad_requests_name_the_field(body: bytes, field: str) -> None:
 
 
 says = st.lists(
-    st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.text(max_size=3))), min_size=1, max_size=5).map(
-        lambda tokens: Say([i for i, _ in tokens], [t for _, t in tokens], [-float(i) for i, _ in tokens])
+    st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.none(), st.text(max_size=3))),
+        min_size=1,
+        max_size=5,
+    ).map(
+        lambda tokens: Say(
+            [i for i, _ in tokens], [t for _, t in tokens], [-float(i) for i, _ in tokens]
+        )
     ),
     min_size=1,
     max_size=3,
@@ -136,7 +149,9 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
     ask, incoming, own = ASK | {"stream": True} | more, b"", b""
     for at, event in enumerate(ChatVoice().events(ask, Script(script))):
         frames = frames_of(Script(script), event, 1, at == 0)
-        incoming += engine_frames.comment(b"".join(map(engine_frames.encode, frames))) if frames else b""
+        incoming += (
+            engine_frames.comment(b"".join(map(engine_frames.encode, frames))) if frames else b""
+        )
         incoming += event.data
         own += event.data
     captured = Captured()
@@ -156,7 +171,9 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
         assert captured.finish(choice.index, a_request(**more)) == say.finish_reason
 
 
-@pytest.mark.parametrize("event", [b"{", b"[]", b"1", b'{"choices":[{"index":"x","delta":{}}]}', b'{"choices":[7]}'])
+@pytest.mark.parametrize(
+    "event", [b"{", b"[]", b"1", b'{"choices":[{"index":"x","delta":{}}]}', b'{"choices":[7]}']
+)
 def test_what_is_no_chunk_passes_and_is_kept(event: bytes) -> None:
     stream, good = a_stream(), b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
     wrong = b"data: " + event + b"\n\n"
@@ -177,9 +194,13 @@ def test_a_stream_that_ends_too_early_is_a_failure() -> None:
 def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     captured = Captured()
     stream = EventStream(CHAT.fold(a_request(stream=True), "captured"), captured)
-    out = stream.feed(b': clawstream eHg=\n\ndata: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
+    out = stream.feed(
+        b': clawstream eHg=\n\ndata: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+    )
     assert b'"x"' in out and stream.failure is None
-    assert (captured.tokens(0, a_request()).absent or "").startswith("the engine's account of the tokens is unreadable")
+    assert (captured.tokens(0, a_request()).absent or "").startswith(
+        "the engine's account of the tokens is unreadable"
+    )
 
 
 @given(broken(ChatVoice(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
@@ -190,7 +211,9 @@ def test_no_event_breaks_the_fold(events: list[Any], kind: Kind) -> None:
 # ---------------------------------------------------------------- replies and steps
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"choices":3}', b'{"choices":[{}]}', b'{"choices":[1]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"{}", b'{"choices":3}', b'{"choices":[{}]}', b'{"choices":[1]}']
+)
 def test_what_is_no_reply_passes_unread(body: bytes) -> None:
     answer = CHAT.answer(a_request(), "captured", body)
     assert (answer.body, answer.choices) == (body, ())
@@ -200,14 +223,22 @@ def test_what_is_no_reply_passes_unread(body: bytes) -> None:
 @pytest.mark.parametrize("say", [HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])])
 def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
     request, script = a_request(), Script([say])
-    told = CHAT.answer(request, "vllm", orjson.dumps(plain(json.loads(CHAT.engine_body(request, "vllm")), script)))
+    told = CHAT.answer(
+        request, "vllm", orjson.dumps(plain(json.loads(CHAT.engine_body(request, "vllm")), script))
+    )
     own = orjson.dumps(plain(ASK, script))
     captured = Captured()
-    body = captured.trail(engine_frames.trail(own, map(engine_frames.encode, whole_frames(script, 1))), str(len(own)))
+    body = captured.trail(
+        engine_frames.trail(own, map(engine_frames.encode, whole_frames(script, 1))), str(len(own))
+    )
     answer = CHAT.answer(request, "captured", body)
     assert answer.body == own and orjson.loads(told.body) == plain(ASK, script)
     assert answer.choices[0].message_json == told.choices[0].message_json
-    assert captured.tokens(0, a_request()) == told.choices[0].tokens == packed_tokens([1, 2, 3], say.ids, say.logprobs)
+    assert (
+        captured.tokens(0, a_request())
+        == told.choices[0].tokens
+        == packed_tokens([1, 2, 3], say.ids, say.logprobs)
+    )
 
 
 def a_call(**more: Any) -> Call:
@@ -219,7 +250,9 @@ def a_call(**more: Any) -> Call:
 
 
 def one_step(captured: Captured, choice: Choice) -> Any:
-    (step,) = steps_of(a_call(), Answer((choice,), "m", b""), captured, Engine("w", "r/1.0"), "ok", 2)
+    (step,) = steps_of(
+        a_call(), Answer((choice,), "m", b""), captured, Engine("w", "r/1.0"), "ok", 2
+    )
     return step
 
 
@@ -245,7 +278,11 @@ def test_step_without_tokens_says_why(said: dict[str, Any], reason: str) -> None
 
 def test_no_tokens_at_all_are_tokens_too() -> None:
     step = one_step(Captured(), Choice(0, b"{}", "stop", packed_tokens([1], [], [])))
-    assert (step.response_token_ids, step.response_logprobs, step.tokens_absent_reason) == (b"", b"", None)
+    assert (step.response_token_ids, step.response_logprobs, step.tokens_absent_reason) == (
+        b"",
+        b"",
+        None,
+    )
     assert unpack_ids(step.prompt_token_ids) == [1]
 
 
@@ -258,7 +295,13 @@ def told(spans: Any, finish: str = "stop") -> Captured:
 
 @pytest.mark.parametrize(
     "spans",
-    [None, [("r/1.0", 0, 1)], [("r/1.0", 1, 2)], [("r/1.0", 0, 3)], [("r/1.0", 0, 1), ("r/1.0", 0, 2)]],
+    [
+        None,
+        [("r/1.0", 0, 1)],
+        [("r/1.0", 1, 2)],
+        [("r/1.0", 0, 3)],
+        [("r/1.0", 0, 1), ("r/1.0", 0, 2)],
+    ],
 )
 def test_spans_that_do_not_cover_the_tokens_are_not_recorded(spans: Any) -> None:
     step = one_step(told(spans), Choice(0, b"{}", "stop"))
@@ -274,17 +317,34 @@ def test_what_the_engine_broke_off_is_an_error_whatever_the_protocol_says() -> N
 def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
     captured = Captured()
     for g in (0, 1):
-        choices = tuple(engine_frames.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop") for i in (0, 1))
+        choices = tuple(
+            engine_frames.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop")
+            for i in (0, 1)
+        )
         captured.add([engine_frames.Frame(g, pack_ids([g]), choices)])
     request = replace(a_request(), n=6, prompts=3)  # of the third prompt nothing came yet
-    assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [[0], [1], [10], [11], [], []]
-    assert [unpack_ids(captured.tokens(i, request).prompt_ids or b"") for i in range(4)] == [[0], [0], [1], [1]]
+    assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [
+        [0],
+        [1],
+        [10],
+        [11],
+        [],
+        [],
+    ]
+    assert [unpack_ids(captured.tokens(i, request).prompt_ids or b"") for i in range(4)] == [
+        [0],
+        [0],
+        [1],
+        [1],
+    ]
     assert (captured.tokens(0, a_request()).absent or "").startswith("2 generations for 1 prompts")
 
 
 def grown_of(*deltas: Any) -> Any:
     """The message of a stream of these deltas."""
-    said = b"".join(b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": d}]}) + b"\n\n" for d in deltas)
+    said = b"".join(
+        b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": d}]}) + b"\n\n" for d in deltas
+    )
     stream = a_stream()
     assert stream.feed(said) == said and not stream.unread
     return orjson.loads(stream.sent().choices[0].message_json)
@@ -298,12 +358,20 @@ def a_part(name: str | None, arguments: str, **more: Any) -> dict[str, Any]:
     ("deltas", "calls"),
     [
         (
-            [a_part("f", "{", id="a"), a_part("g", "[", id="b"), a_part(None, "}", id="a"), a_part(None, "]", id="b")],
+            [
+                a_part("f", "{", id="a"),
+                a_part("g", "[", id="b"),
+                a_part(None, "}", id="a"),
+                a_part(None, "]", id="b"),
+            ],
             ["{}", "[]"],
         ),
         ([a_part("f", "{", id="a"), a_part(None, "}")], ["{}"]),
         ([a_part("f", "1"), a_part("g", "2"), a_part("", "3", id="")], ["1", "23"]),
-        ([a_part("f", "1", index=4), a_part("g", "2", id="b"), a_part(None, "3", index=4)], ["13", "2"]),
+        (
+            [a_part("f", "1", index=4), a_part("g", "2", id="b"), a_part(None, "3", index=4)],
+            ["13", "2"],
+        ),
         ([a_part("f", "1", index=0, id="a"), a_part(None, "2", index=0, id="a")], ["12"]),
     ],
 )

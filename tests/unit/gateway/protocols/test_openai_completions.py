@@ -51,7 +51,9 @@ def asked(ask: Json, kind: Kind = "vllm") -> Json:
 
 
 def answered(ask: Json, says: Sequence[Say], kind: Kind = "vllm", **more: Any) -> Answer:
-    return DIALECT.answer(DIALECT.request(orjson.dumps(ask)), kind, plain(VOICE, asked(ask, kind), says, **more))
+    return DIALECT.answer(
+        DIALECT.request(orjson.dumps(ask)), kind, plain(VOICE, asked(ask, kind), says, **more)
+    )
 
 
 def told(choice: Choice) -> tuple[list[int], list[int], list[float], str | None]:
@@ -100,7 +102,9 @@ def test_only_a_stock_vllm_is_asked_for_tokens() -> None:
     body = b' {"prompt": "hi",\n "unknown": {"of": "tomorrow"}} '
     request = DIALECT.request(body)
     assert DIALECT.engine_body(request, "captured") == DIALECT.engine_body(request, "text") == body
-    added = b' {"prompt": "hi",\n "unknown": {"of": "tomorrow"},"return_token_ids":true,"logprobs":0}'
+    added = (
+        b' {"prompt": "hi",\n "unknown": {"of": "tomorrow"},"return_token_ids":true,"logprobs":0}'
+    )
     assert DIALECT.engine_body(request, "vllm") == added
 
 
@@ -127,7 +131,8 @@ def test_what_was_asked_for_is_not_asked_again(change: Json, added: Json) -> Non
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"logprobs": 0}, {"return_token_ids": True}, {"return_token_ids": True, "logprobs": 0}]
+    "change",
+    [{}, {"logprobs": 0}, {"return_token_ids": True}, {"return_token_ids": True, "logprobs": 0}],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_sees_what_it_asked_for_and_we_see_all(change: Json, stream: bool) -> None:
@@ -142,7 +147,10 @@ def test_a_client_sees_what_it_asked_for_and_we_see_all(change: Json, stream: bo
     first, second = answer.choices
     assert told(first) == ([1, 2, 3], [7, 8, 9], [-0.5, -0.25, -0.125], None)
     assert told(second) == ([1, 2, 3], [5, 6], [-1.0, -2.0], None)
-    assert [json.loads(c.message_json) for c in answer.choices] == [{"text": "Hello"}, {"text": "Yo"}]
+    assert [json.loads(c.message_json) for c in answer.choices] == [
+        {"text": "Hello"},
+        {"text": "Yo"},
+    ]
     assert [c.finish_reason for c in answer.choices] == ["stop", "length"]
     assert answer.model == "policy"
 
@@ -207,7 +215,9 @@ def test_what_is_no_completion_passes_unread(body: bytes) -> None:
     st.sampled_from(["captured", "vllm", "text"]),
     st.sampled_from([{}, {"logprobs": 0}, {"return_token_ids": True}]),
 )
-def test_streamed_equals_plain_however_it_is_cut(said: list[Say], cuts: list[int], kind: Kind, change: Json) -> None:
+def test_streamed_equals_plain_however_it_is_cut(
+    said: list[Say], cuts: list[int], kind: Kind, change: Json
+) -> None:
     ask = ASK | {"n": len(said)} | change
     got = streamed(DIALECT, orjson.dumps(ask), kind, written(VOICE, asked(ask, kind), said), cuts)
     assert (got.client, got.failure) == (written(VOICE, ask, said), None)
@@ -227,11 +237,15 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     """A real engine tells the tokens of all choices in one comment, then writes an event for each: not every event has a comment."""
 
     def comment(*choices: engine_frames.Choice) -> bytes:
-        return engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, pack_ids([1, 2, 3]), choices)))
+        return engine_frames.comment(
+            engine_frames.encode(engine_frames.Frame(0, pack_ids([1, 2, 3]), choices))
+        )
 
     def told(which: int, at: int, say: Say) -> engine_frames.Choice:
         finish = say.finish_reason if at == len(say.ids) - 1 else None
-        return engine_frames.Choice(which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish)
+        return engine_frames.Choice(
+            which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish
+        )
 
     said = [Say([4], ["x"], [-4.0]), HI, YO]
     ask = ASK | {"n": 3}
@@ -245,7 +259,10 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     stream.close()
     assert len(stream.whole().choices) == 3
     assert sent + stream.held() == b"".join(events)
-    assert [unpack_ids(captured.tokens(i, DIALECT.request(orjson.dumps(ask))).ids or b"") for i in range(3)] == [
+    assert [
+        unpack_ids(captured.tokens(i, DIALECT.request(orjson.dumps(ask))).ids or b"")
+        for i in range(3)
+    ] == [
         [4],
         [7, 8, 9],
         [5, 6],
@@ -259,7 +276,10 @@ def test_an_engines_error_event_is_a_failure() -> None:
     assert [c.finish_reason for c in got.answer.choices] == [None]
 
 
-@given(broken(VOICE, ASK | {"return_token_ids": True, "logprobs": 0}), st.sampled_from(["captured", "vllm", "text"]))
+@given(
+    broken(VOICE, ASK | {"return_token_ids": True, "logprobs": 0}),
+    st.sampled_from(["captured", "vllm", "text"]),
+)
 def test_no_event_can_break_the_fold(said: list[Any], kind: Kind) -> None:
     takes_or_refuses(DIALECT, BODY, kind, said)
 
@@ -272,7 +292,9 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
     async def scenario(w: Trial) -> None:
         ask: Any = {"model": "policy", "prompt": ["a", "b"], "n": 2}
         texts = ["", "", "", ""]
-        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
+        async with AsyncOpenAI(
+            base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600
+        ) as client:
             if stream:
                 async for chunk in await client.completions.create(**ask, stream=True):
                     texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -285,13 +307,24 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
         ]
         assert len({s.call_id for s in steps}) == 1
         for step, say in zip(steps, [HI, YO, YO, HI], strict=True):
-            assert (json.loads(step.response_json), step.finish_reason) == ({"text": say.text}, say.finish_reason)
+            assert (json.loads(step.response_json), step.finish_reason) == (
+                {"text": say.text},
+                say.finish_reason,
+            )
             if w.engine.kind == "text":
                 assert step.response_token_ids is None and step.tokens_absent_reason is not None
                 continue
-            assert step.prompt_token_ids is not None and unpack_ids(step.prompt_token_ids) == [1, 2, 3]
-            assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(say.ids)
-            assert step.response_logprobs is not None and unpack_logprobs(step.response_logprobs) == list(say.logprobs)
+            assert step.prompt_token_ids is not None and unpack_ids(step.prompt_token_ids) == [
+                1,
+                2,
+                3,
+            ]
+            assert step.response_token_ids is not None and unpack_ids(
+                step.response_token_ids
+            ) == list(say.ids)
+            assert step.response_logprobs is not None and unpack_logprobs(
+                step.response_logprobs
+            ) == list(say.logprobs)
             assert step.tokens_absent_reason is None
 
     play(scenario, Script([HI, YO, YO, HI]))
@@ -299,7 +332,9 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
 
 def test_an_engines_error_passes_as_it_is(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        async with AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600) as client:
+        async with AsyncOpenAI(
+            base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600
+        ) as client:
             with pytest.raises(BadRequestError) as caught:
                 await client.completions.create(model="policy", prompt="hi")
         assert caught.value.type == "BadRequestError" and w.steps() == []

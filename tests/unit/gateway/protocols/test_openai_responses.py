@@ -28,9 +28,26 @@ DIALECT, VOICE = OpenAIResponses(), ResponsesVoice()
 ASK: Json = {"model": "policy", "input": "hi"}
 BODY = orjson.dumps(ASK)
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-THOUGHT = Say([1, 2, 3, 4], ["Let ", "me", "Yes", "."], [-1.0, -2.0, -3.0, -4.0], reasoning=2, finish_reason="length")
-CALLS = Say([4, 5, 6], ["Look: ", None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK, ADD], finish_reason="tool_calls")
-TOOL: Any = {"type": "function", "name": "lookup", "strict": False, "parameters": {"type": "object", "properties": {}}}
+THOUGHT = Say(
+    [1, 2, 3, 4],
+    ["Let ", "me", "Yes", "."],
+    [-1.0, -2.0, -3.0, -4.0],
+    reasoning=2,
+    finish_reason="length",
+)
+CALLS = Say(
+    [4, 5, 6],
+    ["Look: ", None, None],
+    [-0.1, -0.2, -0.3],
+    tool_calls=[LOOK, ADD],
+    finish_reason="tool_calls",
+)
+TOOL: Any = {
+    "type": "function",
+    "name": "lookup",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {}},
+}
 CODEC = Codec()
 Play = Callable[..., None]
 
@@ -46,7 +63,9 @@ def sdk(w: Trial) -> AsyncOpenAI:
 
 
 def sse(*said: Json) -> bytes:
-    return b"".join(f"event: {s['type']}\ndata: ".encode() + orjson.dumps(s) + b"\n\n" for s in said)
+    return b"".join(
+        f"event: {s['type']}\ndata: ".encode() + orjson.dumps(s) + b"\n\n" for s in said
+    )
 
 
 def same_in_both(message_json: bytes) -> Any:
@@ -108,11 +127,22 @@ def test_plain_reply() -> None:
     body = plain(VOICE, ASK, [CALLS])
     answer = DIALECT.answer(DIALECT.request(BODY), "vllm", body)
     (choice,) = answer.choices
-    assert (answer.body, answer.model, choice.index, choice.finish_reason) == (body, "policy", 0, "tool_calls")
+    assert (answer.body, answer.model, choice.index, choice.finish_reason) == (
+        body,
+        "policy",
+        0,
+        "tool_calls",
+    )
     assert choice.tokens is None
     message, look, add = json.loads(choice.message_json)["output"]
-    assert message["content"] == [{"annotations": [], "text": "Look: ", "type": "output_text", "logprobs": None}]
-    assert (look["call_id"], look["name"], look["arguments"]) == ("call_1", "lookup", '{"key": "k1"}')
+    assert message["content"] == [
+        {"annotations": [], "text": "Look: ", "type": "output_text", "logprobs": None}
+    ]
+    assert (look["call_id"], look["name"], look["arguments"]) == (
+        "call_1",
+        "lookup",
+        '{"key": "k1"}',
+    )
     assert (add["call_id"], add["name"]) == ("call_2", "add")
 
 
@@ -122,10 +152,19 @@ def test_plain_reply() -> None:
         ({"status": "completed"}, "stop"),
         ({}, "stop"),
         ({"status": "completed", "output": [{"type": "function_call"}]}, "tool_calls"),
-        ({"status": "completed", "output": [{"type": "message"}, {"type": "custom_tool_call"}]}, "tool_calls"),
-        ({"status": "completed", "output": [{"type": "web_search_call"}, {"type": "message"}]}, "stop"),
+        (
+            {"status": "completed", "output": [{"type": "message"}, {"type": "custom_tool_call"}]},
+            "tool_calls",
+        ),
+        (
+            {"status": "completed", "output": [{"type": "web_search_call"}, {"type": "message"}]},
+            "stop",
+        ),
         ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
-        ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, "content_filter"),
+        (
+            {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}},
+            "content_filter",
+        ),
         ({"status": "incomplete", "incomplete_details": None}, "length"),
         ({"status": "cancelled"}, "abort"),
         ({"status": "failed"}, "abort"),
@@ -203,7 +242,10 @@ def test_items_in_the_middle_are_put_together_from_their_deltas() -> None:
         {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "I think"}]},
         {
             "type": "message",
-            "content": [{"type": "output_text", "text": "Hello"}, {"type": "refusal", "refusal": "no"}],
+            "content": [
+                {"type": "output_text", "text": "Hello"},
+                {"type": "refusal", "refusal": "no"},
+            ],
         },
         {"type": "function_call", "name": "f", "arguments": '{"k'},
         {"type": "custom_tool_call", "name": "g", "input": "free"},
@@ -226,7 +268,9 @@ def test_other_ways_to_end(last: Json, finish: str, failure: str | None) -> None
     assert (got.client, got.failure) == (data, failure)
     (choice,) = got.answer.choices
     assert choice.finish_reason == finish
-    assert json.loads(choice.message_json)["output"][0]["content"] == [{"type": "output_text", "text": "Hi"}]
+    assert json.loads(choice.message_json)["output"][0]["content"] == [
+        {"type": "output_text", "text": "Hi"}
+    ]
 
 
 def test_an_engines_error_event_is_a_failure() -> None:
@@ -245,7 +289,9 @@ def test_logprobs_that_were_asked_for_stay() -> None:
     assert got.client == data
     for message_json in (
         got.answer.choices[0].message_json,
-        DIALECT.answer(DIALECT.request(BODY), "vllm", plain(VOICE, ask, [HI])).choices[0].message_json,
+        DIALECT.answer(DIALECT.request(BODY), "vllm", plain(VOICE, ask, [HI]))
+        .choices[0]
+        .message_json,
     ):
         told = json.loads(message_json)["output"][0]["content"][0]["logprobs"]
         assert [e["logprob"] for e in told] == [-0.5, -0.25]
@@ -283,7 +329,9 @@ def test_a_response_is_one_step(play: Play, say: Say, stream: bool) -> None:
         (step,) = w.steps()
         output = json.loads(step.response_json)["output"]
         assert seen == "".join(t for t in say.texts[say.reasoning :] if t)
-        assert seen == "".join(p["text"] for i in output if i["type"] == "message" for p in i["content"])
+        assert seen == "".join(
+            p["text"] for i in output if i["type"] == "message" for p in i["content"]
+        )
         assert len([i for i in output if i["type"] == "function_call"]) == len(say.tool_calls)
         assert (step.protocol, step.status, step.streamed) == ("openai.responses", "ok", stream)
         assert step.finish_reason == say.finish_reason
@@ -291,7 +339,9 @@ def test_a_response_is_one_step(play: Play, say: Say, stream: bool) -> None:
             assert step.tokens_absent_reason is not None and step.response_token_ids is None
             return
         assert step.prompt_token_ids is not None and unpack_ids(step.prompt_token_ids) == [1, 2, 3]
-        assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(say.ids)
+        assert step.response_token_ids is not None and unpack_ids(step.response_token_ids) == list(
+            say.ids
+        )
         assert step.response_logprobs is not None
         assert unpack_logprobs(step.response_logprobs) == pytest.approx(list(say.logprobs))
         assert step.tokens_absent_reason is None
@@ -329,6 +379,8 @@ def test_an_aborted_generation_is_an_error_where_the_engine_tells_its_tokens(pla
             assert (await client.responses.create(**ASK)).status == "completed"
         (step,) = w.steps()
         captured = w.engine.kind == "captured"
-        assert (step.status, step.finish_reason) == (("error", "abort") if captured else ("ok", "stop"))
+        assert (step.status, step.finish_reason) == (
+            ("error", "abort") if captured else ("ok", "stop")
+        )
 
     play(scenario, Script([Say([7], ["Hel"], [-0.5], finish_reason="abort")]))

@@ -44,9 +44,13 @@ HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
         ([1], None),
     ],
 )  # fmt: skip
-def test_usage_in_the_words_of_every_protocol(said: Any, expected: tuple[int | None, ...] | None) -> None:
+def test_usage_in_the_words_of_every_protocol(
+    said: Any, expected: tuple[int | None, ...] | None
+) -> None:
     names = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
-    assert usage_of(said) == (None if expected is None else Usage(**dict(zip(names, expected, strict=True))))
+    assert usage_of(said) == (
+        None if expected is None else Usage(**dict(zip(names, expected, strict=True)))
+    )
 
 
 def test_what_was_counted_comes_before_what_was_said() -> None:
@@ -81,12 +85,20 @@ def test_the_first_step_of_a_call_has_its_usage(tmp_path: Path, path: str, strea
 
     async def scenario(w: Trial) -> None:
         body: dict[str, Any] = {"model": "policy", "stream": stream, "n": 2}
-        body |= {"prompt": "hi"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+        body |= (
+            {"prompt": "hi"}
+            if path == "completions"
+            else {"messages": [{"role": "user", "content": "hi"}]}
+        )
         body |= {"stream_options": {"include_usage": True}} if stream else {}
         async with w.http.post(f"{w.url}/t1/g1/v1/{path}", json=body) as reply:
             assert reply.status == 200 and b'"usage"' in await reply.read()
         first, second = w.steps()
-        assert first.usage is not None and first.usage.prompt_tokens == 3 and first.usage.completion_tokens == 6
+        assert (
+            first.usage is not None
+            and first.usage.prompt_tokens == 3
+            and first.usage.completion_tokens == 6
+        )
         assert second.usage is None
 
     play_in(tmp_path, Codec(), scenario, Script([HI, HI]), kind="text")

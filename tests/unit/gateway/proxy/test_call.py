@@ -28,8 +28,14 @@ from schemas.tokens import unpack_ids, unpack_logprobs
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
-LOOK = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"key": "k1"}'}}
-CALLS = Say([4, 5, 6], [None, None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK], finish_reason="tool_calls")
+LOOK = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": '{"key": "k1"}'},
+}
+CALLS = Say(
+    [4, 5, 6], [None, None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK], finish_reason="tool_calls"
+)
 SPANS: list[dict[str, Any]] = [
     {"version": "default/3.0", "start": 0, "end": 2},
     {"version": "default/4.0", "start": 2, "end": 3},
@@ -71,7 +77,9 @@ def assert_tokens(step: Step, say: Say, prompt: Iterable[int] = (1, 2, 3)) -> No
 
 def test_plain_call_is_one_step_with_everything(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        async with sdk(w, default_headers={"x-clawstream-channel": "val", "idempotency-key": "once"}) as client:
+        async with sdk(
+            w, default_headers={"x-clawstream-channel": "val", "idempotency-key": "once"}
+        ) as client:
             raw = await client.chat.completions.with_raw_response.create(**ASK, temperature=0.5)
         reply = raw.parse()
         assert reply.choices[0].message.content == "Hello"
@@ -79,11 +87,23 @@ def test_plain_call_is_one_step_with_everything(play: Play) -> None:
         assert raw.headers["x-clawstream-trajectory"] == "t1"
         assert raw.headers["x-clawstream-step"] == step.step_id
         assert not [
-            h for h in raw.headers if h in (engine_frames.ASK, engine_frames.OWN_BODY, engine_frames.VERSION_START)
+            h
+            for h in raw.headers
+            if h in (engine_frames.ASK, engine_frames.OWN_BODY, engine_frames.VERSION_START)
         ]
         assert step.step_id == f"{step.call_id}.0" and step.call_id.startswith("t1~")
-        assert (step.run_id, step.trajectory_key, step.group_id, step.channel) == ("default", "t1", "g1", "val")
-        assert (step.protocol, step.model, step.status, step.finish_reason) == ("openai.chat", "policy", "ok", "stop")
+        assert (step.run_id, step.trajectory_key, step.group_id, step.channel) == (
+            "default",
+            "t1",
+            "g1",
+            "val",
+        )
+        assert (step.protocol, step.model, step.status, step.finish_reason) == (
+            "openai.chat",
+            "policy",
+            "ok",
+            "stop",
+        )
         assert json.loads(step.request_json) == ASK | {"temperature": 0.5}
         assert json.loads(step.response_json) == HI.message()
         assert_tokens(step, HI)
@@ -120,7 +140,9 @@ def test_streamed_call_is_one_step_with_everything(play: Play) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_two_choices_are_sibling_steps(play: Play, stream: bool) -> None:
     async def scenario(w: Trial) -> None:
-        async with w.http.post(w.url + "/t1/g1/chat/completions", json=ASK | {"n": 2, "stream": stream}) as r:
+        async with w.http.post(
+            w.url + "/t1/g1/chat/completions", json=ASK | {"n": 2, "stream": stream}
+        ) as r:
             assert r.status == 200
             await r.read()
         steps = w.steps()
@@ -133,7 +155,10 @@ def test_two_choices_are_sibling_steps(play: Play, stream: bool) -> None:
         assert steps[0].versions == spans_in(w, SPANS)
         assert steps[1].versions == spans_in(w, [{"version": "default/4.0", "start": 0, "end": 2}])
 
-    play(scenario, Script([HI, YO], versions=[SPANS, [{"version": "default/4.0", "start": 0, "end": 2}]]))
+    play(
+        scenario,
+        Script([HI, YO], versions=[SPANS, [{"version": "default/4.0", "start": 0, "end": 2}]]),
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,7 +209,9 @@ def test_tool_call_deltas_in_pieces_are_assembled() -> None:
 # ---------------------------------------------------------------- what the client sees
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 2}, {"logprobs": None}])
+@pytest.mark.parametrize(
+    "more", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 2}, {"logprobs": None}]
+)
 def test_client_sees_what_the_engine_would_have_said(play: Play, more: dict[str, Any]) -> None:
     n = more.get("n", 1)
     says = iter([says[:n] for says in ([HI, YO], [CALLS, HI]) for _ in range(4)])
@@ -192,10 +219,20 @@ def test_client_sees_what_the_engine_would_have_said(play: Play, more: dict[str,
     async def scenario(w: Trial) -> None:
         for stream in (False, True, False, True):
             body = (
-                ASK | more | {"stream": stream, "stream_options": {"include_usage": True}, "unknown": {"a": [1, 2.5]}}
+                ASK
+                | more
+                | {
+                    "stream": stream,
+                    "stream_options": {"include_usage": True},
+                    "unknown": {"a": [1, 2.5]},
+                }
             )
-            direct = await (await w.http.post(w.engine_url + "/v1/chat/completions", json=body)).read()
-            through = await (await w.http.post(w.url + "/t/g/v1/chat/completions", json=body)).read()
+            direct = await (
+                await w.http.post(w.engine_url + "/v1/chat/completions", json=body)
+            ).read()
+            through = await (
+                await w.http.post(w.url + "/t/g/v1/chat/completions", json=body)
+            ).read()
             assert events(through) == events(direct)
             assert w.engine.requests[-1]["unknown"] == {"a": [1, 2.5]}
             assert w.engine.requests[-1]["stream_options"] == {"include_usage": True}
@@ -253,5 +290,9 @@ def test_the_scripted_engine_tells_the_usage_that_the_protocol_has() -> None:
     ask, script = ASK | {"stream_options": {"include_usage": True}}, Script([HI, HI])
     *_, (last, _) = chunks(ask, script)
     told = CompletionUsage.model_validate(last["usage"])
-    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (3, 2 * len(HI.ids), 3 + 2 * len(HI.ids))
+    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (
+        3,
+        2 * len(HI.ids),
+        3 + 2 * len(HI.ids),
+    )
     assert plain(ask, script)["usage"] == last["usage"]

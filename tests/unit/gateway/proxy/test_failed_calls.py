@@ -46,10 +46,19 @@ async def told(w: Trial, count: int = 1) -> list[FailedCall]:
 @pytest.mark.parametrize("status", [400, 429, 500])
 def test_an_engines_error_is_told(play: Play, status: int, stream: bool) -> None:
     async def scenario(w: Trial) -> None:
-        headers = {"user-agent": "agent/1", "x-clawstream-channel": "val", "idempotency-key": "once"}
+        headers = {
+            "user-agent": "agent/1",
+            "x-clawstream-channel": "val",
+            "idempotency-key": "once",
+        }
         assert await post(w, body=ASK | {"stream": stream}, **headers) == status
         (failed,) = await told(w)
-        assert (failed.run_id, failed.trajectory_key, failed.group_id, failed.channel) == ("default", "t1", "g1", "val")
+        assert (failed.run_id, failed.trajectory_key, failed.group_id, failed.channel) == (
+            "default",
+            "t1",
+            "g1",
+            "val",
+        )
         assert (failed.protocol, failed.model, failed.streamed) == ("openai.chat", "policy", stream)
         assert (failed.source, failed.status, failed.engine) == ("engine", status, w.engine_url)
         assert failed.message == "scripted" and failed.error_type is not None
@@ -65,28 +74,50 @@ def test_the_gateways_own_refusals_are_told_once_the_key_was_checked(play: Play)
     async def scenario(w: Trial) -> None:
         assert await post(w, body={"model": "policy", "messages": "none"}) == 400
         assert await post(w, "/v1/chat/completions", {"messages": 1}) == 400
-        assert await post(w, "/v1/chat/completions", {"messages": 1}, **{"x-clawstream-run": "No Run"}) == 400
+        assert (
+            await post(w, "/v1/chat/completions", {"messages": 1}, **{"x-clawstream-run": "No Run"})
+            == 400
+        )
         named, unnamed = await told(w, 2)
-        assert (named.source, named.status, named.error_type) == ("gateway", 400, "invalid_request_error")
-        assert named.message == "messages: must be a list of message objects" and named.engine is None
+        assert (named.source, named.status, named.error_type) == (
+            "gateway",
+            400,
+            "invalid_request_error",
+        )
+        assert (
+            named.message == "messages: must be a list of message objects" and named.engine is None
+        )
         assert (named.trajectory_key, named.model, named.streamed) == ("t1", None, False)
         assert (unnamed.trajectory_key, unnamed.run_id) == (None, "default")
         assert w.bus.messages[1].key == unnamed.event_id.encode()
-        assert await w.metric('clawstream_gateway_failed_calls_total{fate="lost"}') == 1, "no run could be of that name"
+        assert await w.metric('clawstream_gateway_failed_calls_total{fate="lost"}') == 1, (
+            "no run could be of that name"
+        )
 
     play(scenario, Script([HI]))
 
 
-GENERATE: dict[str, Any] = {"prompt_ids": [1, 2], "sampling_params": {"max_tokens": 3, "model": "policy"}}
+GENERATE: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "sampling_params": {"max_tokens": 3, "model": "policy"},
+}
 
 
 def test_an_engines_error_to_generate_is_told(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         assert await post(w, "/generate", GENERATE, **{"user-agent": "agent/1"}) == 429
         (failed,) = await told(w)
-        assert (failed.protocol, failed.model, failed.streamed) == ("claw-r1.generate", "policy", False)
+        assert (failed.protocol, failed.model, failed.streamed) == (
+            "claw-r1.generate",
+            "policy",
+            False,
+        )
         assert (failed.source, failed.status, failed.engine) == ("engine", 429, w.engine_url)
-        assert (failed.run_id, failed.trajectory_key, failed.user_agent) == ("default", None, "agent/1")
+        assert (failed.run_id, failed.trajectory_key, failed.user_agent) == (
+            "default",
+            None,
+            "agent/1",
+        )
         assert failed.message == "scripted" and failed.duration_ms > 0
 
     play(scenario, Script([HI], status=429))
@@ -99,7 +130,12 @@ def test_the_gateways_own_refusals_of_generate_are_told(play: Play) -> None:
         assert await post(w, "/generate", GENERATE) == 200
         assert await post(w, "/generate", GENERATE, authorization="Bearer claw-unknown") == 401
         empty, large = await told(w, 2)
-        assert (empty.source, empty.status, empty.model, empty.engine) == ("gateway", 422, None, None)
+        assert (empty.source, empty.status, empty.model, empty.engine) == (
+            "gateway",
+            422,
+            None,
+            None,
+        )
         assert empty.message.startswith("prompt_ids: ")
         assert (large.status, large.error_type) == (413, "invalid_request_error")
 
@@ -113,7 +149,11 @@ def test_generate_with_a_key_at_its_limit_is_told(play: Play, tmp_path: Path) ->
         sent = {"authorization": f"Bearer {token}"}
         assert [await post(w, "/generate", GENERATE, **sent) for _ in range(2)] == [200, 429]
         (failed,) = await told(w)
-        assert (failed.source, failed.status, failed.error_type) == ("gateway", 429, "rate_limit_error")
+        assert (failed.source, failed.status, failed.error_type) == (
+            "gateway",
+            429,
+            "rate_limit_error",
+        )
 
     play(scenario, Script([HI]))
 
@@ -155,11 +195,15 @@ def test_a_stream_that_fails_behind_a_token_is_a_step_and_no_failed_call(play: P
 
 
 @pytest.mark.parametrize("away", ["reachable", "acknowledges"])
-def test_without_kafka_the_error_is_answered_all_the_same_and_counted(play: Play, away: str) -> None:
+def test_without_kafka_the_error_is_answered_all_the_same_and_counted(
+    play: Play, away: str
+) -> None:
     async def scenario(w: Trial) -> None:
         setattr(w.bus, away, False)
         assert await post(w) == 500
-        while not await w.metric('clawstream_gateway_failed_calls_total{fate="lost"}'):  # told behind the reply
+        while not await w.metric(
+            'clawstream_gateway_failed_calls_total{fate="lost"}'
+        ):  # told behind the reply
             pass
         assert w.bus.messages == [] and w.spooled() == []
 
@@ -181,7 +225,12 @@ def test_secrets_are_taken_out_of_what_an_error_quotes(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         secret = "sk-ant-api03-" + "a" * 40
         assert await post(w, body=ASK | {"n": secret}) == 400
-        assert await post(w, body=ASK, **{"user-agent": f"agent {secret}", "x-clawstream-channel": "none"}) == 400
+        assert (
+            await post(
+                w, body=ASK, **{"user-agent": f"agent {secret}", "x-clawstream-channel": "none"}
+            )
+            == 400
+        )
         failed = await told(w, 2)
         assert secret.encode() not in b"".join(m.value for m in w.bus.messages)
         assert failed[1].user_agent is not None and failed[1].user_agent.startswith("agent ")
@@ -192,8 +241,16 @@ def test_secrets_are_taken_out_of_what_an_error_quotes(play: Play) -> None:
 @pytest.mark.parametrize(
     ("body", "error_type", "message"),
     [
-        (b'{"error": {"message": "too long", "type": "BadRequestError", "code": 400}}', "BadRequestError", "too long"),
-        (b'{"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}', "overloaded_error", "busy"),
+        (
+            b'{"error": {"message": "too long", "type": "BadRequestError", "code": 400}}',
+            "BadRequestError",
+            "too long",
+        ),
+        (
+            b'{"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}',
+            "overloaded_error",
+            "busy",
+        ),
         (b'{"error": "model not found"}', None, "model not found"),
         (b'{"detail": "Not Found"}', None, "Not Found"),
         (b'{"message": "no", "type": 7}', None, "no"),
@@ -206,13 +263,20 @@ def test_secrets_are_taken_out_of_what_an_error_quotes(play: Play) -> None:
 )
 def test_what_an_engines_error_says(body: bytes, error_type: str | None, message: str) -> None:
     failure = engine_failure(500, body)
-    assert (failure.source, failure.status, failure.error_type, failure.message) == ("engine", 500, error_type, message)
+    assert (failure.source, failure.status, failure.error_type, failure.message) == (
+        "engine",
+        500,
+        error_type,
+        message,
+    )
 
 
 def test_a_long_message_is_cut(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         assert await post(w, "/v1/chat/completions", ASK | {"model": "m" * 10_000, "n": "x"}) == 400
         (failed,) = await told(w)
-        assert len(failed.message) <= MESSAGE_CHARS and (failed.model is None or len(failed.model) == 200)
+        assert len(failed.message) <= MESSAGE_CHARS and (
+            failed.model is None or len(failed.model) == 200
+        )
 
     play(scenario, Script([HI]))

@@ -57,10 +57,19 @@ def play(tmp_path: Path) -> Play:
 class Provider:
     """An engine that answers everything with these bytes, and keeps what it was asked."""
 
-    def __init__(self, status: int = 200, body: bytes = CHAT, kind: str = "application/json") -> None:
+    def __init__(
+        self, status: int = 200, body: bytes = CHAT, kind: str = "application/json"
+    ) -> None:
         self.asked: list[bytes] = []
-        lines = [f"HTTP/1.1 {status} x", f"content-type: {kind}", f"content-length: {len(body)}", "x-secret: no"]
-        self._reply = "\r\n".join([*lines, *(f"{n}: {v}" for n, v in TOLD.items()), "", ""]).encode() + body
+        lines = [
+            f"HTTP/1.1 {status} x",
+            f"content-type: {kind}",
+            f"content-length: {len(body)}",
+            "x-secret: no",
+        ]
+        self._reply = (
+            "\r\n".join([*lines, *(f"{n}: {v}" for n, v in TOLD.items()), "", ""]).encode() + body
+        )
 
     async def answer(self, wire: Wire, asked: bytes) -> None:
         self.asked.append(asked)
@@ -72,13 +81,17 @@ class Provider:
 
 
 @asynccontextmanager
-async def before(provider: Provider, directory: Path, **gateway: Any) -> AsyncIterator[tuple[str, MemoryBus]]:
+async def before(
+    provider: Provider, directory: Path, **gateway: Any
+) -> AsyncIterator[tuple[str, MemoryBus]]:
     """A gateway before the provider: its URL and its log."""
     async with wired(provider.answer) as url:
         said = {"upstreams": [{"url": url, "kind": "text"}], **gateway}
         settings = Settings.model_validate({"data_dir": directory, "gateway": said})
         bus = MemoryBus()
-        async with running(create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)) as here:
+        async with running(
+            create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+        ) as here:
             yield here, bus
 
 
@@ -86,23 +99,43 @@ async def before(provider: Provider, directory: Path, **gateway: Any) -> AsyncIt
 
 
 @pytest.mark.parametrize(
-    ("status", "stream"), [(200, False), (200, True), (429, False), (400, True)], ids=["plain", "stream", "429", "400"]
+    ("status", "stream"),
+    [(200, False), (200, True), (429, False), (400, True)],
+    ids=["plain", "stream", "429", "400"],
 )
 def test_what_clients_act_upon_comes_back(tmp_path: Path, status: int, stream: bool) -> None:
     async def body() -> None:
         streams = stream and status == 200
-        provider = Provider(status, STREAM if streams else CHAT, "text/event-stream" if streams else "application/json")
+        provider = Provider(
+            status,
+            STREAM if streams else CHAT,
+            "text/event-stream" if streams else "application/json",
+        )
         async with before(provider, tmp_path) as (url, _), aiohttp.ClientSession() as http:
             ask = orjson.loads(ASK) | {"stream": stream}
-            sent = {"anthropic-beta": "b1", "openai-organization": "o1", "x-private": "p", "http-referer": "r"}
-            async with http.post(url + CALL + "?beta=true&api-version=2024-10-21", json=ask, headers=sent) as reply:
+            sent = {
+                "anthropic-beta": "b1",
+                "openai-organization": "o1",
+                "x-private": "p",
+                "http-referer": "r",
+            }
+            async with http.post(
+                url + CALL + "?beta=true&api-version=2024-10-21", json=ask, headers=sent
+            ) as reply:
                 await reply.read()
                 assert reply.status == status
                 assert {name: reply.headers.get(name) for name in TOLD} == TOLD
-                assert "x-secret" not in reply.headers and reply.headers["x-clawstream-trajectory"] == "t"
+                assert (
+                    "x-secret" not in reply.headers
+                    and reply.headers["x-clawstream-trajectory"] == "t"
+                )
         assert provider.targets == ["POST /v1/chat/completions?beta=true&api-version=2024-10-21"]
         head = provider.asked[0].lower()
-        assert b"anthropic-beta: b1" in head and b"openai-organization: o1" in head and b"http-referer: r" in head
+        assert (
+            b"anthropic-beta: b1" in head
+            and b"openai-organization: o1" in head
+            and b"http-referer: r" in head
+        )
         assert b"x-private" not in head
 
     asyncio.run(body())
@@ -111,7 +144,11 @@ def test_what_clients_act_upon_comes_back(tmp_path: Path, status: int, stream: b
 def test_a_key_of_ours_in_a_query_goes_to_no_engine() -> None:
     assert with_query("/v1/x", b"") == "/v1/x"
     assert with_query("/v1/x", b"beta=true&key=claw-abc&a=b") == "/v1/x?beta=true&a=b"
-    assert with_query("/v1/x", b"key=sk-claw-abc") == with_query("/v1/x", b"key=%73k-claw-abc") == "/v1/x"
+    assert (
+        with_query("/v1/x", b"key=sk-claw-abc")
+        == with_query("/v1/x", b"key=%73k-claw-abc")
+        == "/v1/x"
+    )
     assert returned({b"x-ratelimit-a": b"1", b"server": b"x", b"retry-after": b"2"}) == [
         (b"x-ratelimit-a", b"1"),
         (b"retry-after", b"2"),
@@ -122,8 +159,12 @@ def test_a_key_of_ours_in_a_query_goes_to_no_engine() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/embeddings"), ("POST", "/v1/rerank")])
-def test_tokens_of_what_passes_unrecorded_count_for_a_keys_day(tmp_path: Path, method: str, path: str) -> None:
-    statuses = replies_to_a_key_with_six_tokens_a_day(tmp_path, method, path, Provider(body=EMBEDDINGS))
+def test_tokens_of_what_passes_unrecorded_count_for_a_keys_day(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    statuses = replies_to_a_key_with_six_tokens_a_day(
+        tmp_path, method, path, Provider(body=EMBEDDINGS)
+    )
     assert statuses == [200, 200, 429]
 
 
@@ -132,21 +173,32 @@ def test_tokens_of_what_passes_unrecorded_count_for_a_keys_day(tmp_path: Path, m
     [("GET", "/v1/responses/resp_1", 200), ("POST", "/v1/embeddings", 400)],
     ids=["a reply that was counted when it was made", "an error"],
 )
-def test_tokens_that_nobody_used_count_for_no_day(tmp_path: Path, method: str, path: str, status: int) -> None:
-    statuses = replies_to_a_key_with_six_tokens_a_day(tmp_path, method, path, Provider(status, EMBEDDINGS))
+def test_tokens_that_nobody_used_count_for_no_day(
+    tmp_path: Path, method: str, path: str, status: int
+) -> None:
+    statuses = replies_to_a_key_with_six_tokens_a_day(
+        tmp_path, method, path, Provider(status, EMBEDDINGS)
+    )
     assert statuses == [status] * 3
 
 
-def replies_to_a_key_with_six_tokens_a_day(directory: Path, method: str, path: str, provider: Provider) -> list[int]:
+def replies_to_a_key_with_six_tokens_a_day(
+    directory: Path, method: str, path: str, provider: Provider
+) -> list[int]:
     """The statuses of three requests, one after the other."""
     token = create_key(directory / "api-keys.json", "k", ["agent"], tokens_per_day=6)
 
     async def body() -> list[int]:
         statuses = []
         sent = {"authorization": f"Bearer {token}"}
-        async with before(provider, directory) as (url, _), aiohttp.ClientSession(headers=sent) as http:
+        async with (
+            before(provider, directory) as (url, _),
+            aiohttp.ClientSession(headers=sent) as http,
+        ):
             for _ in range(3):
-                async with http.request(method, url + path, json={"model": "m"} if method == "POST" else None) as reply:
+                async with http.request(
+                    method, url + path, json={"model": "m"} if method == "POST" else None
+                ) as reply:
                     await reply.read()
                     statuses.append(reply.status)
         return statuses
@@ -213,7 +265,9 @@ def test_halves_of_characters_become_whole(said: bytes, whole: bytes) -> None:
     orjson.loads(whole)
 
 
-@pytest.mark.parametrize("path", ["/t/g/v1/chat/completions", "/t/g/v1/messages", "/t/g/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "path", ["/t/g/v1/chat/completions", "/t/g/v1/messages", "/t/g/v1/messages/count_tokens"]
+)
 def test_half_an_emoji_is_taken(play: Play, path: str) -> None:
     half = ASK.replace(b'"hi"', rb'"hi \ud83d"').replace(b"{", b'{"max_tokens":9,', 1)
 
@@ -242,7 +296,11 @@ def test_compressed_bodies(play: Play, path: str) -> None:
         twice = gzip.compress(gzip.compress(body))
         status, error = await post(w, twice, "gzip\r\ncontent-encoding: gzip")
         assert status == 415 and "gzip" in str(error)
-        for encoding, data in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body)), ("identity", body)):
+        for encoding, data in (
+            ("gzip", gzip.compress(body)),
+            ("deflate", zlib.compress(body)),
+            ("identity", body),
+        ):
             assert (await post(w, data, encoding))[0] in (200, 201), encoding
         for encoding in ("br", "zstd", "gzip, gzip"):
             status, error = await post(w, b"x", encoding)
@@ -268,11 +326,21 @@ def test_pages_of_known_origins_may_call(play: Play) -> None:
             "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
         }
         async with w.http.options(w.url + CALL, headers=asks) as reply:
-            assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://app.example"
+            assert (
+                reply.status == 200
+                and reply.headers["access-control-allow-origin"] == "https://app.example"
+            )
             assert "authorization" in reply.headers["access-control-allow-headers"]
-        async with w.http.post(w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}) as reply:
-            assert reply.status == 401 and reply.headers["access-control-allow-origin"] == "https://app.example"
-        async with w.http.options(w.url + CALL, headers=asks | {"Origin": "https://evil.example"}) as reply:
+        async with w.http.post(
+            w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}
+        ) as reply:
+            assert (
+                reply.status == 401
+                and reply.headers["access-control-allow-origin"] == "https://app.example"
+            )
+        async with w.http.options(
+            w.url + CALL, headers=asks | {"Origin": "https://evil.example"}
+        ) as reply:
             assert reply.status == 400 and "access-control-allow-origin" not in reply.headers
 
     play(scenario, Script([HI]), cors_origins=["https://app.example"], auth="required")
@@ -280,7 +348,9 @@ def test_pages_of_known_origins_may_call(play: Play) -> None:
 
 def test_no_page_may_call_where_none_is_named(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        async with w.http.post(w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}) as reply:
+        async with w.http.post(
+            w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}
+        ) as reply:
             assert reply.status == 200 and "access-control-allow-origin" not in reply.headers
 
     play(scenario, Script([HI]))

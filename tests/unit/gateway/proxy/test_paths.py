@@ -78,11 +78,21 @@ def test_a_proxys_prefix_is_no_trajectory() -> None:
 
 def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions", "/health/"):
+        for path in (
+            "/v1/chat/completions/",
+            "//v1/chat/completions",
+            "/v1/v1/chat/completions",
+            "/health/",
+        ):
             async with connected(w.url) as client:
                 await client.send(request("GET" if "health" in path else "POST", path))
                 assert b" 200 " in (await client.reply())[0], path
-        for path in ("/api/openai/v1/chat/completions", "/openai/v1/chat/completions", "/foo/chat/completions", "/foo"):
+        for path in (
+            "/api/openai/v1/chat/completions",
+            "/openai/v1/chat/completions",
+            "/foo/chat/completions",
+            "/foo",
+        ):
             async with w.http.post(w.url + path, json=SAID) as reply:
                 error = (await reply.json())["error"]
                 assert reply.status == 404 and "/TRAJECTORY/PROMPT/v1" in error["message"], path
@@ -94,7 +104,11 @@ def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
 
 def test_a_base_path_stands_before_all_paths(play: Play) -> None:
     async def scenario(w: Trial) -> None:
-        for path in ("/api/openai/v1/chat/completions", "/api/openai/t/g/v1/chat/completions", "/v1/chat/completions"):
+        for path in (
+            "/api/openai/v1/chat/completions",
+            "/api/openai/t/g/v1/chat/completions",
+            "/v1/chat/completions",
+        ):
             async with w.http.post(w.url + path, json=SAID) as reply:
                 assert reply.status == 200, path
         async with w.http.post(w.url + "/api/openai/sessions", json={}) as reply:
@@ -128,7 +142,9 @@ def test_docs_need_nothing_from_elsewhere(play: Play) -> None:
 
 
 def key(**limits: Any) -> ApiKey:
-    return ApiKey(name="k", sha256=digest_of("claw-x").hex(), scopes=("agent",), created_at=0, **limits)
+    return ApiKey(
+        name="k", sha256=digest_of("claw-x").hex(), scopes=("agent",), created_at=0, **limits
+    )
 
 
 class Time:
@@ -197,16 +213,24 @@ def test_tokens_of_a_reply_that_is_not_recorded(reply: bytes, tokens: int) -> No
 
 def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
     settings = Settings.model_validate({"data_dir": tmp_path})
-    key_commands.create(settings, "k", ["agent"], None, None, calls_per_minute=600, tokens_per_day=5000)
+    key_commands.create(
+        settings, "k", ["agent"], None, None, calls_per_minute=600, tokens_per_day=5000
+    )
     (made,) = read_keys(settings.api_keys_file)
-    assert (made.calls_per_minute, made.calls_at_once, made.tokens_per_day) == (600, None, 5000) and made.limited
+    assert (made.calls_per_minute, made.calls_at_once, made.tokens_per_day) == (
+        600,
+        None,
+        5000,
+    ) and made.limited
     assert key_commands.listing(settings).splitlines()[1].split()[-3:] == ["600", "-", "5000"]
     with pytest.raises(Unprocessable, match="calls_at_once"):
         key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
 
 
 def test_generate_counts_for_the_limits_of_a_key(play: Play, tmp_path: Path) -> None:
-    token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6, calls_at_once=1)
+    token = create_key(
+        tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6, calls_at_once=1
+    )
     asked = {"prompt_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
 
     async def scenario(w: Trial) -> None:
@@ -231,7 +255,9 @@ def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: P
             async with w.http.post(w.url + path, data=ASK, headers=sent) as reply:
                 error = (await reply.json())["error"]
                 assert reply.status == 429 and int(reply.headers["retry-after"]) > 0
-                assert error["type"] == ("rate_limit_error") and "tokens_per_day=6" in error["message"]
+                assert (
+                    error["type"] == ("rate_limit_error") and "tokens_per_day=6" in error["message"]
+                )
         assert len(w.engine.requests) == 1
         async with w.http.post(w.url + "/v1/chat/completions", data=ASK) as reply:
             assert reply.status == 200

@@ -30,7 +30,12 @@ from schemas.settings import Settings
 CODEC = Codec()
 LONG = "a b " * 500
 """1,000 tokens for the engine below."""
-CHAT = {"model": "m", "messages": [{"role": "user", "content": LONG}], "tools": [], "temperature": 0.5}
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": LONG}],
+    "tools": [],
+    "temperature": 0.5,
+}
 
 
 @dataclass
@@ -49,7 +54,9 @@ class Counter:
         """Listen on loopback; gives the URL."""
         app = web.Application()
         app.router.add_post("/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
@@ -69,18 +76,26 @@ class Counter:
         text = said["messages"][0]["content"] if "messages" in said else said.get("prompt")
         match http.path, self.counts:
             case "/tokenize", True:
-                return web.json_response({"count": len(text.split()), "max_model_len": 9, "tokens": []})
+                return web.json_response(
+                    {"count": len(text.split()), "max_model_len": 9, "tokens": []}
+                )
             case "/v1/messages/count_tokens", True:
                 return web.json_response({"input_tokens": len(text.split())})
-        return web.json_response({"error": {"message": "the engine's own", "code": 400}}, status=self.refusal)
+        return web.json_response(
+            {"error": {"message": "the engine's own", "code": 400}}, status=self.refusal
+        )
 
 
 @asynccontextmanager
-async def gateway_to(counter: Counter, directory: Path, upstream: dict[str, Any], **gateway: Any) -> AsyncIterator[str]:
+async def gateway_to(
+    counter: Counter, directory: Path, upstream: dict[str, Any], **gateway: Any
+) -> AsyncIterator[str]:
     """A gateway before the engine; gives the base URL of a trajectory. upstream: what its setting says beside the URL."""
     async with counter.serve() as engine:
         upstreams = [{"url": engine, **upstream}]
-        settings = Settings.model_validate({"data_dir": directory, "gateway": {"upstreams": upstreams, **gateway}})
+        settings = Settings.model_validate(
+            {"data_dir": directory, "gateway": {"upstreams": upstreams, **gateway}}
+        )
         app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
         async with running(app) as url:
             yield f"{url}/t/g"
@@ -114,7 +129,11 @@ def call(
     [
         ("/v1/chat/completions", CHAT, "/tokenize"),
         ("/v1/completions", {"model": "m", "prompt": LONG, "seed": 1}, "/tokenize"),
-        ("/v1/messages", {"model": "m", "messages": CHAT["messages"], "max_tokens": 5}, "/v1/messages/count_tokens"),
+        (
+            "/v1/messages",
+            {"model": "m", "messages": CHAT["messages"], "max_tokens": 5},
+            "/v1/messages/count_tokens",
+        ),
     ],
 )
 def test_an_over_long_prompt_is_refused_with_its_length(
@@ -131,7 +150,9 @@ def test_an_over_long_prompt_is_refused_with_its_length(
 def test_a_prompt_of_ids_is_counted_here(tmp_path: Path) -> None:
     counter = Counter()
     for prompt in ([1] * 1000, [[1], [1] * 1000]):
-        status, message = call(counter, tmp_path, "/v1/completions", {"prompt": prompt}, max_prompt_tokens=999)
+        status, message = call(
+            counter, tmp_path, "/v1/completions", {"prompt": prompt}, max_prompt_tokens=999
+        )
         assert status == 400 and "1000 tokens" in message
     assert counter.asked == []
 
@@ -142,12 +163,21 @@ def test_a_prompt_of_ids_is_counted_here(tmp_path: Path) -> None:
         (None, True, ["/v1/chat/completions"]),  # no limit, no request more
         (9000, True, ["/v1/chat/completions"]),  # too short to be too long
         (1000, True, ["/tokenize", "/v1/chat/completions"]),
-        (999, False, ["/tokenize", "/v1/chat/completions"]),  # the engine cannot count: its own bound is left
+        (
+            999,
+            False,
+            ["/tokenize", "/v1/chat/completions"],
+        ),  # the engine cannot count: its own bound is left
     ],
 )
-def test_a_prompt_that_may_pass_passes_whole(tmp_path: Path, limit: int | None, counts: bool, paths: list[str]) -> None:
+def test_a_prompt_that_may_pass_passes_whole(
+    tmp_path: Path, limit: int | None, counts: bool, paths: list[str]
+) -> None:
     counter = Counter(counts)
-    assert call(counter, tmp_path, "/v1/chat/completions", CHAT, max_prompt_tokens=limit) == (400, "the engine's own")
+    assert call(counter, tmp_path, "/v1/chat/completions", CHAT, max_prompt_tokens=limit) == (
+        400,
+        "the engine's own",
+    )
     assert [path for path, _ in counter.asked] == paths
     assert counter.asked[-1][1]["messages"] == CHAT["messages"]
 
@@ -155,7 +185,9 @@ def test_a_prompt_that_may_pass_passes_whole(tmp_path: Path, limit: int | None, 
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_count_that_fails_is_no_count_of_nothing(tmp_path: Path, status: int) -> None:
     counter = Counter(counts=False, refusal=status)
-    got, _ = call(counter, tmp_path, "/v1/chat/completions", CHAT, {"kind": "text"}, max_prompt_tokens=999)
+    got, _ = call(
+        counter, tmp_path, "/v1/chat/completions", CHAT, {"kind": "text"}, max_prompt_tokens=999
+    )
     assert got == 502 and {path for path, _ in counter.asked} == {"/tokenize"}
 
 
@@ -166,8 +198,14 @@ KEY = {"authorization": "Bearer sk-provider"}
 def test_counting_asks_as_the_call_would(tmp_path: Path) -> None:
     """With the client's key of the provider, and the provider's own name of the model."""
     counter = Counter()
-    status, _ = call(counter, tmp_path, "/v1/chat/completions", CHAT, PROVIDER, KEY, max_prompt_tokens=999)
-    assert status == 400 and counter.keys == [KEY["authorization"]] and counter.asked[0][1]["model"] == "its-own"
+    status, _ = call(
+        counter, tmp_path, "/v1/chat/completions", CHAT, PROVIDER, KEY, max_prompt_tokens=999
+    )
+    assert (
+        status == 400
+        and counter.keys == [KEY["authorization"]]
+        and counter.asked[0][1]["model"] == "its-own"
+    )
 
 
 def test_count_tokens_is_asked_as_a_call_would_be(tmp_path: Path) -> None:
@@ -204,7 +242,10 @@ def test_a_client_that_leaves_is_counted_no_longer(tmp_path: Path, path: str) ->
                 root = url.removesuffix("/t/g")
                 while counter.left == 0:  # noqa: ASYNC110 - it is the engine's
                     await asyncio.sleep(0.005)
-                while "clawstream_gateway_in_flight 0.0" not in await (await http.get(root + "/metrics")).text():  # noqa: ASYNC110
+                while (  # noqa: ASYNC110 - it is another server's
+                    "clawstream_gateway_in_flight 0.0"
+                    not in await (await http.get(root + "/metrics")).text()
+                ):
                     await asyncio.sleep(0.005)
             assert len(counter.asked) == 1
 

@@ -30,8 +30,16 @@ secrets = st.sampled_from(
 texts = unicode | st.tuples(unicode, secrets, unicode).map(" ".join)
 names = st.sampled_from(["content", "password", "api_key", "token", "model"]) | texts
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4) | inner.map(json.dumps),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(names, inner, max_size=4)
+        | inner.map(json.dumps)
+    ),
     max_leaves=12,
 )
 
@@ -50,7 +58,10 @@ def shape(value: Any) -> Any:
     """What redaction must not change: structure, names without secrets, and JSON inside of strings."""
     if isinstance(value, dict):
         return [
-            (SCAN.text(k.encode("utf-8", "surrogatepass")), "text" if isinstance(v, str) and hides(k) else shape(v))
+            (
+                SCAN.text(k.encode("utf-8", "surrogatepass")),
+                "text" if isinstance(v, str) and hides(k) else shape(v),
+            )
             for k, v in value.items()
         ]
     if isinstance(value, list):
@@ -99,9 +110,13 @@ def test_a_string_says_what_its_text_would(text: str, ascii_only: bool, slashes:
 
 
 @given(st.text(max_size=10), st.text(max_size=10), st.data())
-def test_no_way_to_write_a_character_hides_a_secret(before: str, after: str, data: st.DataObject) -> None:
+def test_no_way_to_write_a_character_hides_a_secret(
+    before: str, after: str, data: st.DataObject
+) -> None:
     secret = "joe@example.com"
-    hidden = "".join(data.draw(st.sampled_from([c, f"\\u{ord(c):04x}", f"\\u{ord(c):04X}"])) for c in secret)
+    hidden = "".join(
+        data.draw(st.sampled_from([c, f"\\u{ord(c):04x}", f"\\u{ord(c):04X}"])) for c in secret
+    )
     raw = f'{{"a": {json.dumps(before)[:-1]} {hidden} {json.dumps(after)[1:]}}}'.encode()
     assert json.loads(redacted_body(raw, SCAN))["a"] == f"{before} {EMAIL} {after}"
 
@@ -115,7 +130,9 @@ def test_only_the_string_with_the_secret_changes() -> None:
     raw = b'{"n" : 1.50, "a":"\\u00e9 joe@example.com", "b" :"\\u00e9\\/ @", "a":"twice" }'
     assert (
         redacted_body(raw, SCAN)
-        == b'{"n" : 1.50, "a":"' + "é ".encode() + b'[REDACTED:EMAIL]", "b" :"\\u00e9\\/ @", "a":"twice" }'
+        == b'{"n" : 1.50, "a":"'
+        + "é ".encode()
+        + b'[REDACTED:EMAIL]", "b" :"\\u00e9\\/ @", "a":"twice" }'
     )
 
 
@@ -127,7 +144,10 @@ def test_arguments_of_a_tool_call_stay_json() -> None:
         "note": 'say "hi"\n',
         "n": 3,
     }
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.dumps(arguments)}}]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": json.dumps(arguments)}}],
+    }
     new = redacted(call)
     said = json.loads(new["tool_calls"][0]["function"]["arguments"])
     assert said == {
@@ -148,10 +168,14 @@ def test_arguments_of_a_tool_call_stay_json() -> None:
         ({"password": {"type": "string"}}, None), ({"password": 1234}, None), ({"secret": True}, None), ({"tokens": "abc123def456"}, None),
     ],
 )  # fmt: skip
-def test_the_name_of_a_member_tells_a_secret_as_it_does_in_text(value: dict[str, Any], label: str | None) -> None:
+def test_the_name_of_a_member_tells_a_secret_as_it_does_in_text(
+    value: dict[str, Any], label: str | None
+) -> None:
     ((name, said),) = value.items()
     assert redacted(value) == {name: f"[REDACTED:{label}]" if label else said}
-    assert redacted({"x": {"y": [1, value, said == "joe@example.com"]}})["x"]["y"][1] == redacted(value)
+    assert redacted({"x": {"y": [1, value, said == "joe@example.com"]}})["x"]["y"][1] == redacted(
+        value
+    )
     if isinstance(said, str) and '"' not in said:
         assert SCAN.text(json.dumps(value).encode()).decode() == json.dumps(redacted(value))
 
@@ -165,8 +189,12 @@ def test_names_that_hold_personal_data_are_redacted_but_no_others() -> None:
 
 def test_what_is_no_json_is_text() -> None:
     assert redacted_body(b'{"a": "joe@example.com', SCAN) == b'{"a": "[REDACTED:EMAIL]'
-    assert redacted({"a": '{"to": "joe@example.com", "pass'}) == {"a": '{"to": "[REDACTED:EMAIL]", "pass'}
-    assert redacted({"a": '[INST] "joe@example.com" and joe@example.com'}) == {"a": f'[INST] "{EMAIL}" and {EMAIL}'}
+    assert redacted({"a": '{"to": "joe@example.com", "pass'}) == {
+        "a": '{"to": "[REDACTED:EMAIL]", "pass'
+    }
+    assert redacted({"a": '[INST] "joe@example.com" and joe@example.com'}) == {
+        "a": f'[INST] "{EMAIL}" and {EMAIL}'
+    }
     assert redacted_body(b"", SCAN) == b""
 
 

@@ -35,7 +35,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(tokenizer: Path) -> Script:
     core = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = core.encode(TEXT).ids
-    return Script([Say(ids, list(TEXT), [-0.5] * len(ids))], prompt_ids=core.encode(f"to {SECRET}\n").ids)
+    return Script(
+        [Say(ids, list(TEXT), [-0.5] * len(ids))], prompt_ids=core.encode(f"to {SECRET}\n").ids
+    )
 
 
 def everything(trial: Trial) -> bytes:
@@ -46,24 +48,40 @@ def everything(trial: Trial) -> bytes:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("spooled", [False, True])
-def test_only_what_is_kept_is_redacted(tmp_path: Path, tokenizer: Path, stream: bool, spooled: bool) -> None:
+def test_only_what_is_kept_is_redacted(
+    tmp_path: Path, tokenizer: Path, stream: bool, spooled: bool
+) -> None:
     async def scenario(trial: Trial) -> None:
         trial.bus.acknowledges = not spooled
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": f"I am {SECRET}"}]}
+        body = {
+            "model": "policy",
+            "stream": stream,
+            "messages": [{"role": "user", "content": f"I am {SECRET}"}],
+        }
         reply = await trial.http.post(trial.url + "/t1/g1/v1/chat/completions", json=body)
         said = await reply.text()
         assert reply.status == 200 and (SECRET in said or stream)
         assert trial.engine.requests[-1]["messages"] == body["messages"]
-        (step,) = [r for r in (trial.spooled() if spooled else trial.records()) if hasattr(r, "request_json")]
+        (step,) = [
+            r
+            for r in (trial.spooled() if spooled else trial.records())
+            if hasattr(r, "request_json")
+        ]
         assert SECRET.encode() not in everything(trial)
         shown = json.loads(step.response_json)["content"]
         core = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-        assert core.decode(unpack_ids(step.response_token_ids)) == shown and shown.startswith("ask [REDACTED:EMAIL:")
-        assert core.decode(unpack_ids(step.prompt_token_ids)) == shown[:-5].replace("ask", "to") + "\n"
+        assert core.decode(unpack_ids(step.response_token_ids)) == shown and shown.startswith(
+            "ask [REDACTED:EMAIL:"
+        )
+        assert (
+            core.decode(unpack_ids(step.prompt_token_ids)) == shown[:-5].replace("ask", "to") + "\n"
+        )
         trial.bus.acknowledges = True
         logprobs = unpack_logprobs(step.response_logprobs)
         (span,) = step.redacted_response
-        assert [math.isnan(p) for p in logprobs] == [span.start <= i < span.end for i in range(len(logprobs))]
+        assert [math.isnan(p) for p in logprobs] == [
+            span.start <= i < span.end for i in range(len(logprobs))
+        ]
 
     play(tmp_path, CODEC, scenario, script(tokenizer), tokenizer_path=tokenizer, redaction=ON)
 
@@ -76,7 +94,11 @@ def test_sessions_and_rewards_are_redacted_too(tmp_path: Path, tokenizer: Path) 
                   "reason": f"{SECRET} liked it", "detail": {"password": "hunter2"}}  # fmt: skip
         assert (await trial.http.post(trial.url + "/rewards", json=reward)).status == 201
         kept = everything(trial)
-        assert SECRET.encode() not in kept and b"hunter2" not in kept and kept.count(b"[REDACTED:EMAIL:") == 2
+        assert (
+            SECRET.encode() not in kept
+            and b"hunter2" not in kept
+            and kept.count(b"[REDACTED:EMAIL:") == 2
+        )
 
     play(tmp_path, CODEC, scenario, script(tokenizer), redaction=ON)
 
@@ -97,4 +119,10 @@ def test_a_rule_that_fails_costs_the_contents_but_not_the_step(
         assert SECRET.encode() not in everything(trial)
         assert await trial.metric("clawstream_gateway_redaction_failed_total") == 1
 
-    play(tmp_path, CODEC, scenario, script(tokenizer), redaction=ON | {"rules": ("rules_that_break:find",)})
+    play(
+        tmp_path,
+        CODEC,
+        scenario,
+        script(tokenizer),
+        redaction=ON | {"rules": ("rules_that_break:find",)},
+    )

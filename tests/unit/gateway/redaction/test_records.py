@@ -30,7 +30,10 @@ SECRET = "joe@example.com"
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One token a byte."""
     core = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+        models.BPE(
+            vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
     )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -100,7 +103,9 @@ class Failures:
 
 def made(failed: Callable[[], None] | None = None, **said: Any) -> Redaction:
     redaction = redaction_of(
-        Settings.model_validate({"gateway": {"redaction": {"enabled": True} | said}}), b"secret", failed or Failures()
+        Settings.model_validate({"gateway": {"redaction": {"enabled": True} | said}}),
+        b"secret",
+        failed or Failures(),
     )
     assert redaction is not None
     return redaction
@@ -119,7 +124,9 @@ def test_it_is_off_by_default() -> None:
     assert redaction_of(Settings(), b"secret", Failures()) is None
 
 
-@pytest.mark.parametrize("record", [step(), EVENT, REWARD, CURATION], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "record", [step(), EVENT, REWARD, CURATION], ids=lambda r: type(r).__name__
+)
 def test_nothing_of_a_secret_is_kept(record: Any) -> None:
     new = redacted(record)
     for raw in everything(new):
@@ -136,7 +143,9 @@ def test_nothing_of_a_secret_is_kept(record: Any) -> None:
         "status",
         "created_at",
     }
-    assert all(getattr(new, f.name) == getattr(record, f.name) for f in fields(record) if f.name in same)
+    assert all(
+        getattr(new, f.name) == getattr(record, f.name) for f in fields(record) if f.name in same
+    )
     assert redacted(new) == new
 
 
@@ -174,7 +183,9 @@ def test_a_tokenizer_is_found_by_model_then_by_the_gateways_own(tokenizer: Path)
         other.response_token_ids is None
         and other.tokens_absent_reason == "redaction is on and has no tokenizer for model policy"
     )
-    settings = Settings.model_validate({"gateway": {"tokenizer_path": tokenizer, "redaction": {"enabled": True}}})
+    settings = Settings.model_validate(
+        {"gateway": {"tokenizer_path": tokenizer, "redaction": {"enabled": True}}}
+    )
     redaction = redaction_of(settings, b"secret", Failures())
     assert redaction is not None and asyncio.run(redaction.redacted(ours)).redacted_response
 
@@ -198,7 +209,12 @@ def test_ids_that_cannot_be_read_are_never_kept(
     redaction = made(tokenizers=paths)
     for _ in range(2):
         new = asyncio.run(redaction.redacted(old))
-        assert (new.prompt_token_ids, new.response_token_ids, new.response_logprobs, new.versions) == (
+        assert (
+            new.prompt_token_ids,
+            new.response_token_ids,
+            new.response_logprobs,
+            new.versions,
+        ) == (
             None,
             None,
             None,
@@ -242,16 +258,24 @@ def test_a_redactor_that_fails_keeps_the_fact_and_nothing_else(record: Any) -> N
         assert (new.event_id, new.created_at) == (record.event_id, record.created_at)
 
 
-def test_a_rule_of_ones_own_that_fails_keeps_the_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rule_of_ones_own_that_fails_keeps_the_fact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "rules_of_my_own.py").write_text(
         "def breaks(text):\n    raise KeyError(text)\ndef find(text):\n    return [(0, 3)] if text.startswith('to ') else []\nnumber = 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     failures = Failures()
     new = asyncio.run(made(failures, rules=("email", "rules_of_my_own:breaks")).redacted(step()))
-    assert failures.count == 1 and new.request_json == b"null" and "KeyError" in (new.tokens_absent_reason or "")
     assert (
-        json.loads(redacted(step(), rules=("rules_of_my_own:find",), style="plain").response_json)["content"]
+        failures.count == 1
+        and new.request_json == b"null"
+        and "KeyError" in (new.tokens_absent_reason or "")
+    )
+    assert (
+        json.loads(redacted(step(), rules=("rules_of_my_own:find",), style="plain").response_json)[
+            "content"
+        ]
         == f"[REDACTED:FIND]{SECRET}."
     )
     for name, why in [
@@ -272,7 +296,10 @@ def test_a_tokenizer_that_is_not_there_is_told_at_start(tmp_path: Path) -> None:
 def test_the_default_rules_are_all_but_ipv4_and_in_any_order_the_same() -> None:
     names = Settings().gateway.redaction.rules
     said = step(request_json=b'{"a": "token=ghp_0123456789abcdefghijABCDEFGHIJ012345 8.8.8.8"}')
-    assert redacted(said, rules=names[::-1]) == redacted(said) and b"8.8.8.8" in redacted(said).request_json
+    assert (
+        redacted(said, rules=names[::-1]) == redacted(said)
+        and b"8.8.8.8" in redacted(said).request_json
+    )
     assert b"IPV4" in redacted(said, rules=("ipv4",)).request_json
 
 

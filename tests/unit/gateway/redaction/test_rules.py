@@ -104,7 +104,18 @@ NO_SECRETS = [
 
 @pytest.mark.parametrize(("secret", "label"), SECRETS)
 @pytest.mark.parametrize(
-    "around", ["{}", "say {} now", '{{"a": "{}"}}', "密码{}。", "\n{}\n", "x\\n{}\\ny", "a={}&b", "({})", "<b>{}</b>"]
+    "around",
+    [
+        "{}",
+        "say {} now",
+        '{{"a": "{}"}}',
+        "密码{}。",
+        "\n{}\n",
+        "x\\n{}\\ny",
+        "a={}&b",
+        "({})",
+        "<b>{}</b>",
+    ],
 )
 def test_a_secret_is_found_wherever_it_stands(secret: str, label: str, around: str) -> None:
     shown = SCAN.text(around.format(secret).encode()).decode()
@@ -118,7 +129,9 @@ def test_a_secret_is_found_wherever_it_stands(secret: str, label: str, around: s
 def test_what_stands_around_tells_a_secret(text: str, label: str) -> None:
     start, end = text.index("["), text.rindex("]")
     raw = text[:start] + text[start + 1 : end] + text[end + 1 :]
-    assert SCAN.text(raw.encode()).decode() == text[:start] + f"[REDACTED:{label}]" + text[end + 1 :]
+    assert (
+        SCAN.text(raw.encode()).decode() == text[:start] + f"[REDACTED:{label}]" + text[end + 1 :]
+    )
 
 
 @pytest.mark.parametrize("text", NO_SECRETS)
@@ -133,7 +146,9 @@ def test_anything_that_is_redacted_once_is_redacted(text: str) -> None:
 
 
 @given(
-    st.lists(st.sampled_from([s for s, _ in SECRETS] + [t for t, _ in WITHIN] + NO_SECRETS), max_size=8),
+    st.lists(
+        st.sampled_from([s for s, _ in SECRETS] + [t for t, _ in WITHIN] + NO_SECRETS), max_size=8
+    ),
     st.sampled_from(["\n", " ; ", "  \n"]),
 )
 def test_secrets_side_by_side_are_all_found(parts: list[str], between: str) -> None:
@@ -147,7 +162,9 @@ def test_secrets_side_by_side_are_all_found(parts: list[str], between: str) -> N
 @given(st.integers(10**12, 10**19 - 1))
 def test_card_numbers_are_exactly_those_with_an_issuer_and_a_check_digit(number: int) -> None:
     digits = str(number)
-    total = sum(d if i % 2 == 0 else d * 2 - 9 * (d > 4) for i, d in enumerate(map(int, reversed(digits))))
+    total = sum(
+        d if i % 2 == 0 else d * 2 - 9 * (d > 4) for i, d in enumerate(map(int, reversed(digits)))
+    )
     assert checks.luhn(digits.encode()) == (total % 10 == 0)
     if total % 10 or not 14 <= len(digits) <= 19:
         assert SCAN.text(digits.encode()).decode() == digits
@@ -167,11 +184,19 @@ def test_every_iban_with_eight_digits_in_a_row_is_found_and_none_with_a_wrong_di
     assert SCAN.text(f"to {blanks} or".encode()) == b"to [REDACTED:IBAN] or"
     wrong = f"{country}{check % 97 + 1:02}{account}"
     assert b"IBAN" not in SCAN.text(wrong.encode()) or int(account + str(int(country[0], 36))) == 0
-    assert HASHED.text(iban.encode()) == HASHED.text(blanks.encode()) == HASHED.text(iban.lower().encode())
+    assert (
+        HASHED.text(iban.encode())
+        == HASHED.text(blanks.encode())
+        == HASHED.text(iban.lower().encode())
+    )
 
 
 def test_equal_values_stay_equal_and_other_keys_give_other_names() -> None:
-    twice = HASHED.text(b"joe@example.com and Joe@Example.com and jim@example.com").decode().split(" and ")
+    twice = (
+        HASHED.text(b"joe@example.com and Joe@Example.com and jim@example.com")
+        .decode()
+        .split(" and ")
+    )
     assert twice[0] == twice[1] != twice[2]
     other = Scan(list(RULES.values()), b"another key").text(b"joe@example.com").decode()
     assert other.startswith("[REDACTED:EMAIL:") and other != twice[0]
@@ -179,7 +204,9 @@ def test_equal_values_stay_equal_and_other_keys_give_other_names() -> None:
 
 
 def test_overlapping_secrets_become_one() -> None:
-    assert SCAN.text(b"token=ghp_0123456789abcdefghijABCDEFGHIJ012345") == b"token=[REDACTED:API_KEY]"
+    assert (
+        SCAN.text(b"token=ghp_0123456789abcdefghijABCDEFGHIJ012345") == b"token=[REDACTED:API_KEY]"
+    )
     assert SCAN.text(b"Bearer " + JWT.encode()) == b"Bearer [REDACTED:JWT]"
     assert (
         SCAN.text(b"AKIAIOSFODNN7EXAMPLE,wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
@@ -193,7 +220,10 @@ def test_a_rule_of_ones_own() -> None:
         return [(at, at + 6)] if at >= 0 else []
 
     scan = Scan([RULES["email"]], b"key", "plain", [Named("names", names)])
-    assert scan.text("für Müller, joe@example.com".encode()).decode() == "für [REDACTED:NAMES], [REDACTED:EMAIL]"
+    assert (
+        scan.text("für Müller, joe@example.com".encode()).decode()
+        == "für [REDACTED:NAMES], [REDACTED:EMAIL]"
+    )
     assert scan.text("\udcff Müller".encode("utf-8", "surrogateescape")) == b"\xff [REDACTED:NAMES]"
     with pytest.raises(WrongRange, match="beyond"):
         Scan([], b"key", "plain", [Named("beyond", lambda text: [(0, len(text) + 1)])]).text(b"abc")
@@ -213,7 +243,9 @@ def test_work_is_linear_in_the_text(unit: str) -> None:
 
     texts = [(unit * (size // len(unit) + 1))[:size].encode() for size in (1 << 13, 1 << 16)]
     best = [9e9, 9e9]
-    for tries in range(30):  # what else the machine does only adds: the best of more tries is nearer to the truth
+    for tries in range(
+        30
+    ):  # what else the machine does only adds: the best of more tries is nearer to the truth
         for which, text in enumerate(texts):
             began = time.thread_time()
             SCAN.find(text)
@@ -226,7 +258,11 @@ def test_work_is_linear_in_the_text(unit: str) -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 9), st.integers(65_400, 65_700), st.sampled_from(SECRETS[:3]))
-def test_a_secret_at_the_border_of_two_slices_is_found(shift: int, at: int, secret: tuple[str, str]) -> None:
+def test_a_secret_at_the_border_of_two_slices_is_found(
+    shift: int, at: int, secret: tuple[str, str]
+) -> None:
     text = b"x " * 40_000
     planted = text[: at + shift] + b" " + secret[0].encode() + b" " + text[at + shift :]
-    assert SCAN.text(planted) == planted.replace(secret[0].encode(), f"[REDACTED:{secret[1]}]".encode())
+    assert SCAN.text(planted) == planted.replace(
+        secret[0].encode(), f"[REDACTED:{secret[1]}]".encode()
+    )

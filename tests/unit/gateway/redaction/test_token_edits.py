@@ -12,7 +12,15 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from gateway.redaction.rules import RULES
 from gateway.redaction.scan import Named, Scan
@@ -53,7 +61,11 @@ WORDS = [
     *SECRETS,
     *SECRETS,
 ]
-CORPUS = [" ".join(WORDS), "user\nassistant\nsystem\n", *("".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS)))]
+CORPUS = [
+    " ".join(WORDS),
+    "user\nassistant\nsystem\n",
+    *("".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))),
+]
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 KINDS = ("bytes", "bytes across words", "sentencepiece", "words")
 
@@ -64,14 +76,22 @@ def tokenizer(kind: str) -> Tokenizer:
     if kind == "words":
         core = Tokenizer(
             models.WordLevel(
-                {w: i for i, w in enumerate([*dict.fromkeys([*WORDS, *map(chr, range(32, 127)), "�"])])}, unk_token="�"
+                {
+                    w: i
+                    for i, w in enumerate(
+                        [*dict.fromkeys([*WORDS, *map(chr, range(32, 127)), "�"])]
+                    )
+                },
+                unk_token="�",
             )
         )
         core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         core.decoder = decoders.Fuse()
     elif kind == "sentencepiece":
         core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         trainer = trainers.BpeTrainer(
             vocab_size=500,
             special_tokens=["<unk>"],
@@ -80,10 +100,17 @@ def tokenizer(kind: str) -> Tokenizer:
         )
         core.train_from_iterator(CORPUS, trainer)
         said = orjson.loads(core.to_str())
-        said["model"]["vocab"] |= {f"<0x{b:02X}>": len(said["model"]["vocab"]) + b for b in range(256)}
+        said["model"]["vocab"] |= {
+            f"<0x{b:02X}>": len(said["model"]["vocab"]) + b for b in range(256)
+        }
         core = Tokenizer.from_str(orjson.dumps(said).decode())
         core.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
     else:
         core = Tokenizer(models.BPE())
@@ -93,7 +120,9 @@ def tokenizer(kind: str) -> Tokenizer:
             core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=600,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
         core.train_from_iterator(CORPUS, trainer)
     core.add_special_tokens(list(SPECIAL))
@@ -116,19 +145,30 @@ def shown(known: Vocabulary, ids: list[int]) -> bytes:
     return known.spell(pack_ids(ids))[1]
 
 
-def redacted(prompt: list[int], response: list[int], known: Vocabulary, scan: Scan = SCAN) -> Tokens:
+def redacted(
+    prompt: list[int], response: list[int], known: Vocabulary, scan: Scan = SCAN
+) -> Tokens:
     logprobs = pack_logprobs([-float(i) for i in range(len(response))])
     spans = (
         VersionSpan(version="r/1.0", start=0, end=len(response) // 2),
         VersionSpan(version="r/2.0", start=len(response) // 2, end=len(response)),
     )
     return redacted_tokens(
-        Tokens(pack_ids(prompt), pack_ids(response), logprobs, tuple(s for s in spans if s.start < s.end)), known, scan
+        Tokens(
+            pack_ids(prompt),
+            pack_ids(response),
+            logprobs,
+            tuple(s for s in spans if s.start < s.end),
+        ),
+        known,
+        scan,
     )
 
 
 texts = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
-harmless = st.lists(st.sampled_from([w for w in WORDS if w not in SECRETS]), max_size=12).map("".join)
+harmless = st.lists(st.sampled_from([w for w in WORDS if w not in SECRETS]), max_size=12).map(
+    "".join
+)
 slow = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
@@ -160,7 +200,9 @@ def conversations(draw: st.DrawFn, kind: str) -> list[tuple[list[int], list[int]
         prompt = prompt + message("user", draw(texts)) + [start, *encode("assistant\n")]
         reply = encode(draw(texts))
         if draw(st.booleans()):  # as a model samples: any ids
-            reply = draw(st.lists(st.sampled_from(reply or [0]) | st.integers(0, start - 1), max_size=12))
+            reply = draw(
+                st.lists(st.sampled_from(reply or [0]) | st.integers(0, start - 1), max_size=12)
+            )
         cut = draw(st.booleans())
         reply = reply[: draw(st.integers(0, len(reply)))] if cut else [*reply, end]
         turns.append((prompt, reply))
@@ -171,21 +213,27 @@ def conversations(draw: st.DrawFn, kind: str) -> list[tuple[list[int], list[int]
 @pytest.mark.parametrize("kind", KINDS)
 @slow
 @given(data=st.data())
-def test_a_turn_that_continued_another_still_does(kind: str, folder: Path, data: st.DataObject) -> None:
+def test_a_turn_that_continued_another_still_does(
+    kind: str, folder: Path, data: st.DataObject
+) -> None:
     known, turns = vocabulary(kind, folder), data.draw(conversations(kind))
     new = [redacted(p, r, known) for p, r in turns]
     for one, next_ in pairwise(new):
         assert one.prompt is not None and one.response is not None and next_.prompt is not None
         assert next_.prompt.startswith(one.prompt + one.response)
     tree = build([Sampled(t.prompt or b"", t.response or b"", t.logprobs) for t in new])
-    before = build([Sampled(pack_ids(p), pack_ids(r), pack_logprobs([0.0] * len(r))) for p, r in turns])
+    before = build(
+        [Sampled(pack_ids(p), pack_ids(r), pack_logprobs([0.0] * len(r))) for p, r in turns]
+    )
     assert [(n.parent, n.drift) for n in tree.nodes] == [(n.parent, n.drift) for n in before.nodes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @slow
 @given(data=st.data())
-def test_tokens_say_what_the_redacted_text_says(kind: str, folder: Path, data: st.DataObject) -> None:
+def test_tokens_say_what_the_redacted_text_says(
+    kind: str, folder: Path, data: st.DataObject
+) -> None:
     known = vocabulary(kind, folder)
     for prompt, response in data.draw(conversations(kind)):
         new = redacted(prompt, response, known)
@@ -223,7 +271,11 @@ def test_what_is_indexed_by_token_moves_along(kind: str, folder: Path, data: st.
         assert not ids or (new.versions[0].start, new.versions[-1].end) == (0, len(ids))
         for span in new.versions:
             older = span.version == "r/1.0"
-            assert all((-logprobs[i] < len(response) // 2) == older for i in kept if span.start <= i < span.end)
+            assert all(
+                (-logprobs[i] < len(response) // 2) == older
+                for i in kept
+                if span.start <= i < span.end
+            )
         length = len(unpack_ids(new.prompt or b""))
         assert all(0 <= s.start < s.end <= length for s in new.redacted_prompt)
 
@@ -242,12 +294,17 @@ def test_a_secret_from_the_prompt_into_the_response_is_replaced_in_the_response(
     spans = [
         *new.redacted_prompt,
         *(
-            TokenSpan(start=s.start + len(new.prompt or b"") // 4, end=s.end + len(new.prompt or b"") // 4)
+            TokenSpan(
+                start=s.start + len(new.prompt or b"") // 4, end=s.end + len(new.prompt or b"") // 4
+            )
             for s in new.redacted_response
         ),
     ]
     assert spans == list(whole.redacted_prompt)
-    assert all(secret.encode() not in shown(known, unpack_ids(whole.prompt or b"")) for secret in SECRETS[:3])
+    assert all(
+        secret.encode() not in shown(known, unpack_ids(whole.prompt or b""))
+        for secret in SECRETS[:3]
+    )
 
 
 @slow
@@ -259,15 +316,22 @@ def test_without_special_tokens_a_secret_that_the_next_turn_ends_begins_a_branch
     core.encode_special_tokens = True
     first = core.encode(f"{before} joe@example.com"[: len(before) + 1 + cut]).ids
     rest = core.encode("joe@example.com"[cut:] + " " + after).ids
-    assert b"joe@example.com" not in shown(known, unpack_ids(redacted(first + rest, [], known).prompt or b""))
+    assert b"joe@example.com" not in shown(
+        known, unpack_ids(redacted(first + rest, [], known).prompt or b"")
+    )
 
 
 def test_without_special_tokens_a_turn_that_is_over_is_continued(folder: Path) -> None:
     known, core = vocabulary("bytes", folder), tokenizer("bytes")
     first = core.encode("user: mail joe@example.com\nassistant: ").ids
     reply = core.encode("to joe@example.com.\n").ids
-    one, two = redacted(first, reply, known), redacted([*first, *reply, *core.encode("user: x").ids], reply, known)
-    assert (two.prompt or b"").startswith((one.prompt or b"") + (one.response or b"")) and one.redacted_response
+    one, two = (
+        redacted(first, reply, known),
+        redacted([*first, *reply, *core.encode("user: x").ids], reply, known),
+    )
+    assert (two.prompt or b"").startswith(
+        (one.prompt or b"") + (one.response or b"")
+    ) and one.redacted_response
 
 
 def test_tokens_without_a_secret_are_the_same_object(folder: Path) -> None:
@@ -289,11 +353,16 @@ def test_one_side_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "why"),
     [
-        (Tokens(None, pack_ids([1, 2]), pack_logprobs([0.0]), ()), "4 bytes of log-probabilities for 8"),
+        (
+            Tokens(None, pack_ids([1, 2]), pack_logprobs([0.0]), ()),
+            "4 bytes of log-probabilities for 8",
+        ),
         (Tokens(b"abc", b"abcd", None, ()), "3 and 4 bytes of ids"),
     ],
 )
-def test_ids_and_log_probabilities_that_do_not_fit_are_an_error(folder: Path, tokens: Tokens, why: str) -> None:
+def test_ids_and_log_probabilities_that_do_not_fit_are_an_error(
+    folder: Path, tokens: Tokens, why: str
+) -> None:
     with pytest.raises(TokensDisagree, match=why):
         redacted_tokens(tokens, vocabulary("bytes", folder), SCAN)
 
@@ -301,7 +370,9 @@ def test_ids_and_log_probabilities_that_do_not_fit_are_an_error(folder: Path, to
 @pytest.mark.parametrize("number", [-1, 100_000])
 def test_an_id_of_another_model_is_an_error(folder: Path, number: int) -> None:
     with pytest.raises(UnknownToken, match=str(number % 2**32)):
-        redacted_tokens(Tokens(pack_ids([1, number]), None, None, ()), vocabulary("bytes", folder), SCAN)
+        redacted_tokens(
+            Tokens(pack_ids([1, number]), None, None, ()), vocabulary("bytes", folder), SCAN
+        )
 
 
 def test_a_rule_of_ones_own_sees_each_text_between_special_tokens(folder: Path) -> None:
@@ -314,7 +385,9 @@ def test_a_rule_of_ones_own_sees_each_text_between_special_tokens(folder: Path) 
     core = tokenizer("bytes")
     core.encode_special_tokens = False
     ids = core.encode("<|im_start|>x to<|im_end|>日本 x").ids
-    new = redacted(ids, [], vocabulary("bytes", folder), Scan([], b"key", "plain", [Named("places", find)]))
+    new = redacted(
+        ids, [], vocabulary("bytes", folder), Scan([], b"key", "plain", [Named("places", find)])
+    )
     assert seen == ["x to", "日本 x"]
     assert (
         shown(vocabulary("bytes", folder), unpack_ids(new.prompt or b"")).decode()

@@ -20,7 +20,9 @@ from schemas.tokens import pack_ids, pack_logprobs
 FINE = list(range(100, 130))
 
 
-def step(index: int = 0, ids: Sequence[int] | None = FINE, reply: Any = None, **more: Any) -> dict[str, Any]:
+def step(
+    index: int = 0, ids: Sequence[int] | None = FINE, reply: Any = None, **more: Any
+) -> dict[str, Any]:
     """Fields of a step, and its sampled tokens as `ids`; None: unknown."""
     given: dict[str, Any] = {
         "step_id": f"k~C{index}.0", "index": index, "parent": index - 1 if index else None, "status": "ok", "finish_reason": "stop",
@@ -38,7 +40,11 @@ def trajectory(*steps: dict[str, Any]) -> Trajectory:
         if ids is not None:
             fields.setdefault("segment", len(segments))
             packed = pack_logprobs([-0.5] * len(ids)) if logprobs else None
-            segments.append(Segment(parent=0, step_index=fields["index"], token_ids=pack_ids(ids), logprobs=packed))
+            segments.append(
+                Segment(
+                    parent=0, step_index=fields["index"], token_ids=pack_ids(ids), logprobs=packed
+                )
+            )
         made.append(TrajectoryStep(**fields))
     return Trajectory(
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
@@ -78,12 +84,19 @@ def test_truncation(status: Any) -> None:
         step(i, finish_reason=r)
         for i, r in enumerate(("stop", "tool_calls", "length", "abort", "content_filter", None))
     ]
-    assert scores("truncation", *cut, step(6, status=status)) == [(0.0, 2), (0.0, 3), (0.0, 4), (0.0, 6)]
+    assert scores("truncation", *cut, step(6, status=status)) == [
+        (0.0, 2),
+        (0.0, 3),
+        (0.0, 4),
+        (0.0, 6),
+    ]
 
 
 def test_loops_of_tokens() -> None:
     fine = list(range(1000, 1256))
-    assert scores("repetition", step(0, fine), step(1, fine[:80] + fine[:80])) == [], "twice is no loop"
+    assert scores("repetition", step(0, fine), step(1, fine[:80] + fine[:80])) == [], (
+        "twice is no loop"
+    )
     for period in (1, 2, 3, 7, 20, 50):
         looping = fine[:56] + (fine[:period] * 200)[:200]
         ((value, at),) = scores("repetition", step(0, looping))
@@ -99,7 +112,11 @@ def test_loops_of_text_where_there_are_no_tokens() -> None:
     for reply in (
         {"content": good[:200] + "I will try again. " * 100},
         {"content": [{"type": "text", "text": good[:200] + "I will try again. " * 100}]},
-        {"output": [{"type": "message", "content": [{"type": "output_text", "text": "again " * 200}]}]},
+        {
+            "output": [
+                {"type": "message", "content": [{"type": "output_text", "text": "again " * 200}]}
+            ]
+        },
     ):
         ((value, at),) = scores("repetition", step(0, None, reply))
         assert at == 0 and value < 0.3
@@ -107,14 +124,20 @@ def test_loops_of_text_where_there_are_no_tokens() -> None:
 
 def test_the_same_reply_again_and_again() -> None:
     assert scores("repetition", *(step(i) for i in range(2))) == [], "once more is a poll"
-    assert scores("repetition", *(step(i) for i in range(5))) == [(1 / 2, 2), (1 / 3, 3), (1 / 4, 4)]
+    assert scores("repetition", *(step(i) for i in range(5))) == [
+        (1 / 2, 2),
+        (1 / 3, 3),
+        (1 / 4, 4),
+    ]
     siblings = [step(i, parent=None) for i in range(5)]
     assert scores("repetition", *siblings) == [], "equal replies of branches are rollouts"
     assert scores("repetition", *(step(i, [5, 6]) for i in range(5))) == [], "short ones say little"
 
 
 @given(st.lists(st.integers(0, 3), max_size=400), st.integers(1, 60))
-def test_a_loop_is_never_longer_than_the_reply_and_what_is_found_is_one(ids: list[int], period: int) -> None:
+def test_a_loop_is_never_longer_than_the_reply_and_what_is_found_is_one(
+    ids: list[int], period: int
+) -> None:
     data = pack_ids(ids)
     assert 0 <= longest_loop(data, 4) <= len(data)
     assert longest_loop(pack_ids(range(len(ids))), 4) == 0
@@ -149,7 +172,11 @@ def test_format(value: float | None, reply: Any) -> None:
 def test_format_of_half_a_character_is_not_that_of_what_is_no_json() -> None:
     """Valid JSON, though it can't be written as UTF-8; in a call's arguments too, escaped once or twice."""
     call = b'{"tool_calls":[{"function":{"name":"f","arguments":"%s"}}]}'
-    fine = [b'{"content":"\\ud83d"}', call % b'{\\"a\\":\\"\\ud83d\\"}', call % b'{\\"a\\":\\"\\\\ud83d\\"}']
+    fine = [
+        b'{"content":"\\ud83d"}',
+        call % b'{\\"a\\":\\"\\ud83d\\"}',
+        call % b'{\\"a\\":\\"\\\\ud83d\\"}',
+    ]
     assert scores("format", *(step(i, response_json=said) for i, said in enumerate(fine))) == []
     bad = [b'{"content":NaN}', call % b'{\\"a\\":\\ud83d}', b"[" * 100_000]
     assert scores("format", *(step(i, response_json=said) for i, said in enumerate(bad))) == [
@@ -161,7 +188,10 @@ def test_format_of_half_a_character_is_not_that_of_what_is_no_json() -> None:
 
 def test_format_of_what_is_no_json_and_of_what_was_cut() -> None:
     assert scores("format", step(0, response_json=b"{")) == [(0.0, 0)]
-    assert scores("format", step(0, response_json=b"{", status="aborted"), step(1, response_json=b"")) == []
+    assert (
+        scores("format", step(0, response_json=b"{", status="aborted"), step(1, response_json=b""))
+        == []
+    )
 
 
 json = st.recursive(

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.vllm_plugin.sampling import applied, server_wide
-from rollout.vllm_plugin.token_capture import BEAM_SEARCH, EMBEDDINGS, Call, Capture, EngineTap, _call
+from rollout.vllm_plugin.token_capture import (
+    BEAM_SEARCH,
+    EMBEDDINGS,
+    Call,
+    Capture,
+    EngineTap,
+    _call,
+)
 from schemas import engine_frames
 from schemas.engine_frames import Choice, Frame
 from schemas.records import Sampling
@@ -60,7 +67,9 @@ FRAME = st.builds(
     st.none() | st.integers(0, 2**31 - 1),
 )
 FRAMES = st.lists(FRAME, max_size=4)
-EVENTS = st.sampled_from([b"data: {}\n\n", b"event: ping\ndata: {}\n\n", b": keep alive\n\n", b"data: [DONE]\n\n"])
+EVENTS = st.sampled_from(
+    [b"data: {}\n\n", b"event: ping\ndata: {}\n\n", b": keep alive\n\n", b"data: [DONE]\n\n"]
+)
 
 
 @given(FRAMES)
@@ -77,12 +86,17 @@ def test_a_plain_reply_is_split_again(frames: list[Frame], body: bytes) -> None:
 @given(st.lists(st.tuples(FRAMES, EVENTS), max_size=5))
 def test_comments_are_events_of_their_own(sent: list[tuple[list[Frame], bytes]]) -> None:
     stream = b"".join(
-        engine_frames.comment(b"".join(map(engine_frames.encode, frames))) + event for frames, event in sent
+        engine_frames.comment(b"".join(map(engine_frames.encode, frames))) + event
+        for frames, event in sent
     )
     events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
-    told = [engine_frames.read_comment(event) for event in events if engine_frames.is_comment(event)]
+    told = [
+        engine_frames.read_comment(event) for event in events if engine_frames.is_comment(event)
+    ]
     assert told == [frames for frames, _ in sent]
-    assert [event for event in events if not engine_frames.is_comment(event)] == [event for _, event in sent]
+    assert [event for event in events if not engine_frames.is_comment(event)] == [
+        event for _, event in sent
+    ]
 
 
 @given(FRAME, st.data())
@@ -92,7 +106,9 @@ def test_a_frame_cut_short_is_an_error(frame: Frame, data: st.DataObject) -> Non
         engine_frames.decode(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
 
 
-@pytest.mark.parametrize("bad", [b"{}\n", b'{"g":0,"c":[{}]}\n', b'{"g":0,"c":0}\n', b"[]\n", b"x\n", b"no newline"])
+@pytest.mark.parametrize(
+    "bad", [b"{}\n", b'{"g":0,"c":[{}]}\n', b'{"g":0,"c":0}\n', b"[]\n", b"x\n", b"no newline"]
+)
 def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         engine_frames.decode(bad)
@@ -226,7 +242,9 @@ class Client:
     model_config: ModelConfig = field(default_factory=ModelConfig)
     vllm_config: VllmConfig = field(default_factory=VllmConfig)
 
-    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, sampling_params: Params, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
         self.seen.append(sampling_params)
         told = sampling_params.num_logprobs is not None
 
@@ -265,7 +283,9 @@ class State:
 class App:
     """An ASGI app: a plain reply in two messages, or an event for each output. It generates once for each of `params`."""
 
-    def __init__(self, *params: Params, stream: bool = False, prompt: Any = None, status: int = 200) -> None:
+    def __init__(
+        self, *params: Params, stream: bool = False, prompt: Any = None, status: int = 200
+    ) -> None:
         self.client = Client()
         self.state = State(self.client)
         self.params, self.stream, self.status, self.prompt = params, stream, status, prompt
@@ -273,7 +293,9 @@ class App:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         outputs = [
-            self.state.engine_client.generate(self.prompt, copy.copy(params), request_id=self.request_id)
+            self.state.engine_client.generate(
+                self.prompt, copy.copy(params), request_id=self.request_id
+            )
             for params in self.params
         ]
         if not self.stream:
@@ -290,13 +312,23 @@ class App:
         for generation in outputs:
             async for output in generation:
                 ids = ",".join(str(i) for o in output.outputs for i in o.token_ids)
-                await send({"type": "http.response.body", "body": f"data: {ids}\n\n".encode(), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": f"data: {ids}\n\n".encode(),
+                        "more_body": True,
+                    }
+                )
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def call(
-    app: App, middleware: Capture | None = None, *, asking: bool = True, path: str = "/v1/completions"
+    app: App,
+    middleware: Capture | None = None,
+    *,
+    asking: bool = True,
+    path: str = "/v1/completions",
 ) -> tuple[dict[str, str], bytes]:
     """Headers and body of one request's reply."""
     sent: list[MutableMapping[str, Any]] = []
@@ -322,7 +354,13 @@ def whole(which: int, spans: bool = True) -> Choice:
     """All of a choice of the fake client."""
     ids = [10 * (which + 1) + i for i in range(3)]
     told = (("v1", 0, 2), ("v2", 2, 3))
-    return Choice(which, pack_ids(ids), pack_logprobs([-float(i) for i in ids]), "stop", told if spans else None)
+    return Choice(
+        which,
+        pack_ids(ids),
+        pack_logprobs([-float(i) for i in ids]),
+        "stop",
+        told if spans else None,
+    )
 
 
 HOW = Sampling(
@@ -362,10 +400,14 @@ def test_in_a_stream_tokens_come_right_before_the_event_that_shows_them(kind: Ki
     frames = [engine_frames.read_comment(comment)[0] for comment in comments]
     told_once = [(frame.prompt_ids, frame.sampling, frame.cached) for frame in frames]
     assert told_once == [(pack_ids(PROMPT), HOW, 2)] + [(None, None, None)] * 5
-    shown = [own_event.decode().strip().split(",")[-1].removeprefix("data: ") for own_event in own[:-1]]
+    shown = [
+        own_event.decode().strip().split(",")[-1].removeprefix("data: ") for own_event in own[:-1]
+    ]
     assert [str(unpack_ids(frame.choices[0].ids)[-1]) for frame in frames] == shown
     for which in range(2):
-        (first, second, last) = (choice for frame in frames for choice in frame.choices if choice.which == which)
+        (first, second, last) = (
+            choice for frame in frames for choice in frame.choices if choice.which == which
+        )
         assert first.finish is None
         assert second.spans is None
         assert whole(which) == Choice(
@@ -386,7 +428,9 @@ def test_who_does_not_ask_gets_the_label_and_nothing_else() -> None:
         "content-length": "4",
         engine_frames.VERSION_START: "default",
     }
-    assert app.client.seen == [Params(output_kind=Kind.FINAL_ONLY)], "the engine computes nothing for us"
+    assert app.client.seen == [Params(output_kind=Kind.FINAL_ONLY)], (
+        "the engine computes nothing for us"
+    )
 
 
 def test_the_label_is_followed_not_asked_for() -> None:
@@ -418,7 +462,9 @@ def test_the_health_of_a_dead_engine_can_be_asked() -> None:
     ("params", "logprobs"),
     [(Params(), 0), (Params(logprobs=5), 5), (Params(logprob_token_ids=[1, 2]), None)],
 )
-def test_the_engine_is_asked_for_logprobs_unless_the_client_did(params: Params, logprobs: int | None) -> None:
+def test_the_engine_is_asked_for_logprobs_unless_the_client_did(
+    params: Params, logprobs: int | None
+) -> None:
     app = App(params)
     before = copy.copy(params)
     headers, body = call(app)
@@ -436,14 +482,18 @@ def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     generation.note(RequestOutput(PROMPT, [Output(0, [2], None)]))
     ((first,), *_) = (frame.choices for frame in engine_frames.decode(call_.take()))
     assert (first.ids, first.logprobs) == (pack_ids([1, 2]), None)
-    generation.note(RequestOutput(PROMPT, [Output(0, [3], [{9: Logprob(-0.5)}])]))  # not the sampled one's
+    generation.note(
+        RequestOutput(PROMPT, [Output(0, [3], [{9: Logprob(-0.5)}])])
+    )  # not the sampled one's
     assert engine_frames.decode(call_.take())[0].choices[0].logprobs is None
     generation.note(RequestOutput(PROMPT, [Output(0, [4], [{4: Logprob(-1 / 3)}])]))
     logprobs = engine_frames.decode(call_.take())[0].choices[0].logprobs
     assert logprobs is not None
     assert unpack_logprobs(logprobs) == pytest.approx([-1 / 3], rel=2**-24)
     generation.note(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
-    assert engine_frames.decode(call_.take()) == [Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))]
+    assert engine_frames.decode(call_.take()) == [
+        Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))
+    ]
     assert call_.take() == b""
 
 
@@ -451,7 +501,10 @@ def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     ("params", "constraints"),
     [
         (Params(structured_outputs=Structured(json="{}")), ["json"]),
-        (Params(structured_outputs=Structured(json_object=True), logit_bias={1: 2.0}), ["json_object", "logit_bias"]),
+        (
+            Params(structured_outputs=Structured(json_object=True), logit_bias={1: 2.0}),
+            ["json_object", "logit_bias"],
+        ),
         (
             Params(allowed_token_ids=[1], bad_words=["x"], min_tokens=3),
             ["allowed_token_ids", "bad_words", "min_tokens"],
@@ -472,8 +525,13 @@ def test_what_the_server_does_to_every_request_is_told() -> None:
         vllm_config=VllmConfig(object()),
     )
     found = applied(Params(), server_wide(client))
-    assert (found.constraints, found.logprobs_mode) == (("logits_processors", "watermark"), "raw_logprobs")
-    assert applied(Params(watermarking=False), server_wide(client)).constraints == ("logits_processors",)
+    assert (found.constraints, found.logprobs_mode) == (
+        ("logits_processors", "watermark"),
+        "raw_logprobs",
+    )
+    assert applied(Params(watermarking=False), server_wide(client)).constraints == (
+        "logits_processors",
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -487,7 +545,9 @@ def test_beam_search_and_embeddings_say_why_they_have_no_tokens(reason: str, str
     headers, body = call(app)
     if stream:
         (frames,) = (
-            engine_frames.read_comment(event) for event in body.split(b"\n\n") if engine_frames.is_comment(event)
+            engine_frames.read_comment(event)
+            for event in body.split(b"\n\n")
+            if engine_frames.is_comment(event)
         )
     else:
         _, frames = engine_frames.split(body, headers[engine_frames.OWN_BODY])

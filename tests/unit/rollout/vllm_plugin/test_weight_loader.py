@@ -9,7 +9,15 @@ import orjson
 import pytest
 
 from rollout.vllm_plugin.engine import INVALID
-from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, INVALID_WEIGHTS, LOADED, PATH, UNAVAILABLE, WeightLoader
+from rollout.vllm_plugin.weight_loader import (
+    BROKEN,
+    CHANGED,
+    INVALID_WEIGHTS,
+    LOADED,
+    PATH,
+    UNAVAILABLE,
+    WeightLoader,
+)
 
 
 class EngineClient:
@@ -53,7 +61,10 @@ class Server:
     """The middleware around an app that answers 404."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._scope = {"type": "http", "app": type("App", (), {"state": type("State", (), {"engine_client": client})})}
+        self._scope = {
+            "type": "http",
+            "app": type("App", (), {"state": type("State", (), {"engine_client": client})}),
+        }
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 404, "headers": []})
@@ -74,7 +85,9 @@ class Server:
         return sent[0]["status"], orjson.loads(sent[1]["body"])
 
     async def load(self, version_id: str, served: str) -> tuple[int, Any]:
-        return await self.ask("POST", orjson.dumps({"version_id": version_id, "served": served, "files": {"/f": "0"}}))
+        return await self.ask(
+            "POST", orjson.dumps({"version_id": version_id, "served": served, "files": {"/f": "0"}})
+        )
 
 
 def test_a_version_is_staged_swapped_and_labelled_in_one_request() -> None:
@@ -97,7 +110,9 @@ def test_two_workers_never_mix_their_updates() -> None:
     async def scenario() -> None:
         client = EngineClient()
         server = Server(client)
-        outcomes = await asyncio.gather(server.load("a/1.0", "default"), server.load("b/1.0", "default"))
+        outcomes = await asyncio.gather(
+            server.load("a/1.0", "default"), server.load("b/1.0", "default")
+        )
         assert [status for status, _ in outcomes] == [LOADED, CHANGED]
         assert outcomes[1][1] == {"weight_version": "a/1.0"}
         assert client.calls == ["start", "update", "pause", "finish", "resume"]

@@ -48,7 +48,11 @@ class Repository:
 
 
 def jars_in(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if not path.name.startswith(".")
+    }
 
 
 def test_committed_pins_are_complete_and_name_no_host() -> None:
@@ -57,11 +61,15 @@ def test_committed_pins_are_complete_and_name_no_host() -> None:
     assert len({jar.name for jar in pins}) == 93
     assert all(len(jar.sha256) == 64 and int(jar.sha256, 16) and jar.size > 0 for jar in pins)
     # What the broker does not start without, in the one version that works.
-    assert {"kafka_2.13-4.3.1.jar", "log4j-1.2-api-2.25.4.jar", "log4j-core-2.25.4.jar"} <= {jar.name for jar in pins}
+    assert {"kafka_2.13-4.3.1.jar", "log4j-1.2-api-2.25.4.jar", "log4j-core-2.25.4.jar"} <= {
+        jar.name for jar in pins
+    }
 
 
 def test_parse_pins_skips_comments_and_blank_lines() -> None:
-    assert parse_pins("# why\n\norg.x:y:1.2 " + "0" * 64 + " 7\n") == (PinnedJar("org.x", "y", "1.2", "0" * 64, 7),)
+    assert parse_pins("# why\n\norg.x:y:1.2 " + "0" * 64 + " 7\n") == (
+        PinnedJar("org.x", "y", "1.2", "0" * 64, 7),
+    )
 
 
 def test_fetches_once_then_not_again(tmp_path: Path) -> None:
@@ -76,7 +84,9 @@ def test_fetches_once_then_not_again(tmp_path: Path) -> None:
 def test_a_corrupted_jar_is_fetched_anew(tmp_path: Path, damage: bytes) -> None:
     ensure_jars(tmp_path, PINS, Repository(CONTENTS))
     (tmp_path / "a-1.0.jar").write_bytes(damage)
-    os.utime(tmp_path / "a-1.0.jar", ns=(0, 0))  # a file system's clock may not have ticked since the jar came
+    os.utime(
+        tmp_path / "a-1.0.jar", ns=(0, 0)
+    )  # a file system's clock may not have ticked since the jar came
     repository = Repository(CONTENTS)
     ensure_jars(tmp_path, PINS, repository)
     assert repository.asked == ["a-1.0.jar"]
@@ -98,7 +108,10 @@ def test_jars_that_stay_wrong_are_named_and_never_put_in_place(tmp_path: Path) -
     with pytest.raises(JarsError) as error:
         ensure_jars(tmp_path, PINS, repository)
     assert "2 of Kafka's jars" in str(error.value)
-    assert f"b-1.0.jar: fetched bytes have sha256 {hashlib.sha256(b'forged jar').hexdigest()}" in str(error.value)
+    assert (
+        f"b-1.0.jar: fetched bytes have sha256 {hashlib.sha256(b'forged jar').hexdigest()}"
+        in str(error.value)
+    )
     assert "c-1.0.jar: c-1.0.jar not found" in str(error.value)
     assert jars_in(tmp_path) == {"a-1.0.jar": b"first jar"}
     assert not list(tmp_path.glob(".staging-*"))
@@ -132,7 +145,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def test_two_at_once_fetch_each_jar_once(tmp_path: Path) -> None:
     repository = Repository(CONTENTS)
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: ensure_jars(tmp_path, PINS, repository), range(4))) == [tmp_path] * 4
+        assert (
+            list(pool.map(lambda _: ensure_jars(tmp_path, PINS, repository), range(4)))
+            == [tmp_path] * 4
+        )
     assert sorted(repository.asked) == sorted(CONTENTS)
 
 

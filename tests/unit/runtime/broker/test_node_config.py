@@ -33,19 +33,32 @@ def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
     assert told["broker.session.timeout.ms"] == "2000"
     assert told["auto.create.topics.enable"] == "false"
     assert told["message.max.bytes"] == told["replica.fetch.max.bytes"] == "10485760"
-    assert "log.message.timestamp.type" not in told  # each topic says whose clock stamps its records
+    assert (
+        "log.message.timestamp.type" not in told
+    )  # each topic says whose clock stamps its records
 
 
 def test_three_nodes_keep_three_copies_and_need_two() -> None:
     plans = plan_nodes(Path("/data"), 19092, 3)
     told = properties(render_server_properties(plans[3]))
     assert [plan.port for plan in plans.values()] == [19092, 19102, 19112]
-    assert told["controller.quorum.voters"] == "1@127.0.0.1:19093,2@127.0.0.1:19103,3@127.0.0.1:19113"
+    assert (
+        told["controller.quorum.voters"] == "1@127.0.0.1:19093,2@127.0.0.1:19103,3@127.0.0.1:19113"
+    )
     assert told["node.id"] == "3"
     assert told["advertised.listeners"] == "PLAINTEXT://127.0.0.1:19112"
-    for name in ("default", "offsets.topic", "transaction.state.log", "share.coordinator.state.topic"):
+    for name in (
+        "default",
+        "offsets.topic",
+        "transaction.state.log",
+        "share.coordinator.state.topic",
+    ):
         assert told[f"{name}.replication.factor"] == "3"
-    for name in ("min.insync.replicas", "transaction.state.log.min.isr", "share.coordinator.state.topic.min.isr"):
+    for name in (
+        "min.insync.replicas",
+        "transaction.state.log.min.isr",
+        "share.coordinator.state.topic.min.isr",
+    ):
         assert told[name] == "2"
     assert told["broker.session.timeout.ms"] == "3000"
 
@@ -96,16 +109,24 @@ def test_the_command_names_heap_and_properties_and_quiets_only_java_that_knows_h
     assert {"-Xms300m", "-Xmx300m"} <= set(command)
     assert command[-2:] == ["kafka.Kafka", "/data/node-1/server.properties"]
     assert not any("unsafe" in argument for argument in command)
-    assert any("unsafe" in argument for argument in server_command(Java("java", 25), Path("/jars"), plan, 300))
+    assert any(
+        "unsafe" in argument
+        for argument in server_command(Java("java", 25), Path("/jars"), plan, 300)
+    )
 
 
 @pytest.mark.parametrize("rack", [None, "r1"])
 def test_parse_metadata(rack: str | None) -> None:
     def text(value: str | None) -> bytes:
-        return struct.pack(">h", -1) if value is None else struct.pack(">h", len(value)) + value.encode()
+        return (
+            struct.pack(">h", -1)
+            if value is None
+            else struct.pack(">h", len(value)) + value.encode()
+        )
 
     brokers = b"".join(
-        struct.pack(">i", node) + text("localhost") + struct.pack(">i", 9092) + text(rack) for node in (1, 3)
+        struct.pack(">i", node) + text("localhost") + struct.pack(">i", 9092) + text(rack)
+        for node in (1, 3)
     )
     body = struct.pack(">iii", 1, 0, 2) + brokers + text("cluster") + struct.pack(">ii", 1, 0)
     assert parse_metadata(body) == ClusterView("cluster", frozenset({1, 3}))

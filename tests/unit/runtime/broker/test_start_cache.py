@@ -42,13 +42,17 @@ def test_it_is_named_by_all_that_it_depends_on(tmp_path: Path) -> None:
     names.add(start_cache(Java("/opt/java", 25, "a"), tmp_path).path.name)
     (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 2]}')
     names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
-    (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 3]}')  # the same bytes, put there at another time
+    (tmp_path / ".verified").write_text(
+        '{"a.jar": ["00", 1, 3]}'
+    )  # the same bytes, put there at another time
     names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
     assert len(names) == 6
     assert start_cache(Java("java", 25, "a"), tmp_path).path.name in names
 
 
-@pytest.mark.parametrize(("version", "option"), [(17, "-XX:SharedArchiveFile="), (25, "-XX:AOTCache=")])
+@pytest.mark.parametrize(
+    ("version", "option"), [(17, "-XX:SharedArchiveFile="), (25, "-XX:AOTCache=")]
+)
 def test_a_start_is_told_of_one_that_is_there(tmp_path: Path, version: int, option: str) -> None:
     cache = start_cache(Java("java", version), tmp_path)
     assert cache.options == []
@@ -66,7 +70,9 @@ def test_a_bad_one_that_may_not_be_deleted_is_passed_over(tmp_path: Path) -> Non
     assert cache.made and cache.options == []
 
 
-def test_each_java_of_a_making_has_the_lowest_priority(tmp_path: Path, java: Callable[[str], Java]) -> None:
+def test_each_java_of_a_making_has_the_lowest_priority(
+    tmp_path: Path, java: Callable[[str], Java]
+) -> None:
     asked_by_all = java(
         'nice >> $0.nice; case "$*" in *StorageTool*) for a; do case $a in *formatting.properties) '
         'mkdir "${a%.properties}";; esac; done;; esac; exit 1'
@@ -81,7 +87,9 @@ def test_each_java_of_a_making_has_the_lowest_priority(tmp_path: Path, java: Cal
     assert (tmp_path / "java.nice").read_text().split() == ["19"] * 3
 
 
-def test_a_making_that_fails_says_why_and_leaves_nothing(tmp_path: Path, java: Callable[[str], Java]) -> None:
+def test_a_making_that_fails_says_why_and_leaves_nothing(
+    tmp_path: Path, java: Callable[[str], Java]
+) -> None:
     jars = tmp_path / "jars"
     (jars / ".training-killed").mkdir(parents=True)
     cache = start_cache(java("echo no such class; exit 1"), jars)
@@ -117,7 +125,9 @@ def test_a_build_of_java_is_told_from_others() -> None:
     assert java_build(told + "    java.vm.version = 17.0.1+2\n") == "/opt/java V N 17.0.1+2"
 
 
-def test_a_training_run_takes_another_port_where_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_run_takes_another_port_where_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = random.sample(broker_cache._PORTS, 50)
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

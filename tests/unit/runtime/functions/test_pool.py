@@ -24,7 +24,7 @@ from schemas.user_function import FunctionNotFound
 from stream_jobs.reward.assessments import assessment_of
 from stream_jobs.reward.rewards import rewards_of
 
-TESTS = Path(__file__).parents[4] / "support"
+TESTS = Path(__file__).parents[3] / "support"
 ROOT = TESTS.parents[1]
 
 
@@ -60,7 +60,9 @@ def test_every_call_has_a_reward_or_says_why_not(
 
 
 def test_scores_of_a_quality_rule_come_as_they_were_said(pool: FunctionPool) -> None:
-    rules = [Named(name, "1", pool.find(f"own_functions.py:{name}")) for name in ("scores", "fails")]
+    rules = [
+        Named(name, "1", pool.find(f"own_functions.py:{name}")) for name in ("scores", "fails")
+    ]
     said = assessment_of(trajectory(), rules, 0)
     assert said.step_quality == (0.25,)
     assert [(f.rule, f.score, f.evidence) for f in said.findings] == [
@@ -76,7 +78,10 @@ def test_what_is_not_there_is_told_when_it_is_named(pool: FunctionPool, name: st
 
 
 def test_a_function_keeps_its_process_until_it_fails(pool: FunctionPool) -> None:
-    process, crash = pool.find("own_functions.py:says_its_process"), pool.find("own_functions.py:crashes")
+    process, crash = (
+        pool.find("own_functions.py:says_its_process"),
+        pool.find("own_functions.py:crashes"),
+    )
     before = process(trajectory())
     assert before == process(trajectory()) != os.getpid()
     with pytest.raises(NoAnswer, match="crashed"):
@@ -86,7 +91,9 @@ def test_a_function_keeps_its_process_until_it_fails(pool: FunctionPool) -> None
 
 def test_a_process_that_reads_no_more_holds_nobody_up() -> None:
     with FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=1, processes=1)) as pool:
-        process, stops = (pool.find(f"own_functions.py:{name}") for name in ("says_its_process", "stops_later"))
+        process, stops = (
+            pool.find(f"own_functions.py:{name}") for name in ("says_its_process", "stops_later")
+        )
         pid = int(stops(trajectory()))
         until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         with pytest.raises(NoAnswer, match="timeout"):
@@ -124,7 +131,10 @@ def until(condition: Any) -> None:
 
 
 def test_to_stop_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
-    pool, begun = FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=3600, processes=1)), tmp_path / "pid"
+    pool, begun = (
+        FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=3600, processes=1)),
+        tmp_path / "pid",
+    )
     waits, stopped = pool.find("own_functions.py:waits"), list[PoolStopped]()
 
     def call() -> None:
@@ -174,7 +184,7 @@ def test_a_process_that_comes_back_behind_the_stop_is_ended() -> None:
 PARENT = """
 import sys
 sys.path.insert(0, {unit!r})
-from test_function_pool import FunctionPool, FunctionSettings, TESTS, trajectory
+from test_pool import FunctionPool, FunctionSettings, TESTS, trajectory
 pool = FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=3600))
 pool.find("own_functions.py:waits")(trajectory(begun=sys.argv[1]))
 """
@@ -182,7 +192,7 @@ pool.find("own_functions.py:waits")(trajectory(begun=sys.argv[1]))
 
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     begun = tmp_path / "pid"
-    code = PARENT.format(unit=str(TESTS / "unit"))
+    code = PARENT.format(unit=str(Path(__file__).parent))
     parent = subprocess.Popen([sys.executable, "-c", code, str(begun)], cwd=ROOT)
     until(lambda: parent.poll() is not None or (begun.exists() and begun.read_text()))
     parent.kill()
@@ -194,11 +204,16 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     ("named", "setting"),
     [
         ({"jobs": {"reward_functions": {"*": ["nowhere.py:f@1"]}}}, "jobs.reward_functions.*"),
-        ({"jobs": {"quality_functions": {"r": ["own_functions.py:nothing@1"]}}}, "jobs.quality_functions.r"),
+        (
+            {"jobs": {"quality_functions": {"r": ["own_functions.py:nothing@1"]}}},
+            "jobs.quality_functions.r",
+        ),
         ({"gateway": {"compute_reward": "no_such_module:f@1"}}, "gateway.compute_reward"),
     ],
 )
-def test_a_name_that_cannot_be_resolved_is_an_error_of_its_setting(named: dict[str, Any], setting: str) -> None:
+def test_a_name_that_cannot_be_resolved_is_an_error_of_its_setting(
+    named: dict[str, Any], setting: str
+) -> None:
     settings = Settings.model_validate({**named, "functions": {"dirs": [str(TESTS)]}})
     (problem,) = problems_of(settings, ["gateway", "reward"])
     assert problem.startswith(f"setting {setting}: ")

@@ -40,7 +40,9 @@ def test_no_records_say_nothing_about_the_log() -> None:
 def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         said: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: said.append(what["exception"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, what: said.append(what["exception"])
+        )
         outbox = Outbox(NOWHERE, 0.3, die)
         with monkeypatch.context() as patch:
 

@@ -17,7 +17,9 @@ def test_an_error_that_lasts_is_logged_now_and_then_and_another_one_at_once() ->
         complaints.hear(gone, 15.0)
         complaints.hear(denied, 5.0 + SAY_EVERY_S)
     assert [line["error"] for line in logs] == [str(denied), str(gone), str(denied)]
-    assert {(line["event"], line["log_level"]) for line in logs} == {("kafka_not_readable", "warning")}
+    assert {(line["event"], line["log_level"]) for line in logs} == {
+        ("kafka_not_readable", "warning")
+    }
 
 
 def test_a_commit_that_lands_behind_a_newer_one_is_due_again() -> None:

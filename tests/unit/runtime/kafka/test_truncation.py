@@ -27,5 +27,7 @@ def test_a_hole_is_an_error_when_the_log_begins_behind_what_was_due() -> None:
 
     come(0)
     come(500)  # control records of a transaction, at the very start
-    with pytest.raises(SourceTruncated, match=r"claw\.steps-0 begins at offset 501; 500 was due and 1000 came"):
+    with pytest.raises(
+        SourceTruncated, match=r"claw\.steps-0 begins at offset 501; 500 was due and 1000 came"
+    ):
         come(501)

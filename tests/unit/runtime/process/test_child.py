@@ -26,7 +26,10 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, DEAF], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+        [sys.executable, "-c", PARENT, DEAF],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
     ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
@@ -36,18 +39,26 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     command = bonded([sys.executable, "-c", "print('started')"])
-    command[command.index(str(os.getpid()))] = "1"  # as if the parent had died before the kernel was asked
+    command[command.index(str(os.getpid()))] = (
+        "1"  # as if the parent had died before the kernel was asked
+    )
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_the_child_is_the_command_itself() -> None:
     done = subprocess.run(
-        bonded(["sh", "-c", "cat; echo $0 $1; exit 7", "a b", "c"]), input="in ", capture_output=True, text=True
+        bonded(["sh", "-c", "cat; echo $0 $1; exit 7", "a b", "c"]),
+        input="in ",
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (7, "in a b c\n")
 
 
 def test_a_command_that_is_not_there_is_a_line() -> None:
     done = subprocess.run(bonded(["/no/such/program"]), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (127, "cannot run /no/such/program: No such file or directory\n")
+    assert (done.returncode, done.stderr) == (
+        127,
+        "cannot run /no/such/program: No such file or directory\n",
+    )

@@ -14,9 +14,16 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("run_id: file\ntrainer: {lr: 1e-5, seed: 1}\nkafka: {partitions: 3}\n")
     settings = load(
-        file, ["trainer.lr=3e-4"], {"CLAWSTREAM__TRAINER__LR": "2e-4", "CLAWSTREAM__TRAINER__SEED": "2", "PATH": "x"}
+        file,
+        ["trainer.lr=3e-4"],
+        {"CLAWSTREAM__TRAINER__LR": "2e-4", "CLAWSTREAM__TRAINER__SEED": "2", "PATH": "x"},
     )
-    assert (settings.run_id, settings.trainer.lr, settings.trainer.seed, settings.kafka.partitions) == (
+    assert (
+        settings.run_id,
+        settings.trainer.lr,
+        settings.trainer.seed,
+        settings.kafka.partitions,
+    ) == (
         "file",
         3e-4,
         2,
@@ -34,9 +41,15 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ("trainer.lr", "settings are written a.b=c"),
         ("trainer.lr={", "setting trainer.lr: '{' is not valid YAML"),
         ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
-        ("admit.policy.sync_every=2", "trainer.sync_every=1 differs from admit.policy.sync_every=2"),
+        (
+            "admit.policy.sync_every=2",
+            "trainer.sync_every=1 differs from admit.policy.sync_every=2",
+        ),
         ("jobs.trajectory_timeout_s=2e6", "above half of kafka.steps_retention_s"),
-        ("jobs.trajectory_timeout_s=1e5", "jobs.closed_horizon_s=86400 must exceed jobs.trajectory_timeout_s=100000"),
+        (
+            "jobs.trajectory_timeout_s=1e5",
+            "jobs.closed_horizon_s=86400 must exceed jobs.trajectory_timeout_s=100000",
+        ),
         ("jobs.closed_horizon_s=1000", "must exceed jobs.trajectory_timeout_s"),
         ("admit.policy.reward_deadline_s=1e5", "must exceed admit.policy.reward_deadline_s"),
         ("broker.nodes=2", "setting broker.nodes"),
@@ -49,8 +62,15 @@ def test_wrong_setting_is_named(word: str, message: str) -> None:
 
 
 def test_a_name_may_be_a_number() -> None:
-    settings = load(None, ["run_id=7", "jobs.worker_id=1", "rollout.worker_id=2", "gateway.gateway_id=3"], {})
-    names = (settings.run_id, settings.jobs.worker_id, settings.rollout.worker_id, settings.gateway.gateway_id)
+    settings = load(
+        None, ["run_id=7", "jobs.worker_id=1", "rollout.worker_id=2", "gateway.gateway_id=3"], {}
+    )
+    names = (
+        settings.run_id,
+        settings.jobs.worker_id,
+        settings.rollout.worker_id,
+        settings.gateway.gateway_id,
+    )
     assert names == ("7", "1", "2", "3")
     with pytest.raises(SettingsError, match="setting run_id: String should match pattern"):
         load(None, ["run_id=1.5"], {})
@@ -101,22 +121,47 @@ def test_settings_are_frozen() -> None:
         (["broker.nodes=3", "kafka.replication_factor=1"], (1, 1)),
         (["kafka.bootstrap_servers='a:1'"], (1, 1)),
         (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3"], (3, 2)),
-        (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3", "kafka.min_insync_replicas=1"], (3, 1)),
+        (
+            [
+                "kafka.bootstrap_servers='a:1'",
+                "kafka.replication_factor=3",
+                "kafka.min_insync_replicas=1",
+            ],
+            (3, 1),
+        ),
     ],
 )
-def test_topics_are_replicated_as_the_cluster_allows(words: list[str], replication: tuple[int, int]) -> None:
+def test_topics_are_replicated_as_the_cluster_allows(
+    words: list[str], replication: tuple[int, int]
+) -> None:
     assert load(None, words, {}).replication == replication
 
 
 def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
     before = load(
-        None, ["trainer.lr=3e-4", "gateway.upstreams=['http://127.0.0.1:1']", "admit.policy.group_size=4"], {}
+        None,
+        [
+            "trainer.lr=3e-4",
+            "gateway.upstreams=['http://127.0.0.1:1']",
+            "admit.policy.group_size=4",
+        ],
+        {},
     )
     after = changed(before, {"admit.policy.sync_every": 2, "trainer.sync_every": 2})
-    assert after.model_dump(exclude={"admit", "trainer"}) == before.model_dump(exclude={"admit", "trainer"})
-    assert (after.admit.policy.sync_every, after.admit.policy.group_size, after.trainer.lr) == (2, 4, 3e-4)
+    assert after.model_dump(exclude={"admit", "trainer"}) == before.model_dump(
+        exclude={"admit", "trainer"}
+    )
+    assert (after.admit.policy.sync_every, after.admit.policy.group_size, after.trainer.lr) == (
+        2,
+        4,
+        3e-4,
+    )
     assert changed(before, {}) == before
-    with pytest.raises(SettingsError, match=r"trainer.sync_every=1 differs from admit.policy.sync_every=2"):
+    with pytest.raises(
+        SettingsError, match=r"trainer.sync_every=1 differs from admit.policy.sync_every=2"
+    ):
         changed(before, {"admit.policy.sync_every": 2})
-    with pytest.raises(SettingsError, match=r"setting trainer.lr: Input should be greater than 0, got -1"):
+    with pytest.raises(
+        SettingsError, match=r"setting trainer.lr: Input should be greater than 0, got -1"
+    ):
         changed(before, {"trainer.lr": -1})

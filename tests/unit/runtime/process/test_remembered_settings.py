@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from runtime.process.config import load
-from runtime.process.remembered_settings import FILE, changes, forget, recalled, remember, withheld_from
+from runtime.process.remembered_settings import (
+    FILE,
+    changes,
+    forget,
+    recalled,
+    remember,
+    withheld_from,
+)
 from schemas.errors import SettingsError
 
 SECRETS = [
@@ -29,11 +36,17 @@ def kept(directory: Path, *words: str) -> None:
 
 def test_the_directory_is_enough(tmp_path: Path) -> None:
     kept(
-        tmp_path, "run_id=mine", "kafka.partitions=3", "jobs.reward_functions={a: [exact_match@1]}", "broker.port=23000"
+        tmp_path,
+        "run_id=mine",
+        "kafka.partitions=3",
+        "jobs.reward_functions={a: [exact_match@1]}",
+        "broker.port=23000",
     )
     settings = recalled(None, [f"data_dir={tmp_path}"], {})
     assert (settings.run_id, settings.kafka.partitions, settings.broker.port) == ("mine", 3, 23000)
-    assert settings.data_dir == tmp_path and dict(settings.jobs.reward_functions) == {"a": ("exact_match@1",)}
+    assert settings.data_dir == tmp_path and dict(settings.jobs.reward_functions) == {
+        "a": ("exact_match@1",)
+    }
     assert recalled(None, [], {"CLAWSTREAM__DATA_DIR": str(tmp_path)}) == settings
     assert recalled(None, [f"data_dir={tmp_path / 'other'}"], {}).run_id == "default"
 
@@ -48,21 +61,31 @@ def test_what_is_said_wins_and_mappings_are_replaced(tmp_path: Path) -> None:
     )
     file = tmp_path / "more.yaml"
     file.write_text("run_id: file\ntrainer: {seed: 7}\n")
-    words = [f"data_dir={tmp_path}", "jobs.reward_functions={b: [exact_match@1]}", "trainer.model_path=null"]
+    words = [
+        f"data_dir={tmp_path}",
+        "jobs.reward_functions={b: [exact_match@1]}",
+        "trainer.model_path=null",
+    ]
     settings = recalled(file, words, {"CLAWSTREAM__ADMIT__POLICY__GROUP_SIZE": "4"})
     assert (settings.run_id, settings.trainer.seed, settings.trainer.lr) == ("file", 7, 1e-5)
     assert (settings.trainer.model_path, settings.admit.policy.group_size) == (None, 4)
     assert set(settings.jobs.reward_functions) == {"b"}
 
 
-def test_paths_mean_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_mean_the_same_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     remember(load(None, ["data_dir=.", "trainer.model_path=models/a"], {}))
     monkeypatch.chdir(os.sep)
-    assert recalled(None, [f"data_dir={tmp_path}"], {}).trainer.model_path == tmp_path / "models" / "a"
+    assert (
+        recalled(None, [f"data_dir={tmp_path}"], {}).trainer.model_path == tmp_path / "models" / "a"
+    )
 
 
-def test_functions_are_looked_for_where_they_were_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_are_looked_for_where_they_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, home = tmp_path / "first", tmp_path / "second", tmp_path / "data"
     for folder in (first, second, home):
         folder.mkdir()
@@ -70,7 +93,9 @@ def test_functions_are_looked_for_where_they_were_named(tmp_path: Path, monkeypa
     remember(load(None, [f"data_dir={home}", "jobs.reward_functions={'*': ['mine.py:f@1']}"], {}))
     monkeypatch.chdir(second)
     assert recalled(None, [f"data_dir={home}"], {}).functions.dirs == (first,)
-    named = recalled(None, [f"data_dir={home}", "jobs.reward_functions={'*': ['other.py:f@1']}"], {})
+    named = recalled(
+        None, [f"data_dir={home}", "jobs.reward_functions={'*': ['other.py:f@1']}"], {}
+    )
     assert named.functions.dirs == (second, first)
 
 
@@ -79,7 +104,10 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
     written = (tmp_path / FILE).read_text()
     assert "hunter2" not in written and stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     settings = recalled(None, [f"data_dir={tmp_path}"], {})
-    assert dict(settings.kafka.client_options) == {"sasl.mechanism": "PLAIN", "ssl.key.location": "/k"}
+    assert dict(settings.kafka.client_options) == {
+        "sasl.mechanism": "PLAIN",
+        "ssl.key.location": "/k",
+    }
     assert [u.url for u in settings.gateway.upstreams] == ["http://a:1", "http://b:1"]
     assert withheld_from(settings) == [
         "gateway.session_secret",
@@ -96,11 +124,19 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
     ("word", "missing"),
     [
         ("gateway.upstreams=[{url: 'http://c:1'}]", "gateway.upstreams.1.api_key"),
-        ("gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key_env: K}]", "gateway.upstreams.1.api_key"),
-        ("kafka.client_options={security.protocol: PLAINTEXT}", "kafka.client_options.sasl.password"),
+        (
+            "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key_env: K}]",
+            "gateway.upstreams.1.api_key",
+        ),
+        (
+            "kafka.client_options={security.protocol: PLAINTEXT}",
+            "kafka.client_options.sasl.password",
+        ),
     ],
 )
-def test_a_secret_of_what_was_replaced_is_not_asked_for(tmp_path: Path, word: str, missing: str) -> None:
+def test_a_secret_of_what_was_replaced_is_not_asked_for(
+    tmp_path: Path, word: str, missing: str
+) -> None:
     kept(tmp_path, *SECRETS)
     before = withheld_from(recalled(None, [f"data_dir={tmp_path}"], {}))
     now = withheld_from(recalled(None, [f"data_dir={tmp_path}", word], {}))
@@ -117,29 +153,40 @@ def test_a_secret_of_what_was_replaced_is_not_asked_for(tmp_path: Path, word: st
         (["--tokenizer", "/t", "--max-num-batched-tokens=9", "--ssl-keyfile", "/k"],) * 2,
     ],
 )
-def test_secret_arguments_of_the_engine_are_not_written(tmp_path: Path, given: list[str], written: list[str]) -> None:
+def test_secret_arguments_of_the_engine_are_not_written(
+    tmp_path: Path, given: list[str], written: list[str]
+) -> None:
     kept(tmp_path, f"rollout.extra_args={json.dumps(given)}")
     assert "hunter" not in (tmp_path / FILE).read_text()
     now = recalled(None, [f"data_dir={tmp_path}"], {})
     assert list(now.rollout.extra_args) == written
     assert len(withheld_from(now)) == (given != written)
-    given_again = recalled(None, [f"data_dir={tmp_path}", f"rollout.extra_args={json.dumps(given)}"], {})
+    given_again = recalled(
+        None, [f"data_dir={tmp_path}", f"rollout.extra_args={json.dumps(given)}"], {}
+    )
     assert withheld_from(given_again) == []
     others = recalled(None, [f"data_dir={tmp_path}", "rollout.extra_args=['--seed', '4']"], {})
     assert withheld_from(others) == []
 
 
 @pytest.mark.parametrize(
-    ("was", "now"), [("kafka.partitions=3", "kafka.partitions=4"), ("broker.nodes=1", "broker.nodes=3")]
+    ("was", "now"),
+    [("kafka.partitions=3", "kafka.partitions=4"), ("broker.nodes=1", "broker.nodes=3")],
 )
 def test_what_the_data_was_made_with_cannot_change(tmp_path: Path, was: str, now: str) -> None:
     kept(tmp_path, was, "run_id=mine")
     name, _, value = was.partition("=")
     with pytest.raises(
-        SettingsError, match=rf"setting {name}=.: the data in .* was made with {value}, and that cannot change"
+        SettingsError,
+        match=rf"setting {name}=.: the data in .* was made with {value}, and that cannot change",
     ):
         recalled(None, [f"data_dir={tmp_path}", now], {})
-    other = [f"data_dir={tmp_path}", now, "kafka.topic_prefix=other", "kafka.bootstrap_servers='a:1'"]
+    other = [
+        f"data_dir={tmp_path}",
+        now,
+        "kafka.topic_prefix=other",
+        "kafka.bootstrap_servers='a:1'",
+    ]
     assert recalled(None, other, {}).run_id == "mine"  # other topics
 
 

@@ -22,7 +22,9 @@ def found(changed: dict[str, dict[str, str]], **settings: Any) -> list[tuple[str
     kafka = chosen.kafka
     specs: list[TopicSpec] = [*TOPICS.specs(kafka.partitions, int(kafka.steps_retention_s * 1000))]
     specs.append(TOPICS.ready_batches_spec("r", "train"))
-    made = {s.name: dict(s.config) for s in Topics().specs(12, int(MONTH))}  # as an earlier start has made them
+    made = {
+        s.name: dict(s.config) for s in Topics().specs(12, int(MONTH))
+    }  # as an earlier start has made them
     made[specs[-1].name] = dict(specs[-1].config)
     there = {s.name: s.partitions for s in specs}
     configs = {name: config | changed.get(name, {}) for name, config in made.items()}
@@ -32,7 +34,9 @@ def found(changed: dict[str, dict[str, str]], **settings: Any) -> list[tuple[str
 def test_what_we_make_fits_copies_too() -> None:
     assert found({}) == []
     for_ever = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
-    assert found({TOPICS.steps: for_ever, TOPICS.rewards: for_ever}, jobs={"write_ticks": False}) == []
+    assert (
+        found({TOPICS.steps: for_ever, TOPICS.rewards: for_ever}, jobs={"write_ticks": False}) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,12 +65,20 @@ def test_what_nobody_outlives_is_for_ever(setting: str, endless: str) -> None:
 
 def test_payload_is_kept_as_long_as_the_settings_say_or_longer() -> None:
     both = (TOPICS.steps, TOPICS.trajectories)
-    assert found({t: {"retention.ms": WEEK} for t in both}) == [(t, "retention.ms", WEEK, MONTH) for t in both]
+    assert found({t: {"retention.ms": WEEK} for t in both}) == [
+        (t, "retention.ms", WEEK, MONTH) for t in both
+    ]
     for longer in ("-1", str(2 * int(MONTH))):
         assert found({t: {"retention.ms": longer} for t in both}) == []
     week = {"steps_retention_s": int(WEEK) / 1000}
     assert found({t: {"retention.ms": WEEK} for t in both}, kafka=week) == []
     two_months = {"steps_retention_s": 2 * int(MONTH) / 1000}
-    assert [m[0] for m in found({}, kafka=two_months)] == [*both], "settings that ask for more than the topics keep"
-    assert found({TOPICS.steps: {"retention.bytes": "1000000"}}) == [(TOPICS.steps, "retention.bytes", "1000000", "-1")]
-    assert found({TOPICS.workers: {"retention.ms": "1", "retention.bytes": "1"}}) == [], "compacted: by key alone"
+    assert [m[0] for m in found({}, kafka=two_months)] == [*both], (
+        "settings that ask for more than the topics keep"
+    )
+    assert found({TOPICS.steps: {"retention.bytes": "1000000"}}) == [
+        (TOPICS.steps, "retention.bytes", "1000000", "-1")
+    ]
+    assert found({TOPICS.workers: {"retention.ms": "1", "retention.bytes": "1"}}) == [], (
+        "compacted: by key alone"
+    )

@@ -57,7 +57,13 @@ def newer(name: str, more: list[dict[str, Any]]) -> dict[str, Any]:
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a schema, but for the schema itself and the name by which we know it."""
-    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    inner = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in inner:
         if path or key not in ("name", "namespace"):
             yield (*path, key)
@@ -131,7 +137,9 @@ def test_nothing_of_a_schema_that_nobody_checked_is_run(hostile: str, sources: l
     person = {**PERSON, "fields": [*PERSON["fields"], *MORE[2:3]]}
     tick = newer("Tick", [{"name": "who", "type": person}, *MORE[3:4]])
     wide = newer("Tick", MORE)
-    for schema, path in ((s, p) for s in (tick, wide) for p in (*places(s), ("name",), ("namespace",))):
+    for schema, path in (
+        (s, p) for s in (tick, wide) for p in (*places(s), ("name",), ("namespace",))
+    ):
         bad = replaced(schema, path, hostile)
         for make in (
             writer_of,
@@ -196,7 +204,10 @@ def test_records_of_a_refused_schema_are_dead_letters(why: str) -> None:
         codec.announce(json.dumps(schema))
     value = MAGIC + b"refused!" + TICK
     record = Record("t", 0, 0, 0, None, value, {})
-    assert decode_all(cast(Decoder, codec), [record], lambda r, reason, detail: buried.append(reason)) == []
+    assert (
+        decode_all(cast(Decoder, codec), [record], lambda r, reason, detail: buried.append(reason))
+        == []
+    )
     assert buried == ["unknown_schema"]
 
 
@@ -225,8 +236,14 @@ def test_a_schema_that_doubles_is_refused(leaf: Any) -> None:
 
 
 def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
-    wide = {"type": "record", "name": "W", "fields": [{"name": f"f{n}", "type": "int"} for n in range(150)]}
-    schema = newer("Tick", [{"name": "w", "type": wide}, *({"name": f"w{n}", "type": "W"} for n in range(110))])
+    wide = {
+        "type": "record",
+        "name": "W",
+        "fields": [{"name": f"f{n}", "type": "int"} for n in range(150)],
+    }
+    schema = newer(
+        "Tick", [{"name": "w", "type": wide}, *({"name": f"w{n}", "type": "W"} for n in range(110))]
+    )
     codec = Codec()
     header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
     with pytest.raises(ValueError, match="lines"):
@@ -256,7 +273,12 @@ def test_records_inside_records_are_bounded_by_the_bytes() -> None:
 def test_types_of_one_name_in_two_namespaces_are_told_apart() -> None:
     number = {"name": "f", "type": "long"}
     one = {"type": "record", "name": "X", "namespace": "a", "fields": [number]}
-    two = {"type": "record", "name": "X", "namespace": "b", "fields": [number, {"name": "g", "type": "long"}]}
+    two = {
+        "type": "record",
+        "name": "X",
+        "namespace": "b",
+        "fields": [number, {"name": "g", "type": "long"}],
+    }
     schema = newer("Tick", [{"name": "z", "type": "long"}])
     more = [("p", one), ("q", two), ("r", "a.X")]
     schema["fields"] = [{"name": name, "type": kind} for name, kind in more] + schema["fields"]

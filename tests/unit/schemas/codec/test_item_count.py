@@ -26,7 +26,11 @@ from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_decoder import Rows, Schemas
 
 EMPTY = {"type": "record", "name": "Empty", "fields": [{"name": "nothing", "type": "null"}]}
-ITSELF = {"type": "record", "name": "Own", "fields": [{"name": "inner", "type": {"type": "array", "items": "Own"}}]}
+ITSELF = {
+    "type": "record",
+    "name": "Own",
+    "fields": [{"name": "inner", "type": {"type": "array", "items": "Own"}}],
+}
 ITEMS: dict[str, Any] = {
     "null": "null", "record": EMPTY, "fixed": {"type": "fixed", "name": "None", "size": 0}, "boolean": "boolean", "float": "float",
     "arrays": {"type": "array", "items": "null"}, "maps": {"type": "map", "values": "null"}, "itself": ITSELF, "string": "string",
@@ -60,7 +64,12 @@ def announced(schema: dict[str, Any]) -> tuple[Codec, bytes]:
 
 @pytest.mark.parametrize(
     ("items", "kind", "place"),
-    [*((items, "array", 1) for items in ITEMS), ("null", "map", 1), ("itself", "map", 0), ("boolean", "array", 0)],
+    [
+        *((items, "array", 1) for items in ITEMS),
+        ("null", "map", 1),
+        ("itself", "map", 0),
+        ("boolean", "array", 0),
+    ],
 )
 def test_thirty_bytes_that_announce_a_million_million_items_are_a_dead_letter(
     items: str, kind: str, place: int
@@ -156,7 +165,9 @@ def changed(schema: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
         elif narrow == 3 and field["type"] == "string":
             field["type"] = "bytes"
     for n, more in enumerate(
-        data.draw(st.lists(st.sampled_from([i for i in ITEMS if i != "itself"]), max_size=2, unique=True))
+        data.draw(
+            st.lists(st.sampled_from([i for i in ITEMS if i != "itself"]), max_size=2, unique=True)
+        )
     ):
         fields.insert(
             data.draw(st.integers(0, len(fields))),

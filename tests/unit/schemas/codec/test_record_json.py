@@ -47,16 +47,24 @@ def test_what_is_shown() -> None:
     assert said["response_logprobs"] == {"base64": "zczMvQAAgP8="} and said["response_json"] == {
         "base64": "bm8ganNvbg=="
     }
-    assert said["versions"] == [{"version": "r/0.0", "start": 0, "end": 1}] and said["request_json"]["a"] == 1.0
+    assert (
+        said["versions"] == [{"version": "r/0.0", "start": 0, "end": 1}]
+        and said["request_json"]["a"] == 1.0
+    )
     assert to_json(REWARD)["value"] == "NaN"
     assert from_json(CODEC, "Reward", to_json(REWARD) | {"value": "-Infinity"}).value == -math.inf
 
 
 def test_only_what_is_changed_changes() -> None:
     made = from_json(
-        CODEC, "Step", to_json(STEP) | {"response_token_ids": [7, 8], "response_json": {"b": 2}, "model": "x"}, STEP
+        CODEC,
+        "Step",
+        to_json(STEP) | {"response_token_ids": [7, 8], "response_json": {"b": 2}, "model": "x"},
+        STEP,
     )
-    assert made == dataclasses.replace(STEP, response_token_ids=pack_ids([7, 8]), response_json=b'{"b":2}', model="x")
+    assert made == dataclasses.replace(
+        STEP, response_token_ids=pack_ids([7, 8]), response_json=b'{"b":2}', model="x"
+    )
     whole = from_json(CODEC, "Step", changed(to_json(STEP), ["request_json=" + "1" * 30]), STEP)
     assert whole == dataclasses.replace(STEP, request_json=b"1" * 30)
 
@@ -104,7 +112,8 @@ def test_no_record() -> None:
 
 def test_changes_by_path() -> None:
     said = changed(
-        to_json(STEP), ["run_id=new", "versions.0.end=2", 'tags=[{"name":"t","evidence":"e"}]', "group_id=null"]
+        to_json(STEP),
+        ["run_id=new", "versions.0.end=2", 'tags=[{"name":"t","evidence":"e"}]', "group_id=null"],
     )
     assert (said["run_id"], said["versions"][0]["end"], said["tags"], said["group_id"]) == (
         "new", 2, [{"name": "t", "evidence": "e"}], None,

@@ -21,7 +21,15 @@ from schemas import ids, records, tokens
 from schemas.codec import single_object as codec_module
 from schemas.codec.compiled_reader import Records, reader_of
 from schemas.codec.compiled_writer import writer_of
-from schemas.codec.single_object import AVRO_DIR, MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, shipped
+from schemas.codec.single_object import (
+    AVRO_DIR,
+    MAGIC,
+    TOP_LEVEL,
+    Codec,
+    archived,
+    fingerprint_of,
+    shipped,
+)
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
 
 CODEC = Codec()
@@ -55,7 +63,10 @@ def test_class_has_the_fields_of_its_schema(cls: type) -> None:
         record = getattr(records, schema["name"])
         assert [f.name for f in dataclasses.fields(record)] == [f["name"] for f in schema["fields"]]
         for f, field in zip(dataclasses.fields(record), schema["fields"], strict=True):
-            assert ("default" in field) == (f.default is not dataclasses.MISSING), (schema["name"], f.name)
+            assert ("default" in field) == (f.default is not dataclasses.MISSING), (
+                schema["name"],
+                f.name,
+            )
             assert field["doc"], f"{schema['name']}.{f.name} has no doc"
         seen.add(schema["name"])
     assert cls.__name__ in seen
@@ -77,7 +88,9 @@ def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
         record = random_record(cls)
         reference = io.BytesIO()
         fastavro.schemaless_writer(
-            reference, codec_module._parse(shipped(cls.__name__)), codec_module._flattener(cls)(record)
+            reference,
+            codec_module._parse(shipped(cls.__name__)),
+            codec_module._flattener(cls)(record),
         )
         assert CODEC.encode(record)[10:] == reference.getvalue()
 
@@ -103,12 +116,16 @@ def test_the_compiled_reader_reads_what_fastavro_reads(cls: type) -> None:
 
 
 @given(st.data())
-def test_what_the_compiled_reader_makes_of_broken_bytes_fastavro_makes_of_them(data: st.DataObject) -> None:
+def test_what_the_compiled_reader_makes_of_broken_bytes_fastavro_makes_of_them(
+    data: st.DataObject,
+) -> None:
     cls = data.draw(st.sampled_from(TOP_LEVEL))
     value = bytearray(CODEC.encode(random_record(cls)))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(10, len(value) - 1))
-        value[at] = data.draw(st.one_of(st.sampled_from([0, 1, 2, 3, 127, 128, 255]), st.integers(0, 255)))
+        value[at] = data.draw(
+            st.one_of(st.sampled_from([0, 1, 2, 3, 127, 128, 255]), st.integers(0, 255))
+        )
     try:
         read = CODEC.decode(bytes(value))
     except Undecodable:
@@ -119,12 +136,19 @@ def test_what_the_compiled_reader_makes_of_broken_bytes_fastavro_makes_of_them(d
 def test_what_no_avro_writer_writes_is_undecodable() -> None:
     header = CODEC.encode(records.Tick(partition=1))[:10]
     assert CODEC.decode(header + b"\x02\x00") == records.Tick(partition=1)
-    for body in (b"\x02\x04\x00", b"\x02\x01\x00", b"\xff" * 10 + b"\x01\x00", b"\xff" * 9 + b"\x03\x00"):
+    for body in (
+        b"\x02\x04\x00",
+        b"\x02\x01\x00",
+        b"\xff" * 10 + b"\x01\x00",
+        b"\xff" * 9 + b"\x03\x00",
+    ):
         with pytest.raises(Undecodable):
             CODEC.decode(header + body)
 
 
-@pytest.mark.parametrize("value", [-(2**63), -(2**31), -8193, -1, 0, 1, 63, 64, 8191, 8192, 2**31, 2**63 - 1])
+@pytest.mark.parametrize(
+    "value", [-(2**63), -(2**31), -8193, -1, 0, 1, 63, 64, 8191, 8192, 2**31, 2**63 - 1]
+)
 def test_whole_numbers_of_any_size(value: int) -> None:
     tick = records.Tick(partition=0, event_time=value)
     assert CODEC.decode(CODEC.encode(tick)) == tick
@@ -148,13 +172,21 @@ def test_types_that_no_schema_of_ours_has_are_neither_written_nor_read(schema: t
     with pytest.raises(ValueError):
         writer_of(record)
     with pytest.raises(ValueError):
-        reader_of(record, record, Records(lambda name: dataclasses.make_dataclass(name, ["a"], slots=True)))
+        reader_of(
+            record,
+            record,
+            Records(lambda name: dataclasses.make_dataclass(name, ["a"], slots=True)),
+        )
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
     value = CODEC.encode(random_record(cls))
-    for end in {*range(min(len(value), 40)), *(len(value) * i // 40 for i in range(40)), len(value) - 1}:
+    for end in {
+        *range(min(len(value), 40)),
+        *(len(value) * i // 40 for i in range(40)),
+        len(value) - 1,
+    }:
         with pytest.raises(Undecodable):
             CODEC.decode(value[:end])
     with pytest.raises(Undecodable):
@@ -172,7 +204,9 @@ def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
         zigzag, count = block << 1, b""
         while zigzag > 127:
             zigzag, count = zigzag >> 7, count + bytes([zigzag & 127 | 128])
-        found = CODEC.decode(head + (count + bytes([zigzag]) + b"\0\0" * block) * blocks + b"\0" + tail)
+        found = CODEC.decode(
+            head + (count + bytes([zigzag]) + b"\0\0" * block) * blocks + b"\0" + tail
+        )
         assert isinstance(found, records.Step)
         return found
 
@@ -200,7 +234,9 @@ def test_unknown_fingerprint_is_named() -> None:
 
 def newer_step_schema() -> dict[str, typing.Any]:
     schema = json.loads((AVRO_DIR / "Step.avsc").read_text())
-    schema["fields"].append({"name": "from_the_future", "type": ["null", "string"], "default": None, "doc": "New."})
+    schema["fields"].append(
+        {"name": "from_the_future", "type": ["null", "string"], "default": None, "doc": "New."}
+    )
     return typing.cast("dict[str, typing.Any]", schema)
 
 

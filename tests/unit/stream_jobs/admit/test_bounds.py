@@ -21,7 +21,10 @@ class Source:
     """A log of records that are of no run."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.records = [Record(*AT, i, 0, b"No_Run", b"x" * size, {"h": b"yyyy"}) for i, size in enumerate(sizes)]
+        self.records = [
+            Record(*AT, i, 0, b"No_Run", b"x" * size, {"h": b"yyyy"})
+            for i, size in enumerate(sizes)
+        ]
         self.codec = Codec()
 
     def watermarks(self, topic: str, partitions: Any) -> dict[int, tuple[int, int]]:
@@ -56,7 +59,9 @@ def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) ->
         ([PUT_BYTES + 1, 1, PUT_BYTES, 1], [1, 2, 3]),
     ],
 )
-def test_a_transaction_waits_before_too_much_is_on_its_way(sizes: list[int], waits: list[int]) -> None:
+def test_a_transaction_waits_before_too_much_is_on_its_way(
+    sizes: list[int], waits: list[int]
+) -> None:
     waited, begun = list[int](), 0
     pace = Pace(lambda: waited.append(begun))
     for begun, size in enumerate(sizes):  # noqa: B007 - told by the pace

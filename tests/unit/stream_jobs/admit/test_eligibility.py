@@ -10,7 +10,14 @@ import pytest
 from support.admit import cand, fold, policy, refusals, reward
 
 from clawstream.query.connection import connect
-from schemas.records import AdmissionPolicy, Candidate, CandidateStep, PolicyApplied, RewardValue, WeightVersion
+from schemas.records import (
+    AdmissionPolicy,
+    Candidate,
+    CandidateStep,
+    PolicyApplied,
+    RewardValue,
+    WeightVersion,
+)
 from schemas.settings import Settings
 from stream_jobs.admit.eligibility import CONDITIONS, Readiness, compute_readiness
 from stream_jobs.lake.main import Lake
@@ -35,18 +42,33 @@ def test_everything_that_is_lacking_is_named() -> None:
         min_step_quality=0.5, untrained_tags=("title",), group_size=1,
     )  # fmt: skip
     poor = CandidateStep(
-        step_id="a~1.0", index=0, response_tokens=5, trainable=True, quality=0.4, tags=("title",), oldest_sync_index=0
+        step_id="a~1.0",
+        index=0,
+        response_tokens=5,
+        trainable=True,
+        quality=0.4,
+        tags=("title",),
+        oldest_sync_index=0,
     )
     r = compute_readiness(
-        cand("a", value=None, outcome="timed_out", quality=0.4, steps=(poor,)), strict, 3, has_payload=False
+        cand("a", value=None, outcome="timed_out", quality=0.4, steps=(poor,)),
+        strict,
+        3,
+        has_payload=False,
     )
     assert reasons(r) == list(CONDITIONS)
     assert (r.ready, r.awaits, r.score, r.staleness) == (False, False, 0.0, 3)
     details = {lack.reason: lack.detail for lack in r.lacks}
-    assert details["quality"] == "quality 0.4 below 0.5" and details["stale"] == "3 versions, limit 1"
+    assert (
+        details["quality"] == "quality 0.4 below 0.5" and details["stale"] == "3 versions, limit 1"
+    )
     assert details["reward_missing"] == "no value of rule"
     (step,) = r.steps
-    assert [lack.reason for lack in step.lacks] == ["tagged", "quality", "stale"] and step.score == 0.25
+    assert [lack.reason for lack in step.lacks] == [
+        "tagged",
+        "quality",
+        "stale",
+    ] and step.score == 0.25
 
 
 def test_what_may_still_come_is_awaited() -> None:
@@ -61,7 +83,9 @@ def test_what_may_still_come_is_awaited() -> None:
 def test_validation_asks_for_no_version_and_no_freshness() -> None:
     old = cand("a", channel="val", oldest_sync_index=None)
     assert compute_readiness(old, policy(max_staleness=0), 9).ready
-    assert reasons(compute_readiness(cand("a", oldest_sync_index=None), policy(), 9)) == ["untrainable"]
+    assert reasons(compute_readiness(cand("a", oldest_sync_index=None), policy(), 9)) == [
+        "untrainable"
+    ]
 
 
 def drawn(rng: random.Random, number: int) -> tuple[Candidate, AdmissionPolicy]:
@@ -127,7 +151,12 @@ def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
         has_payload, newest = rng.random() < 0.8, rng.choice([None, 2, 4])
         candidates.append((c, PLACE if has_payload else {}))
         policies.append(
-            (PolicyApplied(run_id=c.run_id, channel=c.channel, policy=p, input_topic_id="C", from_offset=0), {})
+            (
+                PolicyApplied(
+                    run_id=c.run_id, channel=c.channel, policy=p, input_topic_id="C", from_offset=0
+                ),
+                {},
+            )
         )
         if newest is not None:
             versions.append((WeightVersion(
@@ -139,13 +168,22 @@ def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
     put("run_events", *policies)
     put("weights", *versions)
     sql = connect(settings)
-    rows = sql.execute("select trajectory_id, ready, awaits, score, lacks, staleness from readiness").fetchall()
+    rows = sql.execute(
+        "select trajectory_id, ready, awaits, score, lacks, staleness from readiness"
+    ).fetchall()
     assert len(rows) == len(expected)
     for tid, *said in rows:
         r = expected[tid]
         lacks = list(dict.fromkeys(reasons(r)))
-        assert said == [r.ready, r.awaits, pytest.approx(r.score), lacks, r.staleness], (tid, said, r)
-    assert sum(r.ready for r in expected.values()) >= 10 and sum(r.awaits for r in expected.values()) > 5
+        assert said == [r.ready, r.awaits, pytest.approx(r.score), lacks, r.staleness], (
+            tid,
+            said,
+            r,
+        )
+    assert (
+        sum(r.ready for r in expected.values()) >= 10
+        and sum(r.awaits for r in expected.values()) > 5
+    )
     seen = sql.execute("select step_id, ready, score, lacks from step_readiness").fetchall()
     steps = {s.step_id: s for r in expected.values() for s in r.steps}
     assert len(seen) == len(steps)

@@ -31,8 +31,18 @@ def test_full_group_with_rewards_becomes_a_batch() -> None:
     (batch,) = fold(policy(), b, a)
     assert isinstance(batch, ReadyBatch)
     assert groups([batch]) == [[["a", "b"]]]
-    assert (batch.batch_seq, batch.input_from, batch.input_to, batch.trainable_tokens) == (0, 3, 3, 10)
-    assert (batch.policy_version, batch.sync_every, batch.input_topic_id, batch.input_partition) == (1, 1, "topic-1", 2)
+    assert (batch.batch_seq, batch.input_from, batch.input_to, batch.trainable_tokens) == (
+        0,
+        3,
+        3,
+        10,
+    )
+    assert (
+        batch.policy_version,
+        batch.sync_every,
+        batch.input_topic_id,
+        batch.input_partition,
+    ) == (1, 1, "topic-1", 2)
     (group,) = batch.groups
     assert (group.group_id, group.round, group.n) == ("g", 0, 2)
     assert group.members[0].place == Place(topic_id="t", partition=0, first_offset=2, last_offset=2)
@@ -45,11 +55,19 @@ def test_first_policy_opens_the_run_and_earlier_candidates_count() -> None:
     state = Admission("r", "train", SOURCE)
     assert [state.fold(e) for e in entries(cand("a"))] == [[]] and state.input_from == 0
     (applied,) = Admission("r", "train", SOURCE).fold(Entry(4, policy()))
-    assert isinstance(applied, PolicyApplied) and (applied.from_offset, applied.policy) == (4, policy())
+    assert isinstance(applied, PolicyApplied) and (applied.from_offset, applied.policy) == (
+        4,
+        policy(),
+    )
 
 
 def test_other_runs_and_channels_are_passed_over() -> None:
-    mixed = (policy(), cand("a"), cand("b", run_id="x", value=0.0), cand("c", channel="val", value=0.0))
+    mixed = (
+        policy(),
+        cand("a"),
+        cand("b", run_id="x", value=0.0),
+        cand("c", channel="val", value=0.0),
+    )
     assert fold(*mixed) == []
     assert groups(fold(*mixed, cand("d", value=0.0))) == [[["a", "d"]]]
 
@@ -71,8 +89,12 @@ def test_reward_that_does_not_come_drops_its_member() -> None:
     out = fold(*three, tick(1010))
     assert refusals(out) == [("reward_missing", ("a",), False)] and groups(out) == [[["b", "c"]]]
     at_once = fold(short, cand("a", value=None), cand("b", value=0.0), cand("c", value=1.0))
-    assert refusals(at_once) == [("reward_missing", ("a",), False)] and groups(at_once) == [[["b", "c"]]]
-    assert refusals(fold(policy(), cand("a", value=None), cand("b"))) == [("reward_missing", ("a", "b"), True)]
+    assert refusals(at_once) == [("reward_missing", ("a",), False)] and groups(at_once) == [
+        [["b", "c"]]
+    ]
+    assert refusals(fold(policy(), cand("a", value=None), cand("b"))) == [
+        ("reward_missing", ("a", "b"), True)
+    ]
 
 
 def test_event_time_is_the_minimum_over_the_source_partitions() -> None:
@@ -112,7 +134,9 @@ def test_group_deadline_admits_short_or_refuses() -> None:
     ],
 )
 def test_unusable_member(reason: str, changes: dict[str, Any]) -> None:
-    strict = policy(group_size=3, min_trainable_tokens=3, max_trajectory_tokens=100, min_quality=0.5)
+    strict = policy(
+        group_size=3, min_trainable_tokens=3, max_trajectory_tokens=100, min_quality=0.5
+    )
     out = fold(strict, cand("a", value=0.0), cand("b", quality=0.5), cand("c", **changes))
     assert refusals(out) == [(reason, ("c",), False)]
     assert groups(out) == [[["a", "b"]]]
@@ -124,7 +148,9 @@ def test_equal_rewards_carry_no_gradient() -> None:
     assert refusals(fold(policy(), cand("a"), cand("b"))) == [("zero_variance", ("a", "b"), True)]
     assert groups(fold(policy(drop_zero_variance=False), cand("a"), cand("b"))) == [[["a", "b"]]]
     weighted = policy(reward_weights={"rule/exact": 0.0})
-    assert refusals(fold(weighted, cand("a"), cand("b", value=0.0))) == [("zero_variance", ("a", "b"), True)]
+    assert refusals(fold(weighted, cand("a"), cand("b", value=0.0))) == [
+        ("zero_variance", ("a", "b"), True)
+    ]
     alone = policy(group_size=1, min_members=1, algorithm="other")
     assert groups(fold(alone, cand("a"))) == [[["a"]]], "a group of one has no variance"
     (refused,) = fold(policy(required_rewards=()), cand("a", rewards=()), cand("b", rewards=()))
@@ -145,15 +171,23 @@ def test_group_of_one_is_refused_when_the_algorithm_compares() -> None:
 
 def test_staleness_is_exact_for_the_batch_that_trains_it() -> None:
     limit = policy(max_staleness=1, sync_every=2)
-    pairs = [(cand(f"a{i}", f"g{i}", oldest_sync_index=9 - i), cand(f"b{i}", f"g{i}", 0.0)) for i in range(2)]
+    pairs = [
+        (cand(f"a{i}", f"g{i}", oldest_sync_index=9 - i), cand(f"b{i}", f"g{i}", 0.0))
+        for i in range(2)
+    ]
     fresh = [
-        (cand(f"x{i}", f"f{i}", oldest_sync_index=9), cand(f"y{i}", f"f{i}", 0.0, oldest_sync_index=9))
+        (
+            cand(f"x{i}", f"f{i}", oldest_sync_index=9),
+            cand(f"y{i}", f"f{i}", 0.0, oldest_sync_index=9),
+        )
         for i in range(4)
     ]
     old = fold(limit, *itertools.chain(*fresh), *pairs[0])
     assert [d.reason for d in old if isinstance(d, Refused)] == ["stale"]
     assert old[-1].detail == "batch 4 trains version 2, oldest token is of 0, limit 1"  # type: ignore[union-attr]
-    assert len(groups(fold(limit, *itertools.chain(*fresh[:3]), *pairs[0]))) == 4, "batch 3 still trains version 1"
+    assert len(groups(fold(limit, *itertools.chain(*fresh[:3]), *pairs[0]))) == 4, (
+        "batch 3 still trains version 1"
+    )
 
 
 def test_staleness_is_judged_again_when_the_batch_closes() -> None:
@@ -176,7 +210,13 @@ def test_staleness_is_judged_for_each_of_several_batches_that_close_at_once() ->
 
 def test_batch_closes_at_tokens_and_keeps_the_order_of_readiness() -> None:
     many = policy(batch_groups=9, batch_tokens=20)
-    events = [cand("a1", "a"), cand("b1", "b"), cand("b2", "b", 0.0), cand("a2", "a", 0.0), cand("c1", "c")]
+    events = [
+        cand("a1", "a"),
+        cand("b1", "b"),
+        cand("b2", "b", 0.0),
+        cand("a2", "a", 0.0),
+        cand("c1", "c"),
+    ]
     assert groups(fold(many, *events)) == [[["b1", "b2"], ["a1", "a2"]]]
     assert groups(fold(many, *events[:3])) == []
 
@@ -187,8 +227,12 @@ def test_revision_before_admission_replaces_and_after_it_is_late() -> None:
     assert refusals(fold(*first, equal)) == [("zero_variance", ("a", "b"), True)]
     after = fold(policy(), *first[1:], equal, equal, cand("b", value=0.0))
     (late,) = after[1:]
-    assert late == Late(run_id="r", channel="train", trajectory_id="b", revision=1, missed_batch_seq=0, input_to=4)
-    refused = fold(policy(), cand("a"), cand("b"), dataclasses.replace(cand("b", value=0.0), revision=3))
+    assert late == Late(
+        run_id="r", channel="train", trajectory_id="b", revision=1, missed_batch_seq=0, input_to=4
+    )
+    refused = fold(
+        policy(), cand("a"), cand("b"), dataclasses.replace(cand("b", value=0.0), revision=3)
+    )
     assert isinstance(refused[-1], Late) and refused[-1].missed_batch_seq is None
 
 
@@ -216,7 +260,9 @@ def test_round_that_closed_short_refuses_those_who_were_of_it() -> None:
     assert refusals(out) == [("round_closed", ("l0",), False), ("round_closed", ("l1",), False)]
     assert {d.round for d in out if isinstance(d, Refused)} == {0}
     named = fold(*start, cand("x", round=0), cand("y", round=4))
-    assert refusals(named) == [("round_closed", ("x",), False)], "a round of one's own is never another one"
+    assert refusals(named) == [("round_closed", ("x",), False)], (
+        "a round of one's own is never another one"
+    )
 
 
 def test_named_round_that_is_full_takes_no_more() -> None:
@@ -227,10 +273,20 @@ def test_named_round_that_is_full_takes_no_more() -> None:
 
 def test_policy_acts_from_its_offset_on() -> None:
     strict = policy(
-        policy_version=2, group_size=1, min_members=1, batch_groups=1, required_rewards=(), algorithm="other"
+        policy_version=2,
+        group_size=1,
+        min_members=1,
+        batch_groups=1,
+        required_rewards=(),
+        algorithm="other",
     )
     out = fold(
-        policy(batch_groups=2), cand("a"), cand("b", value=0.0), cand("c", "h", rewards=()), strict, cand("d", "i")
+        policy(batch_groups=2),
+        cand("a"),
+        cand("b", value=0.0),
+        cand("c", "h", rewards=()),
+        strict,
+        cand("d", "i"),
     )
     applied, one, two = out
     assert isinstance(applied, PolicyApplied) and applied.from_offset == 4
@@ -262,10 +318,14 @@ def test_end_of_the_run_admits_the_rest_or_refuses_it() -> None:
 def test_validation_batches_hold_one_sync_index_and_close_by_time() -> None:
     val = {"channel": "val", "closed_at": 10}
     events = [
-        cand(f"{g}{i}", g, 1.0, oldest_sync_index=s, **val) for g, s in (("a", 0), ("b", 1), ("c", 0)) for i in (1, 2)
+        cand(f"{g}{i}", g, 1.0, oldest_sync_index=s, **val)
+        for g, s in (("a", 0), ("b", 1), ("c", 0))
+        for i in (1, 2)
     ]
     out = fold(policy(), *events, channel="val")
-    assert groups(out) == [[["a1", "a2"], ["c1", "c2"]]], "equal rewards and old tokens are fine here"
+    assert groups(out) == [[["a1", "a2"], ["c1", "c2"]]], (
+        "equal rewards and old tokens are fine here"
+    )
     assert fold(policy(), *events, tick(3009), channel="val") == out
     assert groups(fold(policy(), *events, tick(3010), channel="val"))[1:] == [[["b1", "b2"]]]
 
@@ -277,18 +337,28 @@ def test_content_hash_knows_no_clock_run_or_place() -> None:
         return batch.content_hash
 
     plain = digest(policy(), cand("a"), cand("b", value=0.0))
-    assert plain == digest(policy(), cand("b", value=0.0), cand("a", closed_at=50), source=Source("other", 0, 1))
-    moved = [dataclasses.replace(e, run_id="s") for e in (policy(), cand("a"), cand("b", value=0.0))]
+    assert plain == digest(
+        policy(), cand("b", value=0.0), cand("a", closed_at=50), source=Source("other", 0, 1)
+    )
+    moved = [
+        dataclasses.replace(e, run_id="s") for e in (policy(), cand("a"), cand("b", value=0.0))
+    ]
     assert plain == digest(*moved, run="s")
     assert plain != digest(policy(), cand("a"), cand("b", value=0.5))
 
 
 def test_replay_gives_the_same_batches_in_the_same_order() -> None:
-    log = entries(policy(batch_groups=2), *(cand(f"t{i}", f"g{i % 7}", i % 3) for i in range(50)), tick(9000))
+    log = entries(
+        policy(batch_groups=2), *(cand(f"t{i}", f"g{i % 7}", i % 3) for i in range(50)), tick(9000)
+    )
     state = Admission("r", "train", SOURCE)
     live = [d.content_hash for e in log for d in state.fold(e) if isinstance(d, ReadyBatch)]
     assert len(live) > 5
-    assert replay(log, policy(batch_groups=2), tickers=1) == replay(log[1:], policy(batch_groups=2), tickers=1) == live
+    assert (
+        replay(log, policy(batch_groups=2), tickers=1)
+        == replay(log[1:], policy(batch_groups=2), tickers=1)
+        == live
+    )
 
 
 def test_straggler_blocks_nobody_and_costs_nothing() -> None:
@@ -322,19 +392,31 @@ def test_straggler_blocks_nobody_and_costs_nothing() -> None:
 
 
 def test_a_policy_leaves_tagged_steps_out_of_training() -> None:
-    titled = CandidateStep(step_id="a~2.0", index=1, response_tokens=3, trainable=True, tags=("title", "x"))
+    titled = CandidateStep(
+        step_id="a~2.0", index=1, response_tokens=3, trainable=True, tags=("title", "x")
+    )
     a = cand("a", trainable_tokens=8, steps=(*cand("a").steps, titled))
-    b = cand("b", value=0.0, trainable_tokens=3, steps=(dataclasses.replace(titled, step_id="b~1.0"),))
+    b = cand(
+        "b", value=0.0, trainable_tokens=3, steps=(dataclasses.replace(titled, step_id="b~1.0"),)
+    )
     (batch,) = fold(policy(), a, b)
     assert isinstance(batch, ReadyBatch) and batch.trainable_tokens == 11
-    (batch,) = fold(policy(untrained_tags=("title",), min_members=1, algorithm="sft", drop_zero_variance=False), a, b)[
-        1:
-    ]
+    (batch,) = fold(
+        policy(untrained_tags=("title",), min_members=1, algorithm="sft", drop_zero_variance=False),
+        a,
+        b,
+    )[1:]
     assert isinstance(batch, ReadyBatch)
     (member,) = batch.groups[0].members
-    assert (member.untrainable_steps, member.trainable_tokens, batch.trainable_tokens) == (("a~2.0",), 5, 5)
+    assert (member.untrainable_steps, member.trainable_tokens, batch.trainable_tokens) == (
+        ("a~2.0",),
+        5,
+        5,
+    )
     later = policy(policy_version=2, untrained_tags=())
-    decisions = fold(policy(untrained_tags=("title",)), a, later, b)  # judged again under the new one
+    decisions = fold(
+        policy(untrained_tags=("title",)), a, later, b
+    )  # judged again under the new one
     assert [d.trainable_tokens for d in decisions if isinstance(d, ReadyBatch)] == [11]
 
 
@@ -356,15 +438,22 @@ def test_a_run_of_groups_with_equal_rewards_is_noticed_now_and_then() -> None:
     counted, found = EqualRewards(), []
 
     def decide(number: int, values: tuple[float, float]) -> None:
-        for decision in fold(policy(), *(cand(f"{number}.{i}", f"g{number}", v) for i, v in enumerate(values))):
+        for decision in fold(
+            policy(), *(cand(f"{number}.{i}", f"g{number}", v) for i, v in enumerate(values))
+        ):
             found.append(counted.take(decision))
 
     for number in range(20):
         decide(number, (1.0, 1.0))
-    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found if f] == [(8, 8, 0), (16, 16, 0)]
+    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found if f] == [
+        (8, 8, 0),
+        (16, 16, 0),
+    ]
     assert found[7] is not None and found[7].detail == "rewards of 2 members: all 1"
     decide(20, (0.0, 1.0))
     before = len(found)
     for number in range(21, 29):
         decide(number, (0.0, 0.0))
-    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found[before:] if f] == [(8, 28, 1)]
+    assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found[before:] if f] == [
+        (8, 28, 1)
+    ]

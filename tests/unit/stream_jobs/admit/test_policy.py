@@ -27,7 +27,9 @@ SETTINGS = Settings(run_id="demo")
 
 def with_policy(**changes: object) -> Settings:
     policy = PolicySettings.model_validate({**PolicySettings().model_dump(), **changes})
-    return SETTINGS.model_copy(update={"admit": SETTINGS.admit.model_copy(update={"policy": policy})})
+    return SETTINGS.model_copy(
+        update={"admit": SETTINGS.admit.model_copy(update={"policy": policy})}
+    )
 
 
 def test_a_policy_becomes_settings_and_a_policy_again() -> None:
@@ -45,15 +47,22 @@ def test_a_policy_becomes_settings_and_a_policy_again() -> None:
 def test_a_person_changes_some_fields_and_the_rest_stays() -> None:
     policy = policy_of(with_policy(min_quality=0.25, max_staleness=3), 3, 9)
     made = changed_policy(
-        SETTINGS, policy, {"batch_groups": "4", "max_staleness": "null", "required_rewards": "[human]"}, "ann"
+        SETTINGS,
+        policy,
+        {"batch_groups": "4", "max_staleness": "null", "required_rewards": "[human]"},
+        "ann",
     )
     assert (made.run_id, made.policy_version, made.published_by) == ("demo", 4, "ann")
-    told = dataclasses.replace(policy, batch_groups=4, max_staleness=None, required_rewards=("human",))
+    told = dataclasses.replace(
+        policy, batch_groups=4, max_staleness=None, required_rewards=("human",)
+    )
     assert same_content(made, told) and not is_of_settings(made)
 
 
 def configured(
-    rewards: dict[str, list[str]] | None = None, quality: dict[str, list[str]] | None = None, **policy: Any
+    rewards: dict[str, list[str]] | None = None,
+    quality: dict[str, list[str]] | None = None,
+    **policy: Any,
 ) -> Settings:
     jobs = {"reward_functions": rewards or {}, "quality_functions": quality or {}}
     return Settings.model_validate({"run_id": "demo", "jobs": jobs, "admit": {"policy": policy}})
@@ -63,10 +72,18 @@ def configured(
     ("functions", "policy", "required"),
     [
         ({}, {}, ()),
-        ({"demo": ["exact_match@1", "mine.py:kind@2"], "*": ["last_number@1"]}, {}, ("rule/exact_match", "rule/kind")),
+        (
+            {"demo": ["exact_match@1", "mine.py:kind@2"], "*": ["last_number@1"]},
+            {},
+            ("rule/exact_match", "rule/kind"),
+        ),
         ({"*": ["my.module:f@v1", "my.module:f@v2"]}, {}, ("rule/f",)),
         ({"other": ["exact_match@1"]}, {}, ()),
-        ({"*": ["a.b:f@1", "a.b:g@1"]}, {"reward_weights": {"rule/g": 1.0, "env/score": 1.0}}, ("rule/g",)),
+        (
+            {"*": ["a.b:f@1", "a.b:g@1"]},
+            {"reward_weights": {"rule/g": 1.0, "env/score": 1.0}},
+            ("rule/g",),
+        ),
         ({"*": ["a.b:f@1"]}, {"required_rewards": ["env"]}, ("env",)),
         ({"*": ["a.b:f@1"]}, {"required_rewards": [], "reward_weights": {"env/score": 1.0}}, ()),
     ],
@@ -85,7 +102,9 @@ def test_groups_wait_for_the_configured_reward_functions(
         ({}, {"require_assessment": True}, True), ({"*": ["built_in"]}, {"require_assessment": False}, False),
     ],
 )  # fmt: skip
-def test_groups_wait_for_an_assessment_that_decides(rules: dict[str, list[str]], policy: Any, waits: bool) -> None:
+def test_groups_wait_for_an_assessment_that_decides(
+    rules: dict[str, list[str]], policy: Any, waits: bool
+) -> None:
     assert policy_of(configured(quality=rules, **policy), 1, 0).require_assessment is waits
 
 
@@ -96,7 +115,9 @@ def test_groups_wait_for_an_assessment_that_decides(rules: dict[str, list[str]],
         ({"quality": {"*": ["built_in"]}, "min_quality": 0.5, "require_assessment": False}, "require_assessment is false"),
     ],
 )  # fmt: skip
-def test_a_policy_that_would_decide_before_the_functions_answer_is_refused(given: Any, message: str) -> None:
+def test_a_policy_that_would_decide_before_the_functions_answer_is_refused(
+    given: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         configured(**given)
 
@@ -116,7 +137,12 @@ def test_a_changed_policy_waits_for_the_functions_of_the_settings() -> None:
         ({}, {"reward_weights": "{rule/g: 1.0}"}, ("rule/g",), True),
         ({}, {"min_quality": "null"}, ("rule/f", "rule/g"), False),
         ({}, {"batch_groups": "4"}, ("rule/f", "rule/g"), True),
-        ({"required_rewards": ["rule/f", "rule/g"]}, {"reward_weights": "{rule/g: 1.0}"}, ("rule/f", "rule/g"), True),
+        (
+            {"required_rewards": ["rule/f", "rule/g"]},
+            {"reward_weights": "{rule/g: 1.0}"},
+            ("rule/f", "rule/g"),
+            True,
+        ),
         ({"required_rewards": ["env"]}, {"reward_weights": "{rule/g: 1.0}"}, ("env",), True),
         ({"require_assessment": True}, {"min_quality": "null"}, ("rule/f", "rule/g"), True),
     ],
@@ -131,9 +157,16 @@ def test_what_follows_from_the_functions_follows_in_a_changed_policy_too(
 
 def test_a_policy_may_not_name_an_algorithm_that_the_trainer_lacks() -> None:
     before = policy_of(SETTINGS, 1, 0)
-    with pytest.raises(SettingsError, match=r"admit\.policy\.algorithm='rloo': this trainer has grpo"):
+    with pytest.raises(
+        SettingsError, match=r"admit\.policy\.algorithm='rloo': this trainer has grpo"
+    ):
         changed_policy(SETTINGS, before, {"algorithm": "rloo"}, "ann", (check_algorithm,))
-    assert changed_policy(SETTINGS, before, {"batch_groups": "4"}, "ann", (check_algorithm,)).batch_groups == 4
+    assert (
+        changed_policy(
+            SETTINGS, before, {"batch_groups": "4"}, "ann", (check_algorithm,)
+        ).batch_groups
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +204,9 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
         "said once more, by the settings: from now on they are what it is compared with"
     )
     anew = next_policy(Published(anns, first, False), policy_of(old, 3, 5))
-    assert anew == dataclasses.replace(anns, policy_version=3, created_at=5), "on a topic made anew it goes on"
+    assert anew == dataclasses.replace(anns, policy_version=3, created_at=5), (
+        "on a topic made anew it goes on"
+    )
     assert next_policy(Published(anns, None, True), policy_of(old, 3, 5)) == policy_of(old, 3, 5), (
         "settings never spoke yet"
     )
@@ -190,7 +225,9 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
         ({"min_quality": math.nan}, "min_quality is nan, must be in"), ({"min_step_quality": 1.1}, "min_step_quality is 1.1"),
     ],
 )  # fmt: skip
-def test_a_policy_that_no_settings_could_say_is_not_obeyed(changes: dict[str, Any], why: str) -> None:
+def test_a_policy_that_no_settings_could_say_is_not_obeyed(
+    changes: dict[str, Any], why: str
+) -> None:
     """It may have been written by another program."""
     policy = policy_of(SETTINGS, 7, 0)
     assert flaw_of_policy(policy, None) is None

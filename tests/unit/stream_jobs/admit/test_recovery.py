@@ -92,7 +92,11 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
 
     def put(event: Any) -> None:
         out.append(
-            Entry(3 * len(out), event, Place(topic_id="t", partition=0, first_offset=len(out), last_offset=len(out)))
+            Entry(
+                3 * len(out),
+                event,
+                Place(topic_id="t", partition=0, first_offset=len(out), last_offset=len(out)),
+            )
         )
 
     put(policy())
@@ -125,7 +129,10 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
             case ("again", which) if seen:
                 put(
                     dataclasses.replace(
-                        seen[-which % len(seen)], revision=0, opened_at=now + 1000, closed_at=now + 1001
+                        seen[-which % len(seen)],
+                        revision=0,
+                        opened_at=now + 1000,
+                        closed_at=now + 1001,
                     )
                 )
             case ("tick", partitions, jump):
@@ -144,14 +151,21 @@ def steps_of(tid: str, oldest: int | None, quality: float | None) -> tuple[Candi
     """One step of the trajectory's quality and one that is faultless."""
     return tuple(
         CandidateStep(
-            step_id=f"{tid}~{i}", index=i, response_tokens=n, trainable=True, quality=q, oldest_sync_index=oldest
+            step_id=f"{tid}~{i}",
+            index=i,
+            response_tokens=n,
+            trainable=True,
+            quality=q,
+            oldest_sync_index=oldest,
         )
         for i, (n, q) in enumerate(((2, quality), (3, 1.0)))
     )
 
 
 def rewarded(value: float) -> RewardValue:
-    return RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0)
+    return RewardValue(
+        source="rule", name="x", function_version="1", value=value, reward_revision=0
+    )
 
 
 def run(state: Admission, log: list[Entry]) -> list[list[Journaled]]:
@@ -168,11 +182,18 @@ def check(journal: list[Journaled]) -> None:
     batches = [d for d in journal if isinstance(d, ReadyBatch)]
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
     admitted = [m.trajectory_id for b in batches for g in b.groups for m in g.members]
-    refused = [t for d in journal if isinstance(d, Refused) and d.reason != "duplicate" for t in d.trajectory_ids]
+    refused = [
+        t
+        for d in journal
+        if isinstance(d, Refused) and d.reason != "duplicate"
+        for t in d.trajectory_ids
+    ]
     assert max(Counter(admitted + refused).values(), default=1) == 1, "a trajectory is decided once"
     rounds = [(g.group_id, g.round) for b in batches for g in b.groups]
     rounds += [
-        (d.group_id, d.round) for d in journal if isinstance(d, Refused) and d.whole_group and d.round is not None
+        (d.group_id, d.round)
+        for d in journal
+        if isinstance(d, Refused) and d.whole_group and d.round is not None
     ]
     assert max(Counter(rounds).values(), default=1) == 1, "a round is closed once"
     starts = [d.input_from for d in journal if isinstance(d, ReadyBatch | Refused)]
@@ -192,7 +213,9 @@ def check(journal: list[Journaled]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
-def test_crash_after_any_step_changes_nothing(seed: int, length: int, channel: Any, ended: bool) -> None:
+def test_crash_after_any_step_changes_nothing(
+    seed: int, length: int, channel: Any, ended: bool
+) -> None:
     """Decisions of one step are one transaction. Cut behind any of them, admission goes on with exactly the same decisions."""
     log = log_of(ops_of(random.Random(seed), length), channel, ended)
     steps = run(Admission("r", channel, SOURCE), log)
@@ -211,7 +234,9 @@ def test_crash_after_any_step_changes_nothing(seed: int, length: int, channel: A
 
 @settings(max_examples=150, deadline=None)
 @given(seed=SEED, length=LENGTH, ended=st.booleans())
-def test_cut_at_any_decision_decides_each_trajectory_once(seed: int, length: int, ended: bool) -> None:
+def test_cut_at_any_decision_decides_each_trajectory_once(
+    seed: int, length: int, ended: bool
+) -> None:
     """Even inside a step, which transactions prevent; and again and again."""
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), "train", ended)
@@ -225,7 +250,13 @@ def test_cut_at_any_decision_decides_each_trajectory_once(seed: int, length: int
     check(journal)
     if ended:
         closed = {e.event.trajectory_id for e in log if isinstance(e.event, Candidate)}
-        decided = {m.trajectory_id for b in journal if isinstance(b, ReadyBatch) for g in b.groups for m in g.members}
+        decided = {
+            m.trajectory_id
+            for b in journal
+            if isinstance(b, ReadyBatch)
+            for g in b.groups
+            for m in g.members
+        }
         decided |= {t for d in journal if isinstance(d, Refused) for t in d.trajectory_ids}
         assert decided == closed, "none is lost"
 
@@ -237,7 +268,9 @@ def kept(ledger: Ledger) -> bytes:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
-def test_checkpoint_and_the_rest_are_the_whole_journal(seed: int, length: int, channel: Any, ended: bool) -> None:
+def test_checkpoint_and_the_rest_are_the_whole_journal(
+    seed: int, length: int, channel: Any, ended: bool
+) -> None:
     """Killed behind any record of the journal, with a checkpoint of any moment before: the same past, and the same decisions after it."""
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), channel, ended)
@@ -248,8 +281,13 @@ def test_checkpoint_and_the_rest_are_the_whole_journal(seed: int, length: int, c
     past_of(journal[:cut], SOURCE.topic_id, 0, early)
     ledger, mark = read(kept(early), CODEC)
     assert mark == MARK
-    past, whole = past_of(journal[cut:], SOURCE.topic_id, 0, ledger), past_of(journal, SOURCE.topic_id, 0)
-    assert kept(past.ledger) == kept(whole.ledger) == kept(live.ledger), "and what wrote it goes on with no other"
+    past, whole = (
+        past_of(journal[cut:], SOURCE.topic_id, 0, ledger),
+        past_of(journal, SOURCE.topic_id, 0),
+    )
+    assert kept(past.ledger) == kept(whole.ledger) == kept(live.ledger), (
+        "and what wrote it goes on with no other"
+    )
     assert dataclasses.replace(past, ledger=whole.ledger) == whole
     resumed = run(Admission("r", channel, SOURCE, past), log)
     assert resumed == run(Admission("r", channel, SOURCE, whole), log)
@@ -291,14 +329,23 @@ def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
     steps = run(Admission("r", "train", SOURCE), [*log, Entry(99, late, log[1].place)])
     whole = [d for step in steps for d in step]
     last = whole[-1]
-    assert isinstance(last, Refused) and (last.reason, last.trajectory_ids) == ("reward_missing", ("late",))
+    assert isinstance(last, Refused) and (last.reason, last.trajectory_ids) == (
+        "reward_missing",
+        ("late",),
+    )
     past = past_of(whole[:-1], SOURCE.topic_id, 0)
     assert past.resume_from > log[0].offset
-    assert run(Admission("r", "train", SOURCE, past), [*log, Entry(99, late, log[1].place)])[-1] == [last]
+    assert run(Admission("r", "train", SOURCE, past), [*log, Entry(99, late, log[1].place)])[
+        -1
+    ] == [last]
 
 
 def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
-    log = log_of([("close", g, None, float(i % 2), 0, 0, None) for g in range(3) for i in range(3)], "train", False)
+    log = log_of(
+        [("close", g, None, float(i % 2), 0, 0, None) for g in range(3) for i in range(3)],
+        "train",
+        False,
+    )
     before = [d for step in run(Admission("r", "train", SOURCE), log) for d in step]
     assert [d.batch_seq for d in before if isinstance(d, ReadyBatch)] == [0]
     anew = Source("topic-2", 0, 2)
@@ -311,12 +358,29 @@ def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
     )
     moved = [dataclasses.replace(e, offset=7 + i) for i, e in enumerate(log)]
     after = [d for step in run(state, moved) for d in step]
-    assert after == [], "what was trained is not trained again; the third group waits for a second one"
+    assert after == [], (
+        "what was trained is not trained again; the third group waits for a second one"
+    )
     changed = Entry(40, policy(2, batch_groups=1))
     applied, batch = (d for step in run(state, [changed]) for d in step)
-    assert isinstance(applied, PolicyApplied) and isinstance(batch, ReadyBatch) and batch.batch_seq == 1
-    again = past_of(
-        [*before, opening, Late(run_id="r", channel="train", trajectory_id="t0", revision=1, input_to=9)], "topic-2", 7
+    assert (
+        isinstance(applied, PolicyApplied)
+        and isinstance(batch, ReadyBatch)
+        and batch.batch_seq == 1
     )
-    assert (again.renewed, again.resume_from, again.replay_until, again.policy) == (False, 7, 8, policy())
+    again = past_of(
+        [
+            *before,
+            opening,
+            Late(run_id="r", channel="train", trajectory_id="t0", revision=1, input_to=9),
+        ],
+        "topic-2",
+        7,
+    )
+    assert (again.renewed, again.resume_from, again.replay_until, again.policy) == (
+        False,
+        7,
+        8,
+        policy(),
+    )
     assert past_of([], "topic-2", 7).renewed is False

@@ -17,7 +17,11 @@ from stream_jobs.admit.fold import Admission
 from stream_jobs.admit.group import Group, Member, Verdict, batch_group
 
 SCORES = tuple(
-    dataclasses.replace(reward(i / 7, name="score"), function_version="1" * 64, step_id=f"session-0123456789~{i:05d}.0")
+    dataclasses.replace(
+        reward(i / 7, name="score"),
+        function_version="1" * 64,
+        step_id=f"session-0123456789~{i:05d}.0",
+    )
     for i in range(400)
 )
 
@@ -47,7 +51,9 @@ def test_batch_closes_before_it_is_larger_than_a_record() -> None:
     batches = [d for d in decisions if isinstance(d, ReadyBatch)]
     early = [b for b in batches if b.policy_version == 1]
     sizes = [len(Codec().encode(b)) for b in early]
-    assert len(sizes) == 2 and max(sizes) <= MAX_RECORD_BYTES and min(sizes) > 0.8 * MAX_RECORD_BYTES
+    assert (
+        len(sizes) == 2 and max(sizes) <= MAX_RECORD_BYTES and min(sizes) > 0.8 * MAX_RECORD_BYTES
+    )
     assert [g.group_id for b in batches for g in b.groups] == [f"g{g}" for g in range(30)]
     cut = decisions.index(early[0]) + 1
     state = Admission("r", "train", SOURCE, past_of(decisions[:cut], SOURCE.topic_id, 0))
@@ -62,7 +68,9 @@ def test_size_of_a_member_is_never_less_than_what_it_takes() -> None:
                                   reason=long, reward_revision=high) for i in range(50)),
         steps=tuple(CandidateStep(step_id=long, index=i, response_tokens=5, trainable=i == 0) for i in range(200)),
     )  # fmt: skip
-    frame = next(d for d in fold(policy(), cand("a"), cand("b", value=0.0)) if isinstance(d, ReadyBatch))
+    frame = next(
+        d for d in fold(policy(), cand("a"), cand("b", value=0.0)) if isinstance(d, ReadyBatch)
+    )
     empty = len(Codec().encode(dataclasses.replace(frame, groups=())))
     place = Place(topic_id="t" * 22, partition=2**30, first_offset=high, last_offset=high)
     for c in (extreme, cand("a"), with_steps("a", "g", 1.0)):
@@ -77,7 +85,9 @@ def test_group_that_no_record_takes_is_refused_and_stops_nobody() -> None:
     plain = [cand("a", "h", 1.0), cand("b", "h", 0.0)]
     refused, batch = fold(policy(), *members, *plain)
     assert isinstance(refused, Refused) and (refused.reason, refused.n) == ("too_large", 256)
-    assert refused.detail is not None and refused.detail.startswith("256 members with 102656 rewards are ")
+    assert refused.detail is not None and refused.detail.startswith(
+        "256 members with 102656 rewards are "
+    )
     assert groups([batch]) == [[["a", "b"]]]
 
 
@@ -89,9 +99,13 @@ def test_group_that_is_larger_than_a_batch_goes_alone() -> None:
 
 
 def test_what_an_open_batch_counts_follows_a_policy_that_trains_other_steps() -> None:
-    titled = CandidateStep(step_id="x~2.0", index=1, response_tokens=30, trainable=True, tags=("title",))
+    titled = CandidateStep(
+        step_id="x~2.0", index=1, response_tokens=30, trainable=True, tags=("title",)
+    )
     first = [
-        dataclasses.replace(cand(t, "g", float(i)), trainable_tokens=35, steps=(*cand(t).steps, titled))
+        dataclasses.replace(
+            cand(t, "g", float(i)), trainable_tokens=35, steps=(*cand(t).steps, titled)
+        )
         for i, t in enumerate("ab")
     ]
     before = policy(batch_groups=9, batch_tokens=80, untrained_tags=("title",))
@@ -117,7 +131,9 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
     ]  # fmt: skip
     assert [t for r in parts for t in r.trajectory_ids] == [c.trajectory_id for c in members]
     past = past_of(decisions, SOURCE.topic_id, 0)
-    assert past.ledger.rounds.of("big") == Rounds(((0, 1),)) == state.ledger.rounds.of("big"), "nobody is owed"
+    assert past.ledger.rounds.of("big") == Rounds(((0, 1),)) == state.ledger.rounds.of("big"), (
+        "nobody is owed"
+    )
     assert past.ledger.gone == {} and len(past.ledger.decisions) == n + 2
     demand = Demand("r")
     for offset, record in enumerate(decisions):

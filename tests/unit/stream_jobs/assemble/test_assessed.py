@@ -38,7 +38,9 @@ def test_an_assessment_makes_a_revision_with_its_scores() -> None:
 
 def test_a_higher_revision_supersedes_and_the_same_once_more_changes_nothing() -> None:
     newer = assessment("k", 0.9, 0.9, 0.9, revision=2)
-    w = closed(assessment("k", 0.5, 1.0, 0.5), newer, newer, assessment("k", 0.1, 0.1, 0.1, revision=1))
+    w = closed(
+        assessment("k", 0.5, 1.0, 0.5), newer, newer, assessment("k", 0.1, 0.1, 0.1, revision=1)
+    )
     assert qualities(w) == (0.9, [0.9, 0.9]) and w.last("k").revision == 2
 
 
@@ -64,7 +66,10 @@ def test_an_assessment_that_comes_first_waits() -> None:
 
 
 def test_in_a_bucket_it_names_the_trajectory() -> None:
-    w = Worker().feed((STEPS, 0, step(BUCKET, 0)), (STEPS, 1, session(BUCKET, "completed", step_id=f"{BUCKET}~C0.0")))
+    w = Worker().feed(
+        (STEPS, 0, step(BUCKET, 0)),
+        (STEPS, 1, session(BUCKET, "completed", step_id=f"{BUCKET}~C0.0")),
+    )
     tid = next(iter(w.trajectories))
     w.feed((REWARDS, 2, assessment(tid, 0.5, 0.25)))
     assert qualities(w, tid) == (0.5, [0.25])

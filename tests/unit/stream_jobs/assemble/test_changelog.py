@@ -28,7 +28,9 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
 
     log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
     log.read(7, delta(5, 1, "again"), 1)
-    log.read(8, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(
+        8, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1
+    )
     log.read(9, delta(5, 2, "zombie"), 1)
     log.read(10, delta(8, 2, "b"), 1)
     assert [k[1] for k in log.state.opened] == ["a", "b"]
@@ -42,13 +44,17 @@ def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_nam
     """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
     log, state = StateLog(), Assembly()
     log.read(0, changelog.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train", 0]]), 1)
-    log.read(1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1)
+    log.read(
+        1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1
+    )
     log.read(2, changelog.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train", 0]]), 1)
     log.read(3, changelog.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train", 0]]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
-@pytest.mark.parametrize("entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", 0, "one more"]])
+@pytest.mark.parametrize(
+    "entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", 0, "one more"]]
+)
 def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
     """Entries have no schema: a worker of an older release must not restart on them for ever."""
     with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
@@ -59,7 +65,23 @@ def steps_of(log: StateLog) -> list[StepEntry]:
     return [s for t in log.state.opened.values() for s in t.steps]
 
 
-STEP: list[Any] = [1, 5, "01CALL.0", 10, 2, None, 2**62 + 1, "failed", "no logprobs", None, None, 3, -7, None, 0]
+STEP: list[Any] = [
+    1,
+    5,
+    "01CALL.0",
+    10,
+    2,
+    None,
+    2**62 + 1,
+    "failed",
+    "no logprobs",
+    None,
+    None,
+    3,
+    -7,
+    None,
+    0,
+]
 """An entry with hashes of every size, and some that it has not."""
 
 
@@ -81,10 +103,18 @@ def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
 
 
 def test_the_format_before_is_read() -> None:
-    entries = [[op.TIMES, 5, 5], [op.OPENED, "r", "k", 5, "train", 1], [op.STEP, 1, list(StepEntry(*STEP))]]
+    entries = [
+        [op.TIMES, 5, 5],
+        [op.OPENED, "r", "k", 5, "train", 1],
+        [op.STEP, 1, list(StepEntry(*STEP))],
+    ]
     packed = bytes(cramjam.zstd.compress(orjson.dumps(entries)))
     log = StateLog()
-    log.read(1, AssemblyDelta(epoch=0, seq=1, applied_steps=1, applied_rewards=0, entries=packed, format=1), 1)
+    log.read(
+        1,
+        AssemblyDelta(epoch=0, seq=1, applied_steps=1, applied_rewards=0, entries=packed, format=1),
+        1,
+    )
     assert steps_of(log) == [StepEntry(*STEP)]
 
 
@@ -97,7 +127,9 @@ def test_a_delta_whose_hashes_are_not_its_steps_is_refused(hashes: bytes) -> Non
 
 
 @pytest.mark.parametrize(("format", "release"), [(changelog.FORMAT + 1, "newer"), (0, "older")])
-def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(format: int, release: str) -> None:
+def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(
+    format: int, release: str
+) -> None:
     state = Assembly()
     pieces: list[AssemblyDelta | AssemblySnapshot] = [
         changelog.delta(0, 1, state, []),

@@ -51,7 +51,10 @@ def test_a_long_one_counts_as_several() -> None:
     kept.add(("r", "short"), closed(8))
     kept.pack()
     long = kept.counted - 1
-    assert 10 <= long <= 20 and Archive(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
+    assert (
+        10 <= long <= 20
+        and Archive(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
+    )
     kept.change(("r", "short")).late += range(10**6, 10**6 + 1000)
     kept.pack()
     assert kept.counted == long + 3
@@ -59,8 +62,13 @@ def test_a_long_one_counts_as_several() -> None:
     assert kept.counted == 3 and kept.pop(("r", "short")).revision == -1 and kept.counted == 0
 
 
-def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = Worker().feed(*((STEPS, 0, step("k", n, (n + 5,))) for n in range(20)), (STEPS, 1, session("k", "completed")))
+def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = Worker().feed(
+        *((STEPS, 0, step("k", n, (n + 5,))) for n in range(20)),
+        (STEPS, 1, session("k", "completed")),
+    )
     loads: list[bytes] = []
     load = Closed.load
     monkeypatch.setattr(Closed, "load", lambda packed: (loads.append(packed), load(packed))[1])  # type: ignore[func-returns-value]

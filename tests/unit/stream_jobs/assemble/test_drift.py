@@ -35,11 +35,22 @@ def call(arguments: str, text: str | None = None) -> dict[str, Any]:
     return said(text or "", tool_calls=[{"id": "call_1", "type": "function", "function": function}])
 
 
-def drifted(reply: Mapping[str, Any], comes_back: Mapping[str, Any], **more: Any) -> list[tuple[str, int | None]]:
+def drifted(
+    reply: Mapping[str, Any], comes_back: Mapping[str, Any], **more: Any
+) -> list[tuple[str, int | None]]:
     w = Worker().feed(
         (STEPS, 0, spoken(0, TASK, reply, key="k", **SAMPLED)),
         (STEPS, 1, spoken(1, [*TASK, comes_back, user("sure?")], said("yes"), key="k", **more)),
-        (STEPS, 2, spoken(2, [*TASK, comes_back, user("sure?"), said("yes"), user("really?")], said("yes"), key="k")),
+        (
+            STEPS,
+            2,
+            spoken(
+                2,
+                [*TASK, comes_back, user("sure?"), said("yes"), user("really?")],
+                said("yes"),
+                key="k",
+            ),
+        ),
     )
     w.feed((STEPS, 3, session("k", "completed")))
     return [(s.drift, s.parent) for s in w.trajectories["k"].steps]
@@ -55,7 +66,9 @@ def drifted(reply: Mapping[str, Any], comes_back: Mapping[str, Any], **more: Any
         (call("{}", "I add"), call("{}", "I add")),
     ],
 )
-def test_the_same_reply_in_other_tokens_is_realigned(reply: Mapping[str, Any], comes_back: Mapping[str, Any]) -> None:
+def test_the_same_reply_in_other_tokens_is_realigned(
+    reply: Mapping[str, Any], comes_back: Mapping[str, Any]
+) -> None:
     assert drifted(reply, comes_back) == [("root", None), ("realigned", 0), ("clean", 1)]
 
 
@@ -91,17 +104,25 @@ def conversation(turns: int) -> Sequence[Step]:
     """Every reply comes back in other tokens than it was sampled in; every turn is asked twice, for two choices."""
     history, steps = list(TASK), []
     for n in range(turns):
-        steps += [spoken(2 * n + i, history, said(f"answer {n}"), key="k", **SAMPLED) for i in (0, 1)]
+        steps += [
+            spoken(2 * n + i, history, said(f"answer {n}"), key="k", **SAMPLED) for i in (0, 1)
+        ]
         history += [said(f"answer {n}"), user(f"question {n}")]
     return steps
 
 
-def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_crashes_there_were() -> None:
+def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_crashes_there_were() -> (
+    None
+):
     steps = conversation(6)
-    whole = Worker().feed(*[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 99, session("k", "completed")))
+    whole = Worker().feed(
+        *[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 99, session("k", "completed"))
+    )
     drifts = [(s.drift, s.parent) for s in whole.trajectories["k"].steps]
     assert drifts[:2] == [("root", None)] * 2
-    assert drifts[2:] == [("realigned", i - 1 - i % 2) for i in range(2, 12)], "from the latest of equal answers"
+    assert drifts[2:] == [("realigned", i - 1 - i % 2) for i in range(2, 12)], (
+        "from the latest of equal answers"
+    )
     crashing = Worker()
     for i, s in enumerate(steps):
         crashing.feed((STEPS, i, s))
@@ -113,7 +134,9 @@ def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_
 def test_the_request_is_read_only_where_a_prompt_has_drifted() -> None:
     w = Worker()
     straight = spoken(0, TASK, said("4"), key="k")
-    for n, s in enumerate([straight, spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")]):
+    for n, s in enumerate(
+        [straight, spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")]
+    ):
         w.feed((STEPS, n, s))
     w.feed((STEPS, 2, spoken(2, [*TASK, said("5"), user("sure?")], said("no"), key="k")))
     assert [s.repeats is not None for s in w.state.opened["r", "k"].steps] == [False, False, True]

@@ -18,7 +18,18 @@ from stream_jobs.assemble.testing import LIMITS, Worker, curation, reward, sessi
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
     w = Worker().feed(
-        (STEPS, 10, session("k", "opened", group_id="g", group_size=4, metadata_json=b'{"gold":1}', channel="val")),
+        (
+            STEPS,
+            10,
+            session(
+                "k",
+                "opened",
+                group_id="g",
+                group_size=4,
+                metadata_json=b'{"gold":1}',
+                channel="val",
+            ),
+        ),
         (STEPS, 11, step("k", 0, [1, 2], [3])),
         (REWARDS, 12, reward("k", 0.5)),
         (STEPS, 13, step("k", 1, [1, 2, 3, 4], [5, 6])),
@@ -37,19 +48,35 @@ def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
     assert [(s.step_id, s.index, s.parent, s.drift, s.trainable, s.oldest_version) for s in t.steps] == [
         ("k~C0.0", 0, None, "root", True, "r/3.0"), ("k~C1.0", 1, 0, "clean", True, "r/3.0"),
     ]  # fmt: skip
-    assert [(s.parent, s.step_index) for s in t.segments] == [(None, None), (0, 0), (1, None), (2, 1)]
+    assert [(s.parent, s.step_index) for s in t.segments] == [
+        (None, None),
+        (0, 0),
+        (1, None),
+        (2, 1),
+    ]
     c = w.last("k")
-    assert (c.revision, c.prompt_tokens, c.trainable_tokens, c.oldest_sync_index, c.trainable) == (0, 3, 3, 3, True)
+    assert (c.revision, c.prompt_tokens, c.trainable_tokens, c.oldest_sync_index, c.trainable) == (
+        0,
+        3,
+        3,
+        3,
+        True,
+    )
     assert [(r.source, r.name, r.value, r.step_id) for r in c.rewards] == [("env", "a", 0.5, None)]
 
 
 def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
     w = Worker().feed((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
     w.feed((REWARDS, 3, reward("k", 0.1)))
-    w.feed((REWARDS, 4, reward("k", 0.1)), (REWARDS, 4, reward("k", 0.9)))  # a retry; an equal revision that came later
+    w.feed(
+        (REWARDS, 4, reward("k", 0.1)), (REWARDS, 4, reward("k", 0.9))
+    )  # a retry; an equal revision that came later
     w.feed((REWARDS, 5, reward("k", 0.7, revision=1)))
     w.feed((REWARDS, 6, curation("k", "c1", trainable=False, tags=("bad",))))
-    w.feed((REWARDS, 7, curation("k", "c2", trainable=True)), (REWARDS, 8, curation("k", "c1", trainable=False)))
+    w.feed(
+        (REWARDS, 7, curation("k", "c2", trainable=True)),
+        (REWARDS, 8, curation("k", "c1", trainable=False)),
+    )
     assert [(k[1], c.rewards[0].value if c.rewards else None, c.trainable) for k, c in w.candidates.items()] == [
         (0, None, True), (1, 0.1, True), (2, 0.7, True), (3, 0.7, False), (4, 0.7, True),
     ]  # fmt: skip
@@ -129,7 +156,11 @@ def test_time_on_rewards_closes_nothing() -> None:
 
 
 def test_reward_waits_for_its_target_then_is_buried() -> None:
-    w = Worker().feed((REWARDS, 0, reward("k", 0.3)), (REWARDS, 0, reward("k", 0.4, n=1)), (REWARDS, 0, reward("x")))
+    w = Worker().feed(
+        (REWARDS, 0, reward("k", 0.3)),
+        (REWARDS, 0, reward("k", 0.4, n=1)),
+        (REWARDS, 0, reward("x")),
+    )
     w.feed((STEPS, 10, step("k", 0)), (STEPS, 20, session("k", "completed")))
     assert [r.value for r in w.last("k").rewards] == [0.3]
     assert not w.burials
@@ -141,7 +172,9 @@ def test_reward_waits_for_its_target_then_is_buried() -> None:
     assert not w.state.waiting_for
 
 
-def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others() -> None:
+def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others() -> (
+    None
+):
     w = Worker()
     w.feed(*((REWARDS, 0, reward("k", 0.1, n=1000 + i)) for i in range(50)))
     w.feed(*((STEPS, 0, session("k", "completed", f"e{i}")) for i in range(50)))
@@ -164,14 +197,28 @@ def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks
 def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "REWARDS_MAX", 3)
     monkeypatch.setattr(model, "MARKS_MAX", 2)
-    w = Worker().feed((STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2)))
-    w.feed(*((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2)))  # they wait for their step
+    w = Worker().feed(
+        (STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2))
+    )
+    w.feed(
+        *((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2))
+    )  # they wait for their step
     w.feed((STEPS, 0, step("k", 1)), (STEPS, 1, session("k", "completed")))
     w.feed(*((REWARDS, 2, curation("k", f"e{i}", quality=i / 10)) for i in range(4)))
-    w.feed((REWARDS, 2, reward("k", 0.9, name="n9")), (REWARDS, 2, reward("k", 0.7, name="n0", revision=1)))
-    w.feed((REWARDS, 2, reward("k", 0.1, name="n1")), (REWARDS, 2, curation("k", "e0", quality=0.0)))
-    assert [(b.offset, b.reason) for b in w.burials] == [(o, "too_many_rewards") for o in (3, 6, 7, 8)]
-    assert "trajectory k of run r has 3 rewards" in w.burials[0].detail and "2 curation marks" in w.burials[1].detail
+    w.feed(
+        (REWARDS, 2, reward("k", 0.9, name="n9")),
+        (REWARDS, 2, reward("k", 0.7, name="n0", revision=1)),
+    )
+    w.feed(
+        (REWARDS, 2, reward("k", 0.1, name="n1")), (REWARDS, 2, curation("k", "e0", quality=0.0))
+    )
+    assert [(b.offset, b.reason) for b in w.burials] == [
+        (o, "too_many_rewards") for o in (3, 6, 7, 8)
+    ]
+    assert (
+        "trajectory k of run r has 3 rewards" in w.burials[0].detail
+        and "2 curation marks" in w.burials[1].detail
+    )
     last = w.last("k")
     assert [(r.name, r.value) for r in last.rewards] == [("n0", 0.7), ("n1", 0.1), ("w0", 0.2)]
     assert last.quality == 0.1
@@ -181,7 +228,11 @@ def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.Monke
 
 def test_early_completion_leaves_time_for_spooled_steps() -> None:
     w = Worker().feed((STEPS, 0, session("k", "completed")), (STEPS, 0, session("x", "completed")))
-    w.feed((STEPS, 100, step("k", 0)), (STEPS, 101, session("k", "completed")), (STEPS, 102, step("k", 1, [1, 2], [3])))
+    w.feed(
+        (STEPS, 100, step("k", 0)),
+        (STEPS, 101, session("k", "completed")),
+        (STEPS, 102, step("k", 1, [1, 2], [3])),
+    )
     assert not w.trajectories
     w.feed((STEPS, 501, Tick(partition=0)))
     assert [(t.outcome, len(t.steps)) for t in w.trajectories.values()] == [("completed", 2)]
@@ -211,7 +262,11 @@ def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
 def test_horizon_and_bound_forget_the_oldest() -> None:
     limits = replace(LIMITS, closed_horizon=2000, closed_max=2)
     w = Worker(limits).feed(
-        *[(STEPS, i, e) for i in range(3) for e in (step(f"k{i}", 0), session(f"k{i}", "completed"))]
+        *[
+            (STEPS, i, e)
+            for i in range(3)
+            for e in (step(f"k{i}", 0), session(f"k{i}", "completed"))
+        ]
     )
     assert [k[1] for k in w.state.closed] == ["k0", "k1", "k2"]  # never what is just being put out
     w.feed((STEPS, 10, Tick(partition=0)))
@@ -223,7 +278,9 @@ def test_horizon_and_bound_forget_the_oldest() -> None:
 
 
 def test_too_many_waiting_bury_the_oldest() -> None:
-    w = Worker(replace(LIMITS, waiting_max=2)).feed(*[(REWARDS, 0, reward(f"k{i}")) for i in range(3)])
+    w = Worker(replace(LIMITS, waiting_max=2)).feed(
+        *[(REWARDS, 0, reward(f"k{i}")) for i in range(3)]
+    )
     assert [b.offset for b in w.burials] == [0]
 
 
@@ -242,16 +299,30 @@ def test_lost_payload_still_gives_a_candidate() -> None:
 
 
 def test_a_new_topic_closes_what_was_open_as_lost_and_starts_anew() -> None:
-    w = Worker().feed((STEPS, 5, step("k", 0)), (STEPS, 6, step("j", 0)), (STEPS, 6, session("j", "completed")))
+    w = Worker().feed(
+        (STEPS, 5, step("k", 0)), (STEPS, 6, step("j", 0)), (STEPS, 6, session("j", "completed"))
+    )
     w.fold.replaced(STEPS, "new", 0)
     w.batch([])
-    assert (w.last("k").outcome, w.last("k").reason) == ("lost", "claw.steps was replaced by a new topic")
-    assert w.state.applied == [-1, -1] and w.state.topic_ids == ["new", ""] and ("r", "j") not in w.state.closed
+    assert (w.last("k").outcome, w.last("k").reason) == (
+        "lost",
+        "claw.steps was replaced by a new topic",
+    )
+    assert (
+        w.state.applied == [-1, -1]
+        and w.state.topic_ids == ["new", ""]
+        and ("r", "j") not in w.state.closed
+    )
 
 
 def test_what_was_to_be_buried_of_a_topic_that_is_no_more_buries_nothing_of_the_new_one() -> None:
     w = Worker()
-    w.decide([(STEPS, 0, 5, Bad("undecodable", "of steps")), (REWARDS, 0, 5, Bad("undecodable", "of rewards"))])
+    w.decide(
+        [
+            (STEPS, 0, 5, Bad("undecodable", "of steps")),
+            (REWARDS, 0, 5, Bad("undecodable", "of rewards")),
+        ]
+    )
     w.fold.replaced(STEPS, "new", 0)
     w.batch([])
     assert [b.detail for b in w.burials] == ["of rewards"]

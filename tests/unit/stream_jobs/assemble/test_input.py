@@ -10,7 +10,15 @@ import pytest
 from schemas.records import Sampling, Tag, VersionSpan
 from schemas.tokens import pack_logprobs
 from stream_jobs.assemble.model import REWARDS, STEPS, Source
-from stream_jobs.assemble.testing import LIMITS, Worker, curation, failed_call, reward, session, step
+from stream_jobs.assemble.testing import (
+    LIMITS,
+    Worker,
+    curation,
+    failed_call,
+    reward,
+    session,
+    step,
+)
 
 LARGE = bytes(9 << 20)
 
@@ -46,12 +54,24 @@ def test_what_would_make_our_own_records_too_large_is_buried(source: Source, eve
         ({"response_logprobs": pack_logprobs([-1, -1])}, "2 log-probabilities for 1 tokens"),
         ({"version_last": "r/4.0"}, "version not certain"),
         ({"version_first": None, "version_last": None}, "version not certain"),
-        ({"version_first": "default", "version_last": "default"}, "sampled by an engine without a version of ours"),
-        ({"version_first": "q/3.0", "version_last": "q/3.0"}, "sampled by version q/3.0 of another run"),
+        (
+            {"version_first": "default", "version_last": "default"},
+            "sampled by an engine without a version of ours",
+        ),
+        (
+            {"version_first": "q/3.0", "version_last": "q/3.0"},
+            "sampled by version q/3.0 of another run",
+        ),
         ({"response_token_ids": b"", "response_logprobs": b""}, "no sampled tokens"),
-        ({"response_logprobs": pack_logprobs([float("nan")])}, "log-probabilities that are not finite"),
+        (
+            {"response_logprobs": pack_logprobs([float("nan")])},
+            "log-probabilities that are not finite",
+        ),
         ({"response_logprobs": pack_logprobs([0.5])}, "log-probabilities above 0"),
-        ({"response_logprobs": pack_logprobs([float("-inf")])}, "log-probabilities that are not finite"),
+        (
+            {"response_logprobs": pack_logprobs([float("-inf")])},
+            "log-probabilities that are not finite",
+        ),
     ],
 )
 def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
@@ -63,7 +83,9 @@ def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
 
 def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilities() -> None:
     def how(temperature: float, **more: Any) -> Sampling:
-        return Sampling(source="engine", temperature=temperature, logprobs_mode="processed_logprobs", **more)
+        return Sampling(
+            source="engine", temperature=temperature, logprobs_mode="processed_logprobs", **more
+        )
 
     def trained(w: Worker) -> list[tuple[float | None, bool, str | None]]:
         steps = [
@@ -76,16 +98,28 @@ def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilitie
         assert [s.trainable for s in w.last("k").steps] == [s.trainable for s in found]
         return [(s.logprobs_temperature, s.trainable, s.untrainable_reason) for s in found]
 
-    assert trained(Worker()) == [(0.7, True, None), (0.3, False, "sampled with top_p=0.9"), (None, True, None)]
+    assert trained(Worker()) == [
+        (0.7, True, None),
+        (0.3, False, "sampled with top_p=0.9"),
+        (None, True, None),
+    ]
     assert trained(Worker(replace(LIMITS, train_truncated=True)))[1] == (0.3, True, None)
 
 
 def test_a_failed_call_folds_to_nothing() -> None:
     """It opens no trajectory, is no step of one, keeps none open, and is no dead letter; that time goes on is all it says."""
-    w = Worker().feed((STEPS, 0, failed_call("k")), (STEPS, 0, failed_call(None, source="gateway", status=503)))
+    w = Worker().feed(
+        (STEPS, 0, failed_call("k")), (STEPS, 0, failed_call(None, source="gateway", status=503))
+    )
     assert (w.state.opened, w.burials, w.payload) == ({}, [], {})
-    w.feed((STEPS, 0, step("k", 0)), (STEPS, 900, failed_call("k", 1)), (STEPS, 1001, failed_call("other")))
-    assert [s.step_id for s in w.trajectories["k"].steps] == ["k~C0.0"] and w.trajectories["k"].outcome == "timed_out"
+    w.feed(
+        (STEPS, 0, step("k", 0)),
+        (STEPS, 900, failed_call("k", 1)),
+        (STEPS, 1001, failed_call("other")),
+    )
+    assert [s.step_id for s in w.trajectories["k"].steps] == ["k~C0.0"] and w.trajectories[
+        "k"
+    ].outcome == "timed_out"
     assert not w.state.opened and not w.burials
 
 

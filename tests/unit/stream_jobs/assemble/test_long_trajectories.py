@@ -67,20 +67,28 @@ def test_a_closing_leaves_nothing_behind_that_only_a_search_for_cycles_finds() -
 
 def test_the_step_that_fills_a_trajectory_closes_it_and_what_follows_is_late() -> None:
     w = Worker(SHORT).feed(*((REWARDS, 1, reward("k", 0.5, n, name=f"n{n}")) for n in (2, 3)))
-    w.feed(*((STEPS, 1 + n, step("k", n)) for n in range(5)), (STEPS, 9, step("k", 2)), (STEPS, 9, step("k", 3)))
+    w.feed(
+        *((STEPS, 1 + n, step("k", n)) for n in range(5)),
+        (STEPS, 9, step("k", 2)),
+        (STEPS, 9, step("k", 3)),
+    )
     w.feed((STEPS, 10, session("k", "completed")))
     t = w.trajectories["k"]
     assert (t.outcome, t.reason, t.closed_at) == ("timed_out", "full: 3 steps", 3)
     assert [s.step_id for s in t.steps] == ["k~C0.0", "k~C1.0", "k~C2.0"]
     assert [(m.step_id, m.kind) for m in w.marks] == [("k~C3.0", "late"), ("k~C4.0", "late")]
-    assert [(r.step_id, r.value) for r in w.last("k").rewards] == [("k~C2.0", 0.5)], "it waited for the last step"
+    assert [(r.step_id, r.value) for r in w.last("k").rewards] == [("k~C2.0", 0.5)], (
+        "it waited for the last step"
+    )
     w.feed((REWARDS, 10, reward("k", 0.7, n=0)))
     assert [r.value for r in w.last("k").rewards] == [0.7, 0.5]
 
 
 @pytest.mark.parametrize("key", [AGENT, BUCKET])
 @pytest.mark.parametrize("disturbed", ["", "crash", "snapshot"])
-def test_behind_a_full_one_the_next_call_begins_the_next_trajectory(key: str, disturbed: str) -> None:
+def test_behind_a_full_one_the_next_call_begins_the_next_trajectory(
+    key: str, disturbed: str
+) -> None:
     tokens, w = [1], Worker(SHORT)
     for n in range(7):
         w.feed((STEPS, n, step(key, n, tokens, [2 + n])))
@@ -95,20 +103,27 @@ def test_behind_a_full_one_the_next_call_begins_the_next_trajectory(key: str, di
     assert found == {
         f"{key}~C0": ("timed_out", 3), f"{key}~C3": ("timed_out", 3), f"{key}~C6": ("completed", 1),
     }  # fmt: skip
-    assert [m.step_id for m in w.marks] == [f"{key}~C2.1"], "another choice of a call that a full one has"
+    assert [m.step_id for m in w.marks] == [f"{key}~C2.1"], (
+        "another choice of a call that a full one has"
+    )
 
 
 def test_a_trajectory_has_a_bounded_payload() -> None:
     w = Worker(replace(LIMITS, payload_max=10_000))
     w.feed(*((STEPS, n, step("k", n, [1], [2] * 500)) for n in range(4)))
     t = w.trajectories["k"]
-    assert (t.outcome, len(t.steps)) == ("timed_out", 3) and str(t.reason).endswith("bytes of payload")
+    assert (t.outcome, len(t.steps)) == ("timed_out", 3) and str(t.reason).endswith(
+        "bytes of payload"
+    )
 
 
 def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> None:
     w = Worker(replace(LIMITS, closed_max=15))
     for i in range(10):
-        w.feed(*((STEPS, i, step(f"k{i}", n)) for n in range(300)), (STEPS, i, session(f"k{i}", "completed")))
+        w.feed(
+            *((STEPS, i, step(f"k{i}", n)) for n in range(300)),
+            (STEPS, i, session(f"k{i}", "completed")),
+        )
     w.feed((STEPS, 10, Tick(partition=0)))
     assert [key for _, key in w.state.closed] == [f"k{i}" for i in range(5, 10)]
     assert 10 * 4096 < sum(len(w.state.closed[key].dump()) for key in w.state.closed) < 15 * 4096
@@ -121,19 +136,31 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     ids = [f"{key}~{n:026d}.0" for n in range(count)]
     title, w, prompt = (Tag(name="title", evidence="e"),), Worker(), [0]
     for n in range(count):
-        made = step(key, n, prompt, [n, n], step_id=ids[n], call_id=ids[n][:-2], tags=title if n == 7 else ())
+        made = step(
+            key,
+            n,
+            prompt,
+            [n, n],
+            step_id=ids[n],
+            call_id=ids[n][:-2],
+            tags=title if n == 7 else (),
+        )
         w.decide([(STEPS, n, n, made)])
         prompt = [*prompt, n, n, 1] if n % 100 < 99 else [0, n]
     w.decide([(STEPS, count, count, session(key, "completed"))])
     w.emit()
     marks = (
-        (REWARDS, n, replace(curation(key, f"e{n}", trainable=False), step_id=ids[n])) for n in range(0, count, 10)
+        (REWARDS, n, replace(curation(key, f"e{n}", trainable=False), step_id=ids[n]))
+        for n in range(0, count, 10)
     )
     w.feed((REWARDS, 1, reward(key, 0.5)), *marks)
     w.feed(*((REWARDS, n, replace(reward(key, n / count), step_id=ids[n])) for n in range(count)))
 
     last = w.last(key)
-    found, place = Codec().decode(Codec().encode(last)), Place(topic_id="T", partition=0, first_offset=0, last_offset=9)
+    found, place = (
+        Codec().decode(Codec().encode(last)),
+        Place(topic_id="T", partition=0, first_offset=0, last_offset=9),
+    )
     admission = Admission("r", "train", SOURCE)
     of_run = policy(required_rewards=("env",), untrained_tags=("title",), drop_zero_variance=False)
     log = [of_run, found, cand("other", key, rewards=found.rewards[:1])]
@@ -146,7 +173,9 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
 
     rows = rows_of(w.trajectories[key], member.untrainable_steps, 1.0)
     trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
-    assert sorted(trained) == sorted(n for n in range(count) if ids[n] not in left_out for _ in range(2))
+    assert sorted(trained) == sorted(
+        n for n in range(count) if ids[n] not in left_out for _ in range(2)
+    )
 
 
 # ---------------------------------------------------------------- look-ups
@@ -162,13 +191,19 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
         if made:
             asked, said, _ = draw(st.sampled_from(made[-4:]))
             cut = draw(st.integers(0, len(asked)))
-            prompt = draw(st.sampled_from([prompt, asked, asked + prompt, asked + said + prompt, asked[:cut] + prompt]))
+            prompt = draw(
+                st.sampled_from(
+                    [prompt, asked, asked + prompt, asked + said + prompt, asked[:cut] + prompt]
+                )
+            )
         made.append((prompt, response, draw(st.sampled_from(["ok", "ok", "ok", "aborted"]))))
     return made
 
 
 @given(conversations(), st.sampled_from([1, 3, 16]))
-def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(made: Any, recent: int) -> None:
+def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
+    made: Any, recent: int
+) -> None:
     steps, whole = Steps(), list[tuple[list[int], list[int]]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_prefix, "RECENT", recent)
@@ -179,11 +214,28 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(made: Any, 
             equal = [i for i, end in enumerate(begins) if end == longest and end]
             base = max(equal, key=lambda i: (steps[i].retried is None, i), default=None)
             assert found.base == base
-            left = [p for p, r in whole if r and max(longest, 1) <= len(p) < len(prompt) and prompt[: len(p)] == p]
+            left = [
+                p
+                for p, r in whole
+                if r and max(longest, 1) <= len(p) < len(prompt) and prompt[: len(p)] == p
+            ]
             assert found.leaves == (bool(left) and base != len(steps) - 1)
             size = (len(prompt), len(response))
             steps.append(
-                StepEntry(n, n, f"C{n}.0", *size, base, found.end_hash, status, None, None, None, 0, found.asked)
+                StepEntry(
+                    n,
+                    n,
+                    f"C{n}.0",
+                    *size,
+                    base,
+                    found.end_hash,
+                    status,
+                    None,
+                    None,
+                    None,
+                    0,
+                    found.asked,
+                )
             )
             whole.append((prompt, response))
             if status != "ok" and n:
@@ -194,8 +246,12 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(made: Any, 
 def test_what_is_looked_up_is_the_same_when_rebuilt(made: Any) -> None:
     w = Worker()
     for n, (prompt, response, status) in enumerate(made):
-        w.feed((STEPS, n, step("k", n, prompt, response, status=status, idempotency_key=f"i{n % 3}")))
+        w.feed(
+            (STEPS, n, step("k", n, prompt, response, status=status, idempotency_key=f"i{n % 3}"))
+        )
     trajectory = w.state.opened["r", "k"]
     again = Open.load(trajectory.dump())
     assert again == trajectory
-    assert all(getattr(again.steps, name) == getattr(trajectory.steps, name) for name in Steps.__slots__)
+    assert all(
+        getattr(again.steps, name) == getattr(trajectory.steps, name) for name in Steps.__slots__
+    )

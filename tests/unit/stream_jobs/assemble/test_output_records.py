@@ -66,12 +66,18 @@ def test_parts_hold_everything_once_within_the_limit(
     assert joined(parts) == trajectory
     assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in parts)
     gather = Gather()
-    assert [gather.take(at(i), p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [trajectory]
+    assert [gather.take(at(i), p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [
+        trajectory
+    ]
 
 
 def test_parts_count_bytes_not_characters() -> None:
     steps = whole([], [0] * 40).steps
-    wordy = replace(steps[0], finish_reason="\U0001f600" * 200, tags=(Tag(name="n", evidence="\U0001f600" * 200),))
+    wordy = replace(
+        steps[0],
+        finish_reason="\U0001f600" * 200,
+        tags=(Tag(name="n", evidence="\U0001f600" * 200),),
+    )
     trajectory = replace(whole([], []), steps=tuple(replace(wordy, index=s.index) for s in steps))
     assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in in_parts(trajectory, 6000))
 
@@ -81,7 +87,9 @@ def test_a_writer_that_begins_anew_is_followed_and_holds_nothing_up() -> None:
     gather = Gather()
     assert [gather.take(at(10 + i), p) for i, p in enumerate(parts[:2])] == [None, None]
     assert gather.done(11) == 9
-    assert [gather.take(at(12 + i), p) is not None for i, p in enumerate(parts)] == [False] * (len(parts) - 1) + [True]
+    assert [gather.take(at(12 + i), p) is not None for i, p in enumerate(parts)] == [False] * (
+        len(parts) - 1
+    ) + [True]
     assert gather.done(99) == 99
     assert gather.take(at(100), parts[1]) is None and gather.done(100) == 100
 
@@ -91,7 +99,9 @@ def test_the_parts_of_two_writers_may_be_mixed() -> None:
     parts = list(in_parts(whole([500] * 6, [10]), 4000))
     gather = Gather()
     mixed = [parts[0], parts[1], parts[0], *parts[2:], *parts[1:]]
-    assert [t for i, p in enumerate(mixed) if (t := gather.take(at(i), p)) is not None] == [joined(parts)]
+    assert [t for i, p in enumerate(mixed) if (t := gather.take(at(i), p)) is not None] == [
+        joined(parts)
+    ]
     assert gather.done(99) == 99
 
 
@@ -109,17 +119,29 @@ def test_what_never_becomes_whole_is_given_up() -> None:
 
 def closed(steps: int, reason: str | None = None) -> Closed:
     entries = [ClosedStep(f"{'C' * 26}{i}.0", 0, 5, reason, "r/4.0", "r/7.1") for i in range(steps)]
-    return Closed(0, 1, "completed", None, "train", None, 4, 2, entries, Folded(), prompt_tokens=9, revision=3)
+    return Closed(
+        0, 1, "completed", None, "train", None, 4, 2, entries, Folded(), prompt_tokens=9, revision=3
+    )
 
 
 def test_candidate_says_what_admission_needs() -> None:
     state = closed(2)
-    state.folded.marks = {"": Marks(quality=0.5, tags=["x"]), state.steps[1].tail: Marks(trainable=False)}
+    state.folded.marks = {
+        "": Marks(quality=0.5, tags=["x"]),
+        state.steps[1].tail: Marks(trainable=False),
+    }
     for slot in (("rule", "b"), ("env", "z"), ("env", "a")):
         r = RewardEntry(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
         state.folded.rewards[r.slot] = r
     c = candidate(("r", "k"), state, CODEC)
-    assert (c.revision, c.group_id, c.group_size, c.round, c.prompt_tokens, c.trainable_tokens) == (3, "k", 4, 2, 9, 5)
+    assert (c.revision, c.group_id, c.group_size, c.round, c.prompt_tokens, c.trainable_tokens) == (
+        3,
+        "k",
+        4,
+        2,
+        9,
+        5,
+    )
     assert (c.oldest_sync_index, c.newest_sync_index, c.quality, c.tags) == (4, 7, 0.5, ("x",))
     assert [(r.source, r.name) for r in c.rewards] == [("env", "a"), ("env", "z"), ("rule", "b")]
     assert [(s.trainable, s.reason) for s in c.steps] == [(True, None), (False, "curation")]
@@ -134,7 +156,9 @@ def test_candidate_of_any_trajectory_names_its_steps() -> None:
     state = closed(STEPS_MAX)
     state.folded.assessed = Assessed(1, 0.5, [0.9876] * STEPS_MAX)
     for i in range(REWARDS_MAX):
-        r = RewardEntry("judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].tail, 0.5, None, 1)
+        r = RewardEntry(
+            "judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].tail, 0.5, None, 1
+        )
         state.folded.rewards[r.slot] = r
     c = candidate(("r", LONGEST_KEY), state, CODEC)
     assert c.trainable and (len(c.steps), len(c.rewards)) == (STEPS_MAX, REWARDS_MAX)
@@ -218,7 +242,12 @@ def test_tags_of_a_step_come_out_with_their_evidence_and_with_their_names() -> N
 def test_what_a_slice_counts_is_what_the_payload_takes() -> None:
     w = Worker()
     first = step("k", 0, [1] * 3000, [2] * 1000, response_json=b'"%s"' % (b"x" * 50_000))
-    w.decide([(STEPS, 0, 0, first), (STEPS, 1, 1, step("k", 1, [1] * 3000 + [2] * 1000 + [3] * 500, [4] * 10))])
+    w.decide(
+        [
+            (STEPS, 0, 0, first),
+            (STEPS, 1, 1, step("k", 1, [1] * 3000 + [2] * 1000 + [3] * 500, [4] * 10)),
+        ]
+    )
     (trajectory,) = w.state.opened.values()
     kept = sum(p.size for p in w.payload.values() if isinstance(p, Payload))
     assert abs(payload_bytes(trajectory) - kept) < 2048

@@ -13,7 +13,17 @@ from schemas.records import Tick
 from stream_jobs.assemble.changelog import StateLog
 from stream_jobs.assemble.model import REWARDS, STEPS, Source
 from stream_jobs.assemble.state import Assembly
-from stream_jobs.assemble.testing import BUCKET, CODEC, Worker, assessment, content, curation, reward, session, step
+from stream_jobs.assemble.testing import (
+    BUCKET,
+    CODEC,
+    Worker,
+    assessment,
+    content,
+    curation,
+    reward,
+    session,
+    step,
+)
 
 KEYS = ("a", "b", BUCKET)
 MOMENT = st.integers(0, 400)
@@ -27,7 +37,11 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
     numbers = dict.fromkeys(KEYS, 0)
     for _ in range(draw(st.integers(1, 14))):
         key = draw(st.sampled_from(KEYS))
-        kind = draw(st.sampled_from(["step", "step", "step", "fork", "blind", "opened", "completed", "tick"]))
+        kind = draw(
+            st.sampled_from(
+                ["step", "step", "step", "fork", "blind", "opened", "completed", "tick"]
+            )
+        )
         if kind in ("step", "fork", "blind"):
             n = numbers[key]
             numbers[key] += 1
@@ -43,17 +57,26 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
             n = draw(st.integers(0, 4))
             steps.append(session(key, kind, f"{n}-{kind}", step_id=f"{key}~C{n}.0"))
         else:
-            steps.append(session(key, kind, f"{key}-{kind}-{draw(st.integers(0, 1))}", metadata_json=b"{}"))
+            steps.append(
+                session(key, kind, f"{key}-{kind}-{draw(st.integers(0, 1))}", metadata_json=b"{}")
+            )
     rewards: list[Any] = []
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
         n = 0 if n is None and key == BUCKET else n
         if draw(st.integers(0, 3)) == 0 and key != BUCKET:
             rewards.append(
-                assessment(key, 0.5, *draw(st.lists(st.sampled_from([0.25, 1.0]), max_size=3)), revision=i % 3)
+                assessment(
+                    key,
+                    0.5,
+                    *draw(st.lists(st.sampled_from([0.25, 1.0]), max_size=3)),
+                    revision=i % 3,
+                )
             )
         elif draw(st.booleans()):
-            made = reward(key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2)))
+            made = reward(
+                key, draw(st.sampled_from([0.0, 1.0, None])), n, "a", draw(st.integers(0, 2))
+            )
             rewards.append(replace(made, trajectory_id=draw(st.sampled_from([None, key]))))
         else:
             rewards.append(curation(key, f"e{i}", n, trainable=draw(st.booleans())))
@@ -79,7 +102,9 @@ def again(draw: st.DrawFn, log: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
     return out
 
 
-def merged(draw: st.DrawFn, logs: Sequence[list[tuple[int, Any]]]) -> list[tuple[Source, int, int, Any]]:
+def merged(
+    draw: st.DrawFn, logs: Sequence[list[tuple[int, Any]]]
+) -> list[tuple[Source, int, int, Any]]:
     """Any interleaving that keeps each log's own order."""
     left = [list(enumerate(log)) for log in logs]
     out: list[tuple[Source, int, int, Any]] = []
@@ -104,7 +129,9 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.Da
         size = data.draw(st.integers(1, 5))
         other.decide(records[at : at + size])
         at += size
-        moment = data.draw(st.sampled_from(["go on", "crash before outputs", "crash after outputs", "snapshot"]))
+        moment = data.draw(
+            st.sampled_from(["go on", "crash before outputs", "crash after outputs", "snapshot"])
+        )
         if moment == "crash before outputs":
             other.crash()
             continue

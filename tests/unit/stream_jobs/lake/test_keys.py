@@ -29,7 +29,9 @@ def test_what_comes_again_is_looked_up_in_all_of_the_table(tmp_path: Path) -> No
     assert lake.put("rewards", "RR", reward(2), reward(99), reward(3), reward(98)) == 2
     lake.lake.again.clear()
     table = dataset(open_table(settings.lake_uri, "rewards", {}), {})
-    assert present(table, ("run_id", "event_id"), {("r", "e2"), ("r", "e77"), ("s", "e2")}) == {("r", "e2")}
+    assert present(table, ("run_id", "event_id"), {("r", "e2"), ("r", "e77"), ("s", "e2")}) == {
+        ("r", "e2")
+    }
     assert sorted(table.to_table(columns=["event_id"]).column(0).to_pylist()) == sorted(
         [f"e{n}" for n in (*range(40), 1, 98, 99)]
     )

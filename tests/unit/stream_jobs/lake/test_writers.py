@@ -35,7 +35,13 @@ def test_the_shares_of_n_writers_are_all_partitions_once() -> None:
 def test_a_writer_is_one_of_the_writers() -> None:
     assert (LakeSettings().writers, LakeSettings().writer) == (1, 0)
     assert LakeSettings(writers=3, writer=2).writer == 2
-    for wrong in ({"writer": 1}, {"writers": 2, "writer": 2}, {"writers": 0}, {"writers": 1000}, {"writer": -1}):
+    for wrong in (
+        {"writer": 1},
+        {"writers": 2, "writer": 2},
+        {"writers": 0},
+        {"writers": 1000},
+        {"writer": -1},
+    ):
         with pytest.raises(ValidationError):
             LakeSettings(**wrong)
 
@@ -44,7 +50,9 @@ def test_only_the_first_writer_cares(tmp_path: Path) -> None:
     for writer in (0, 1):
         lake = LakeSettings(writers=2, writer=writer, care_interval_s=1e-9)
         caretaker = Caretaker(Settings(data_dir=tmp_path, lake=lake))
-        due = time.monotonic() + 1e-6  # however fast the machine is, the interval of each is over then
+        due = (
+            time.monotonic() + 1e-6
+        )  # however fast the machine is, the interval of each is over then
         while time.monotonic() < due:
             pass
         caretaker.look()
@@ -80,10 +88,16 @@ class Started:
 SHARES = st.integers(1, 4).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
 
 
-@given(shares=st.lists(SHARES, min_size=1, max_size=7), order=st.lists(st.integers(0, 6), max_size=40))
+@given(
+    shares=st.lists(SHARES, min_size=1, max_size=7), order=st.lists(st.integers(0, 6), max_size=40)
+)
 def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order: list[int]) -> None:
     """Whatever numbers are started, and however their claims of the tables come one between the other; some die halfway."""
-    tables = [{"writer": 3}, {"writer": 3}, dict[str, int]()]  # one writer's lake, and a table that is new
+    tables = [
+        {"writer": 3},
+        {"writer": 3},
+        dict[str, int](),
+    ]  # one writer's lake, and a table that is new
     writers = [Started(Share(*share)) for share in shares]
     for index in order:
         if index < len(writers):
@@ -108,7 +122,9 @@ def test_the_newest_layout_can_always_write(shares: list[tuple[int, int]]) -> No
     for writer in writers:
         for _ in tables:
             writer.next_table(tables)
-    last_change = max((i for i in range(1, len(shares)) if shares[i][1] != shares[i - 1][1]), default=0)
+    last_change = max(
+        (i for i in range(1, len(shares)) if shares[i][1] != shares[i - 1][1]), default=0
+    )
     for index, writer in enumerate(writers):
         live = index >= last_change and shares[index] not in shares[index + 1 :]
         assert [writer.may_write(t) for t in tables] == [live, live]
@@ -119,7 +135,11 @@ def test_a_lake_of_one_writer_knows_no_layout() -> None:
     hold, raised = claim(ALONE, None, {"writer": 7}.get)
     assert raised == {"writer": 8}
     assert claim(ALONE, hold, {"writer": 7}.get)[1] == {"writer": 8}
-    assert claim(Share(1, 2), None, {"writer": 7}.get)[1] == {"writer": 8, LAYOUT: 1002, "writer:1": 1}
+    assert claim(Share(1, 2), None, {"writer": 7}.get)[1] == {
+        "writer": 8,
+        LAYOUT: 1002,
+        "writer:1": 1,
+    }
 
 
 # -- on real tables
@@ -132,7 +152,10 @@ def rows(partition: int, first: int, *ids: str) -> list[Row]:
             reward_revision=0, created_at=1,
         )  # fmt: skip
 
-    placed = [Placed("T", partition, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)]
+    placed = [
+        Placed("T", partition, first + i, 5_000 + first + i, {}, reward(e))
+        for i, e in enumerate(ids)
+    ]
     return [row for p in placed for row in catalog()[TABLE].rows_of(p)]
 
 
@@ -147,7 +170,9 @@ def never(row: Row, why: str) -> None:
 
 
 def put(lake: Lake, partition: int, first: int, *ids: str) -> int:
-    return lake.append(TABLE, rows(partition, first, *ids), {("T", partition): first + len(ids)}, never)
+    return lake.append(
+        TABLE, rows(partition, first, *ids), {("T", partition): first + len(ids)}, never
+    )
 
 
 def ids(path: Path) -> list[str]:
@@ -155,7 +180,9 @@ def ids(path: Path) -> list[str]:
     return sorted(found.column("event_id").to_pylist())
 
 
-def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_before(tmp_path: Path) -> None:
+def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_before(
+    tmp_path: Path,
+) -> None:
     alone = claimed(tmp_path)
     assert put(alone, 0, 0, "a0") + put(alone, 1, 0, "b0") == 2
     odd = claimed(tmp_path, 1, 2)
@@ -222,18 +249,26 @@ def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path
     assert last > 0
 
 
-def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_between(tmp_path: Path) -> None:
+def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_between(
+    tmp_path: Path,
+) -> None:
     alone = claimed(tmp_path, window=5)
     put(alone, 1, 0, *(f"own{i}" for i in range(9)))
     for i in range(40):
         put(alone, 0, 100 + 10 * i, *(f"other{i}.{j}" for j in range(10)))
     odd = claimed(tmp_path, 1, 2, window=5)
-    assert put(odd, 1, 9, "own4", "own8", "own3", "new") == 2  # the newest five were there, older ones are forgotten
+    assert (
+        put(odd, 1, 9, "own4", "own8", "own3", "new") == 2
+    )  # the newest five were there, older ones are forgotten
     idle = claimed(tmp_path, 2, 3, window=5)
-    assert put(idle, 2, 0, "own8") == 1  # a key is of one partition, so nobody else's ids are looked at
+    assert (
+        put(idle, 2, 0, "own8") == 1
+    )  # a key is of one partition, so nobody else's ids are looked at
 
 
-def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
+def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_the_window(
+    tmp_path: Path,
+) -> None:
     lake = claimed(tmp_path, 1, 2)
     lake.append(TABLE, [], {("T", 1): 7}, never, mark=True)
     assert not lake.mark_due(TABLE, {("T", 1): 19})
@@ -253,7 +288,9 @@ def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
     assert put(odd, 1, 1, "b1") == 1  # narrower rows, on a snapshot from before
     assert odd.widen(wider)
     assert odd.tables[TABLE] is wider
-    assert open_table(str(tmp_path), TABLE, {}).to_pyarrow_dataset().schema.names.count("shade") == 1
+    assert (
+        open_table(str(tmp_path), TABLE, {}).to_pyarrow_dataset().schema.names.count("shade") == 1
+    )
     assert ids(tmp_path) == ["b0", "b1"]
 
 

@@ -33,7 +33,9 @@ def rows(first: int, *ids: str, **changes: Any) -> list[Row]:
         return records.Reward(**values | changes)
 
     table = catalog()["rewards"]
-    placed = [Placed(*SOURCE, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)]
+    placed = [
+        Placed(*SOURCE, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)
+    ]
     return [row for p in placed for row in table.rows_of(p)]
 
 
@@ -85,7 +87,12 @@ def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> Non
     lake = claimed(tmp_path)
     for name, table in catalog().items():
         row: list[Any] = [None] * len(table.columns)
-        place = {"kafka_topic_id": "T", "kafka_partition": 0, "kafka_offset": 7, "kafka_timestamp": 5_000}
+        place = {
+            "kafka_topic_id": "T",
+            "kafka_partition": 0,
+            "kafka_offset": 7,
+            "kafka_timestamp": 5_000,
+        }
         for column, value in place.items():
             row[table.index[column]] = value
         assert lake.append(name, [tuple(row)], {SOURCE: 8}, never) == 1, name
@@ -114,13 +121,28 @@ def test_a_lake_of_a_release_with_other_comments_is_written(tmp_path: Path) -> N
     """It keeps its comments; a column that it lacks comes with ours."""
     for name, table in catalog().items():
         columns = [f for f in table.schema if f.name != "by"]
-        create(str(tmp_path), name, in_other_words(pa.schema(columns)), table.stats, timedelta(days=2), {})
+        create(
+            str(tmp_path),
+            name,
+            in_other_words(pa.schema(columns)),
+            table.stats,
+            timedelta(days=2),
+            {},
+        )
     lake = claimed(tmp_path)
     for name, table in catalog().items():
-        place = {"kafka_topic_id": "T", "kafka_partition": 0, "kafka_offset": 7, "kafka_timestamp": 5_000}
+        place = {
+            "kafka_topic_id": "T",
+            "kafka_partition": 0,
+            "kafka_offset": 7,
+            "kafka_timestamp": 5_000,
+        }
         row = tuple(place.get(c.field.name) for c in table.columns)
         assert lake.append(name, [row], {SOURCE: 8}, never) == 1, name
-    comments = {f.name: f.metadata["comment"] for f in open_table(str(tmp_path), "rewards", {}).schema().fields}
+    comments = {
+        f.name: f.metadata["comment"]
+        for f in open_table(str(tmp_path), "rewards", {}).schema().fields
+    }
     assert comments["source"] == "In other words."
     assert comments["by"] == comment_of(catalog()["rewards"].schema.field("by"))
 
@@ -135,7 +157,12 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
                 reward_revision=0, created_at=1,
             )  # fmt: skip
         return records.Late(
-            run_id="r", channel="train", trajectory_id=f"{topic}{number}", revision=1, missed_batch_seq=0, input_to=0
+            run_id="r",
+            channel="train",
+            trajectory_id=f"{topic}{number}",
+            revision=1,
+            missed_batch_seq=0,
+            input_to=0,
         )
 
     placed = [Placed(topic, 0, n, 5_000 + n, {}, event(n)) for n in range(first, first + count)]
@@ -153,9 +180,13 @@ def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: s
     both = of_source(table, "A", 0, 50) + of_source(table, "B", 0, 3)
     assert again.append(table, both, {("A", 0): 50, ("B", 0): 3}, never) == 3
     assert not again.mark_due(table, {("A", 0): 50, ("B", 0): 3})
-    assert again.append(table, of_source(table, "A", 50, 49), {("A", 0): 99, ("B", 0): 3}, never) == 0
+    assert (
+        again.append(table, of_source(table, "A", 50, 49), {("A", 0): 99, ("B", 0): 3}, never) == 0
+    )
     assert again.marks(table, sources) == {("A", 0): 100, ("B", 0): 3}
-    assert again.append(table, of_source(table, "A", 99, 3), {("A", 0): 102, ("B", 0): 3}, never) == 2
+    assert (
+        again.append(table, of_source(table, "A", 99, 3), {("A", 0): 102, ("B", 0): 3}, never) == 2
+    )
     assert again.marks(table, sources) == {("A", 0): 102, ("B", 0): 3}
     assert dataset(open_table(str(tmp_path), table, {}), {}).count_rows() == 105
 
@@ -237,7 +268,12 @@ def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
         lake.append("rewards", rows(i, f"e{i:02}"), {SOURCE: i + 1}, never)
         if i == 9:
             (done,) = [d for d in care(settings) if any(d[1:])]
-            assert (done.table, done.merged_files, done.made_files, done.put_off) == ("rewards", 11, 1, None)
+            assert (done.table, done.merged_files, done.made_files, done.put_off) == (
+                "rewards",
+                11,
+                1,
+                None,
+            )
     assert len(open_table(str(tmp_path), "rewards", {}).file_uris()) == 3
     assert ids(tmp_path) == [*(f"e{i:02}" for i in range(12)), "old"]
     again = claimed(tmp_path)
@@ -253,7 +289,9 @@ def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
         open_table(str(tmp_path), "steps", {}, 7)
 
 
-def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are_sent_again(tmp_path: Path) -> None:
+def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are_sent_again(
+    tmp_path: Path,
+) -> None:
     """A full disk lets the commit through and stops the checkpoint after it: what landed must be in the window, too."""
     lake = claimed(tmp_path)
     for version in range(2, 45):
@@ -269,7 +307,10 @@ def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are
     for version in range(2, 45):
         (tmp_path / "rewards" / "_delta_log" / f"{version:020d}.checkpoint.parquet").rmdir()
     assert lake.append("rewards", rows(landed, f"e{landed}"), {SOURCE: landed + 1}, never) == 0
-    assert lake.append("rewards", rows(landed + 1, f"e{landed}", "new"), {SOURCE: landed + 3}, never) == 1
+    assert (
+        lake.append("rewards", rows(landed + 1, f"e{landed}", "new"), {SOURCE: landed + 3}, never)
+        == 1
+    )
     assert len(ids(tmp_path)) == len(set(ids(tmp_path))) == landed + 2
 
 

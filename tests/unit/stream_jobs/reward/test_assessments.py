@@ -45,7 +45,9 @@ def test_a_step_has_its_lowest_score_and_the_whole_the_lowest_of_the_rules() -> 
     whole = says([Score(0.9, "long"), Score(0.5, "odd", "k~3.0")], "whole", "2")
     a = assessment_of(trajectory(), (steps, whole), 7)
     assert a.step_quality == (1.0, 0.25, 1.0, 0.5)
-    assert a.quality == 0.8125, "the mean of the first rule's steps, below the 0.9 that the second one says"
+    assert a.quality == 0.8125, (
+        "the mean of the first rule's steps, below the 0.9 that the second one says"
+    )
     assert (a.rules, a.assessment_revision, a.created_at) == (("steps@1", "whole@2"), 3, 7)
     assert a.findings[0] == Finding(rule="steps@1", step_id="k~1.0", score=0.5, evidence="meh")
     assert [(f.rule, f.score) for f in a.findings] == [
@@ -63,22 +65,32 @@ def test_a_step_has_its_lowest_score_and_the_whole_the_lowest_of_the_rules() -> 
         ({"k~1.0": 0.5}, 0.75, (1.0, 0.5)), ([Score(1.0, "fine")], 1.0, (1.0, 1.0)),
     ],
 )  # fmt: skip
-def test_a_rule_may_answer_in_several_ways(said: Any, quality: float, steps: tuple[float, ...]) -> None:
+def test_a_rule_may_answer_in_several_ways(
+    said: Any, quality: float, steps: tuple[float, ...]
+) -> None:
     a = assessment_of(trajectory(2), (says(said),), 0)
     assert (a.quality, a.step_quality) == (quality, steps)
     assert [f.score for f in a.findings] == sorted(
-        {v for v in (0.25, 0.5) if v in (said if isinstance(said, dict) else {}).values() or v == said}
+        {
+            v
+            for v in (0.25, 0.5)
+            if v in (said if isinstance(said, dict) else {}).values() or v == said
+        }
     )
 
 
-@pytest.mark.parametrize("said", [1.5, -0.1, float("nan"), "good", {"k~9.0": 0.5}, {"k~0.0": "x"}, [0.5], [Score(2.0)]])
+@pytest.mark.parametrize(
+    "said", [1.5, -0.1, float("nan"), "good", {"k~9.0": 0.5}, {"k~0.0": "x"}, [0.5], [Score(2.0)]]
+)
 def test_a_rule_that_answers_wrongly_counts_for_nothing_and_says_why(said: Any) -> None:
     a = assessment_of(trajectory(2), (says(said, "bad"), says({"k~0.0": 0.5}, "good")), 0)
     assert (a.quality, a.step_quality) == (0.75, (0.5, 1.0))
     failed, _ = a.findings
     assert (failed.rule, failed.score) == ("bad@1", None) and failed.evidence
     alone = assessment_of(trajectory(2), (says(said, "bad"),), 0)
-    assert (alone.quality, alone.step_quality) == (None, ()), "nothing is known, which is neither 0.0 nor 1.0"
+    assert (alone.quality, alone.step_quality) == (None, ()), (
+        "nothing is known, which is neither 0.0 nor 1.0"
+    )
 
 
 def test_a_rule_that_raises_in_the_middle_counts_for_nothing() -> None:
@@ -95,19 +107,27 @@ def test_marked_steps_do_not_count_for_the_whole() -> None:
     bad = says({"k~0.0": 0.0})
     assert assessment_of(trajectory(2, marked=0), (bad,), 0).quality == 1.0
     assert assessment_of(trajectory(2), (bad,), 0).quality == 0.5
-    assert assessment_of(trajectory(1, marked=0), (bad,), 0).quality == 0.0, "unless there are no others"
+    assert assessment_of(trajectory(1, marked=0), (bad,), 0).quality == 0.0, (
+        "unless there are no others"
+    )
 
 
 def test_what_is_lost_or_empty_is_not_assessed() -> None:
     lost = assessment_of(trajectory(outcome="lost", reason="gone"), (says(1.0),), 0)
-    assert (lost.quality, lost.step_quality) == (None, ()) and "gone" in (lost.findings[0].evidence or "")
+    assert (lost.quality, lost.step_quality) == (None, ()) and "gone" in (
+        lost.findings[0].evidence or ""
+    )
     empty = assessment_of(trajectory(0), (says(None),), 0)
     assert (empty.quality, empty.step_quality) == (None, ())
-    assert not_assessed(trajectory(), (says(1.0),), 0, "blob away").findings[0].evidence == "blob away"
+    assert (
+        not_assessed(trajectory(), (says(1.0),), 0, "blob away").findings[0].evidence == "blob away"
+    )
 
 
 def test_findings_are_bounded_scores_are_not() -> None:
-    many = assessment_of(trajectory(500), (says([Score(0.5, "x" * 999, f"k~{i}.0") for i in range(500)]),), 0)
+    many = assessment_of(
+        trajectory(500), (says([Score(0.5, "x" * 999, f"k~{i}.0") for i in range(500)]),), 0
+    )
     assert len(many.findings) == 200 and len(many.findings[0].evidence or "") == 200
     assert many.step_quality == (0.5,) * 500
 
@@ -166,7 +186,9 @@ def only_short(t: Trajectory) -> float:
 
 
 def test_rules_of_the_settings() -> None:
-    rules = quality_rules_of({"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")}, FIND)
+    rules = quality_rules_of(
+        {"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")}, FIND
+    )
     (own,) = of_run(rules, "a")
     assert (str(own), own.revision) == ("only_short@3", 3) and callable(own.function)
     assert [str(r) for r in of_run(rules, "b")][-2:] == ["retried@1", "count@x"]

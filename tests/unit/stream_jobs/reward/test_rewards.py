@@ -22,7 +22,9 @@ from stream_jobs.reward.rewards import rewards_of, rules_of
 FIND = partial(load_function, folders=[])
 
 
-def trajectory(answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any) -> Trajectory:
+def trajectory(
+    answer: str = "42", metadata: bytes | None = b'{"gold":42}', **more: Any
+) -> Trajectory:
     steps = tuple(
         TrajectoryStep(
             step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
@@ -56,7 +58,10 @@ def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None
         (None, [(None, None, "the function returned None")]),
         (math.nan, [(None, None, "not a finite number: nan")]),
         ("high", [(None, None, "TypeError: a reward is a number, not str")]),
-        ({"k~0.0": 1, "k~1.0": None}, [("k~0.0", 1.0, None), ("k~1.0", None, "the function returned None")]),
+        (
+            {"k~0.0": 1, "k~1.0": None},
+            [("k~0.0", 1.0, None), ("k~1.0", None, "the function returned None")],
+        ),
         ({}, [(None, None, "no step was rewarded")]),
         ({"x": 1.0}, [(None, None, "ValueError: no step 'x' in the trajectory")]),
     ],
@@ -64,9 +69,9 @@ def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None
 def test_every_answer_is_a_reward_or_says_why_not(said: Any, expected: list[Any]) -> None:
     rewards = list(rewards_of(trajectory(), Rule("f", "2", lambda _: said), 7))
     assert [(r.step_id, r.value, r.reason) for r in rewards] == expected
-    assert {(r.source, r.name, r.function_version, r.reward_revision, r.created_at) for r in rewards} == {
-        ("rule", "f", "2", 2, 7)
-    }
+    assert {
+        (r.source, r.name, r.function_version, r.reward_revision, r.created_at) for r in rewards
+    } == {("rule", "f", "2", 2, 7)}
     assert len({r.event_id for r in rewards}) == len(rewards)
     assert rewards == list(rewards_of(trajectory(), Rule("f", "2", lambda _: said), 7))
 
@@ -110,15 +115,23 @@ def test_an_auxiliary_call_that_is_logged_last_is_not_the_answer(tag: str) -> No
 
 def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
     rule = Rule("exact_match", "x", BUILT_IN["exact_match"])
-    (lost,) = rewards_of(trajectory(outcome="lost", reason="payload lost to retention", steps=()), rule, 0)
+    (lost,) = rewards_of(
+        trajectory(outcome="lost", reason="payload lost to retention", steps=()), rule, 0
+    )
     (bare,) = rewards_of(trajectory(metadata=None), rule, 0)
     assert (lost.value, lost.reason) == (None, "trajectory lost: payload lost to retention")
     assert (bare.value, bare.reason, bare.reward_revision) == (None, "ValueError: no metadata", 0)
 
 
 def test_configured_by_name_or_import_path_and_run() -> None:
-    rules = rules_of({"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")}, FIND)
-    assert [(r.name, r.version) for r in of_run(rules, "r1")] == [("last_number", "v2"), ("exact_match", "3")]
+    rules = rules_of(
+        {"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")},
+        FIND,
+    )
+    assert [(r.name, r.version) for r in of_run(rules, "r1")] == [
+        ("last_number", "v2"),
+        ("exact_match", "3"),
+    ]
     assert [(r.name, r.version) for r in of_run(rules, "other")] == [("exact_match", "1")]
     assert of_run({}, "other") == ()
 
@@ -136,7 +149,9 @@ class Unspeakable(Exception):
         (Unspeakable(), "Unspeakable: its text can't be had, RuntimeError"),
     ],
 )
-def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(raised: Exception, reason: str) -> None:
+def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(
+    raised: Exception, reason: str
+) -> None:
     def fails(_: Trajectory) -> float:
         raise raised
 

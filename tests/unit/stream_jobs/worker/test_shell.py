@@ -110,10 +110,14 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 def fetched(offset: int, value: bytes) -> Any:
     """A record as aiokafka gives it."""
-    return SimpleNamespace(topic="s", partition=0, offset=offset, timestamp=0, key=None, value=value, headers=())
+    return SimpleNamespace(
+        topic="s", partition=0, offset=offset, timestamp=0, key=None, value=value, headers=()
+    )
 
 
-def batch(partitions: Mapping[int, Sequence[Any]], generation: int = 1) -> list[tuple[int, dict[TP, list[Any]]]]:
+def batch(
+    partitions: Mapping[int, Sequence[Any]], generation: int = 1
+) -> list[tuple[int, dict[TP, list[Any]]]]:
     return [(generation, {TP("s", p): list(records) for p, records in partitions.items()})]
 
 
@@ -186,8 +190,12 @@ def newer_tick() -> tuple[Record, bytes]:
     schema = json.loads(published.schema_json)
     schema["fields"].append({"name": "colour", "type": "string", "default": ""})
     fingerprint = codec.announce(json.dumps(schema))
-    value = codec.encode(replace(published, fingerprint=fingerprint, schema_json=json.dumps(schema)))
-    return Record("schemas", 0, 0, 0, None, value, {}), MAGIC + bytes.fromhex(fingerprint) + KNOWN[10:] + b"\x06red"
+    value = codec.encode(
+        replace(published, fingerprint=fingerprint, schema_json=json.dumps(schema))
+    )
+    return Record("schemas", 0, 0, 0, None, value, {}), MAGIC + bytes.fromhex(fingerprint) + KNOWN[
+        10:
+    ] + b"\x06red"
 
 
 def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
@@ -200,7 +208,9 @@ def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
         job = Job()
         schemas, shell = job.decoder._cluster, shell_of(job, tmp_path)
         assert isinstance(schemas, SchemasTopic)
-        await shell._process(batch({0: [fetched(0, KNOWN), fetched(1, POISON)], 1: [fetched(0, KNOWN)]}))
+        await shell._process(
+            batch({0: [fetched(0, KNOWN), fetched(1, POISON)], 1: [fetched(0, KNOWN)]})
+        )
         assert await job.processed.get() == (1, [0])
         assert await asyncio.to_thread(schemas.asked.wait, 20)
         await shell._process(batch({0: [fetched(2, newer)], 1: [fetched(1, KNOWN)]}))
@@ -218,7 +228,9 @@ def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
     assert not died
 
 
-def test_what_waits_for_a_schema_is_dropped_with_its_partition(tmp_path: Path, died: list[BaseException]) -> None:
+def test_what_waits_for_a_schema_is_dropped_with_its_partition(
+    tmp_path: Path, died: list[BaseException]
+) -> None:
     async def main() -> None:
         job = Job()
         schemas, shell = job.decoder._cluster, shell_of(job, tmp_path)

@@ -29,7 +29,11 @@ from trainer.errors import PayloadUnreadable, TooFewMembers
 
 
 def step(
-    index: int, *, trainable: bool = True, version: str | None = "r/0.0", temperature: float | None = None
+    index: int,
+    *,
+    trainable: bool = True,
+    version: str | None = "r/0.0",
+    temperature: float | None = None,
 ) -> TrajectoryStep:
     return TrajectoryStep(
         step_id=f"t~{index}.0", index=index, status="ok", drift="clean", prompt_tokens=0, response_tokens=0,
@@ -42,9 +46,13 @@ def env(ids: list[int], parent: int | None = None) -> Segment:
     return Segment(parent=parent, token_ids=pack_ids(ids))
 
 
-def said(ids: list[int], index: int, parent: int | None, spans: tuple[VersionSpan, ...] = ()) -> Segment:
+def said(
+    ids: list[int], index: int, parent: int | None, spans: tuple[VersionSpan, ...] = ()
+) -> Segment:
     logprobs = pack_logprobs([-i / 8 for i in ids])
-    return Segment(parent=parent, step_index=index, token_ids=pack_ids(ids), logprobs=logprobs, versions=spans)
+    return Segment(
+        parent=parent, step_index=index, token_ids=pack_ids(ids), logprobs=logprobs, versions=spans
+    )
 
 
 def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str = "t") -> Trajectory:
@@ -56,7 +64,10 @@ def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str =
 
 def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
     sampled = Segment(
-        parent=0, step_index=0, token_ids=pack_ids([3, 4, 5]), logprobs=pack_logprobs([-0.5, float("nan"), -1.0])
+        parent=0,
+        step_index=0,
+        token_ids=pack_ids([3, 4, 5]),
+        logprobs=pack_logprobs([-0.5, float("nan"), -1.0]),
     )
     (row,) = rows_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
     assert row.mask == (False, True, False, True)
@@ -64,18 +75,30 @@ def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
 
 
 def test_a_linear_conversation_is_one_row() -> None:
-    tree = trajectory([env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)])
+    tree = trajectory(
+        [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)]
+    )
     (row,) = rows_of(tree, (), 0.5)
     assert row.token_ids == (1, 2, 3, 4, 5, 6)
     assert row.mask == (False, False, True, True, False, True)
     assert row.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
     assert row.advantage == 0.5
-    assert row.versions == (VersionSpan(version="r/0.0", start=2, end=4), VersionSpan(version="r/0.0", start=5, end=6))
+    assert row.versions == (
+        VersionSpan(version="r/0.0", start=2, end=4),
+        VersionSpan(version="r/0.0", start=5, end=6),
+    )
 
 
 def test_each_trained_token_has_the_temperature_of_its_step() -> None:
     """A trajectory may mix temperatures; what is not known, and what is not trained, has none."""
-    segments = [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2), env([7], 3), said([8, 9], 2, 4)]
+    segments = [
+        env([1, 2]),
+        said([3, 4], 0, 0),
+        env([5], 1),
+        said([6], 1, 2),
+        env([7], 3),
+        said([8, 9], 2, 4),
+    ]
     steps = [step(0, temperature=0.7), step(1), step(2, temperature=0.3)]
     (row,) = rows_of(trajectory(segments, steps), (), 0.5)
     assert row.temperatures == (TemperatureSpan(0.7, 2, 4), TemperatureSpan(0.3, 7, 9))
@@ -95,19 +118,38 @@ def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
 
 
 def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() -> None:
-    segments = [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2), env([5], 3), said([6], 2, 4)]
+    segments = [
+        env([1]),
+        said([2], 0, 0),
+        env([3], 1),
+        said([4], 1, 2),
+        env([5], 3),
+        said([6], 2, 4),
+    ]
     (row,) = rows_of(trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0)
     assert row.mask == (False, True, False, False, False, True)
     (row,) = rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0)
     assert row.token_ids == (1, 2)
-    assert rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0) == []
+    assert (
+        rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0)
+        == []
+    )
 
 
 def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
-    spans = (VersionSpan(version="r/1.0", start=0, end=3), VersionSpan(version="r/2.0", start=3, end=4))
-    tree = trajectory([env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)])
+    spans = (
+        VersionSpan(version="r/1.0", start=0, end=3),
+        VersionSpan(version="r/2.0", start=3, end=4),
+    )
+    tree = trajectory(
+        [env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)]
+    )
     (row,) = rows_of(tree, (), 1.0)
-    assert [(s.version, s.start, s.end) for s in row.versions] == [("r/1.0", 1, 3), ("r/1.0", 3, 4), ("r/2.0", 4, 5)]
+    assert [(s.version, s.start, s.end) for s in row.versions] == [
+        ("r/1.0", 1, 3),
+        ("r/1.0", 3, 4),
+        ("r/2.0", 4, 5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +157,15 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
     [
         ([env([1]), said([2], 7, 0)], [step(0)]),
         (
-            [env([1]), Segment(parent=0, step_index=0, token_ids=pack_ids([2, 3]), logprobs=pack_logprobs([-1.0]))],
+            [
+                env([1]),
+                Segment(
+                    parent=0,
+                    step_index=0,
+                    token_ids=pack_ids([2, 3]),
+                    logprobs=pack_logprobs([-1.0]),
+                ),
+            ],
             [step(0)],
         ),
         ([env([1], 1), said([2], 0, 0)], [step(0)]),
@@ -143,7 +193,9 @@ def trees(draw: st.DrawFn) -> Trajectory:
 
 
 @given(trees(), st.sets(st.integers(0, 11)))
-def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(tree: Trajectory, off: set[int]) -> None:
+def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(
+    tree: Trajectory, off: set[int]
+) -> None:
     untrainable = {f"t~{i}.0" for i in off}
     context: dict[int, tuple[int, ...]] = {}
     expected: list[int] = []
@@ -159,7 +211,9 @@ def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(t
             if of.trainable and of.step_id not in untrainable:
                 expected += ids
     rows = rows_of(tree, untrainable, 1.0)
-    trained = Counter(t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on)
+    trained = Counter(
+        t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on
+    )
     assert trained == Counter(expected)
     for row in rows:
         assert row.mask[-1], "nothing is computed behind the last trained token"
@@ -180,9 +234,12 @@ def test_any_linear_conversation_is_one_row(turns: list[list[int]]) -> None:
 # -- batches
 
 
-def member(name: str, *values: float | None, partition: int = 0, first: int = 0, last: int = 0) -> BatchMember:
+def member(
+    name: str, *values: float | None, partition: int = 0, first: int = 0, last: int = 0
+) -> BatchMember:
     rewards = tuple(
-        RewardValue(source="rule", name="r", function_version="1", value=v, reward_revision=0) for v in values
+        RewardValue(source="rule", name="r", function_version="1", value=v, reward_revision=0)
+        for v in values
     )
     return BatchMember(
         trajectory_id=name, trajectory_key=name, revision=0, rewards=rewards, untrainable_steps=(), trainable_tokens=1,
@@ -206,27 +263,43 @@ def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
     )
     data = rows_of_batch(batch(*groups, weights={"rule/r": 2.0}), payload, lambda r: grpo(r, 0.3))
     std = 2.0**0.5
-    assert [r.advantage for r in data.rows] == pytest.approx([1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0])
+    assert [r.advantage for r in data.rows] == pytest.approx(
+        [1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0]
+    )
     assert (data.rewards, data.groups, data.unrewarded) == ((2.0, 0.0, 10.0, 10.0), 2, ())
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("inf")])
-def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(logprob: float) -> None:
+def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(
+    logprob: float,
+) -> None:
     """Minus infinity would weigh as much as the bound of the ratio allows."""
-    some = Segment(parent=0, step_index=0, token_ids=pack_ids([3, 4]), logprobs=pack_logprobs([-0.5, logprob]))
-    alone = Segment(parent=0, step_index=0, token_ids=pack_ids([3]), logprobs=pack_logprobs([logprob]))
-    payload = {name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))}
+    some = Segment(
+        parent=0, step_index=0, token_ids=pack_ids([3, 4]), logprobs=pack_logprobs([-0.5, logprob])
+    )
+    alone = Segment(
+        parent=0, step_index=0, token_ids=pack_ids([3]), logprobs=pack_logprobs([logprob])
+    )
+    payload = {
+        name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))
+    }
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
     found = rows_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
     (row,) = found.rows
-    assert (row.trajectory_id, row.mask, row.logprobs) == ("a", (False, True, False), (0.0, -0.5, 0.0))
+    assert (row.trajectory_id, row.mask, row.logprobs) == (
+        "a",
+        (False, True, False),
+        (0.0, -0.5, 0.0),
+    )
     assert found.sampled_at_zero == {"a": 1, "b": 1}, "of the second nothing else is left"
 
 
 def test_a_missing_reward_is_never_zero() -> None:
     payload = {n: trajectory([env([1]), said([2], 0, 0)], [step(0)], n) for n in "abcde"}
     groups = (
-        BatchGroup(group_id="1", round=0, n=3, members=(member("a", 1.0), member("b"), member("c", 0.0))),
+        BatchGroup(
+            group_id="1", round=0, n=3, members=(member("a", 1.0), member("b"), member("c", 0.0))
+        ),
         BatchGroup(group_id="2", round=0, n=2, members=(member("d", 5.0), member("e", None))),
     )
     data = rows_of_batch(batch(*groups), payload, lambda r: grpo(r, 0.3))
@@ -248,7 +321,12 @@ def row(length: int) -> Row:
     )  # fmt: skip
 
 
-@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+@given(
+    st.lists(st.integers(2, 40), max_size=30),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
 def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
     lengths: list[int], count: int, epochs: int, seq: int
 ) -> None:
@@ -284,7 +362,9 @@ def test_scans_merge_what_is_near_and_take_all_partitions_at_once() -> None:
 
 
 def test_parts_are_joined_in_order() -> None:
-    whole = trajectory([env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2)], [step(0), step(1)])
+    whole = trajectory(
+        [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2)], [step(0), step(1)]
+    )
     first = trajectory([env([1]), said([2], 0, 0)], [step(0)])
     second = trajectory([env([3], 1), said([4], 1, 2)], [step(1)])
     assert joined([first, second]) == whole

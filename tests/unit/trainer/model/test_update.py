@@ -50,7 +50,9 @@ def settings(**more: object) -> TrainerSettings:
     )
 
 
-def row(ids: tuple[int, ...], mask: str, logprob: float, advantage: float, version: str = "r/3.0") -> Row:
+def row(
+    ids: tuple[int, ...], mask: str, logprob: float, advantage: float, version: str = "r/3.0"
+) -> Row:
     on = tuple(c == "1" for c in mask)
     return Row(
         trajectory_id="t",
@@ -80,7 +82,9 @@ def test_grpo_against_a_plain_loop(rewards: list[float], offset: float) -> None:
     if max(rewards) == min(rewards):
         assert got == [0.0] * len(rewards)
     elif std > 1e-6:
-        assert got == pytest.approx([(r - mean) / (std + offset) for r in rewards], rel=1e-6, abs=1e-6)
+        assert got == pytest.approx(
+            [(r - mean) / (std + offset) for r in rewards], rel=1e-6, abs=1e-6
+        )
         assert sum(got) == pytest.approx(0.0, abs=1e-5)
 
 
@@ -91,14 +95,18 @@ def test_grpo_refuses_fewer_than_two(rewards: list[float]) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=20
+    ),
     st.floats(0.5, 4),
 )
 def test_truncated_importance_sampling_against_a_plain_loop(
     tokens: list[tuple[float, float, float]], bound: float
 ) -> None:
     now = torch.tensor([t[0] for t in tokens], dtype=torch.float64, requires_grad=True)
-    sampled, advantages = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in (1, 2))
+    sampled, advantages = (
+        torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in (1, 2)
+    )
     losses = truncated_is(now, sampled, advantages, bound)
     weights = [min(math.exp(lp - old), bound) * a for lp, old, a in tokens]
     assert losses.tolist() == pytest.approx(
@@ -141,14 +149,17 @@ def test_logprobs_are_those_of_softmax_at_the_temperature_of_each_token(model_di
     with torch.no_grad():
         logits = policy.model(torch.tensor([mixed.token_ids])).logits[0]
     expected = [
-        torch.log(torch.softmax(logits[i - 1] / at.get(i, 2.0), -1))[mixed.token_ids[i]].item() for i in trained
+        torch.log(torch.softmax(logits[i - 1] / at.get(i, 2.0), -1))[mixed.token_ids[i]].item()
+        for i in trained
     ]
     expected += [lp for r in others for lp in reference_logprobs(policy, r, 2.0).values()]
     assert policy.logprobs([mixed, *others]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 8, 16384])
-def test_an_update_reports_what_plain_loops_compute(model_dir: Path, micro_batch_tokens: int) -> None:
+def test_an_update_reports_what_plain_loops_compute(
+    model_dir: Path, micro_batch_tokens: int
+) -> None:
     policy = Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens))
     total, tokens, truncated, diffs, same = 0.0, 0, 0, [], []
     for r in ROWS:
@@ -171,7 +182,10 @@ def test_an_update_reports_what_plain_loops_compute(model_dir: Path, micro_batch
 
 def test_micro_batches_do_not_change_the_gradient(model_dir: Path) -> None:
     norms = [
-        Policy(model_dir, settings(micro_batch_tokens=n)).update(ROWS, 0, truncated_is, 1e-3, None).steps[0].grad_norm
+        Policy(model_dir, settings(micro_batch_tokens=n))
+        .update(ROWS, 0, truncated_is, 1e-3, None)
+        .steps[0]
+        .grad_norm
         for n in (1, 16384)
     ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -186,7 +200,9 @@ def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> 
     assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
 
 
-def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one_version_old(model_dir: Path) -> None:
+def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one_version_old(
+    model_dir: Path,
+) -> None:
     policy, good, prompt = Policy(model_dir, settings(lr=2e-3, minibatches=2)), 17, (2, 9, 10)
     generator = torch.Generator().manual_seed(0)
 
@@ -211,12 +227,16 @@ def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one
 
 
 def test_differences_are_measured_before_the_first_update_only(model_dir: Path) -> None:
-    stats = Policy(model_dir, settings(minibatches=2, epochs=2)).update(ROWS, 0, truncated_is, 1e-3, "r/3.0")
+    stats = Policy(model_dir, settings(minibatches=2, epochs=2)).update(
+        ROWS, 0, truncated_is, 1e-3, "r/3.0"
+    )
     assert len(stats.steps) == 4
     assert stats.steps[0].logp_diff is not None
     assert all(s.logp_diff is None and s.logp_diff_same_version is None for s in stats.steps[1:])
     alone = Policy(model_dir, settings()).update(ROWS, 0, truncated_is, 1e-3, "r/99.0").steps[0]
-    assert alone.logp_diff is not None and alone.logp_diff_same_version is None, "no token of the version: absent"
+    assert alone.logp_diff is not None and alone.logp_diff_same_version is None, (
+        "no token of the version: absent"
+    )
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_dir: Path) -> None:
@@ -238,10 +258,15 @@ def same_state(a: Policy, b: Policy) -> bool:
     """Whether weights and optimiser are equal bit for bit."""
     states = [[t for s in p.optimizer.state.values() for t in s.values()] for p in (a, b)]
     weights = [list(p.model.parameters()) for p in (a, b)]
-    return all(torch.equal(x, y) for x, y in zip(weights[0] + states[0], weights[1] + states[1], strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(weights[0] + states[0], weights[1] + states[1], strict=True)
+    )
 
 
-def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_counts_in_the_mean(model_dir: Path) -> None:
+def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_counts_in_the_mean(
+    model_dir: Path,
+) -> None:
     def without_token_12(_: torch.nn.Module, __: object, logits: torch.Tensor) -> torch.Tensor:
         banned = torch.zeros(logits.shape[-1]).index_fill(0, torch.tensor([12]), -math.inf)
         return logits + banned
@@ -249,9 +274,13 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     policy, expected = (Policy(model_dir, settings()) for _ in range(2))
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
-    (step,) = policy.update([row((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0").steps
+    (step,) = policy.update(
+        [row((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+    ).steps
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
-    (other,) = expected.update([row((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0").steps
+    (other,) = expected.update(
+        [row((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+    ).steps
     assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
     assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
 
@@ -261,23 +290,35 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     model_dir: Path, micro_batch_tokens: int
 ) -> None:
     """Against the computation that passes them: an advantage too small for any float32 sum is an advantage."""
-    skipping, passing = (Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2))
-    idle = (row((2, 9, 10, 11), "0011", -3.0, 0.0), row((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0))
+    skipping, passing = (
+        Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2)
+    )
+    idle = (
+        row((2, 9, 10, 11), "0011", -3.0, 0.0),
+        row((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0),
+    )
     passed: list[int] = []
     skipping.model.register_forward_pre_hook(
         lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
     )
     (a,) = skipping.update([*ROWS, *idle], 0, truncated_is, 1e-3, None).steps
     assert (sum(passed), a.passed_tokens) == (len(ROWS), a.tokens - 6)
-    (b,) = passing.update([*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None).steps
+    (b,) = passing.update(
+        [*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None
+    ).steps
     assert b.passed_tokens == b.tokens == a.tokens
-    assert (a.loss, a.grad_norm) == (pytest.approx(b.loss, rel=1e-5), pytest.approx(b.grad_norm, rel=1e-5))
+    assert (a.loss, a.grad_norm) == (
+        pytest.approx(b.loss, rel=1e-5),
+        pytest.approx(b.grad_norm, rel=1e-5),
+    )
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max().item())
     # A step without any advantage goes on with AdamW's momentum, as zeros for gradients do.
     (a,) = skipping.update(idle, 1, truncated_is, 1e-3, None).steps
     assert (a.loss, a.grad_norm, a.passed_tokens) == (0.0, 0.0, 0)
-    (b,) = passing.update([replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None).steps
+    (b,) = passing.update(
+        [replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None
+    ).steps
     assert b.passed_tokens == b.tokens
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
@@ -291,20 +332,27 @@ def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all weights with a gradient, in one vector: how an update changed them, and what they were."""
     before = [p.detach().clone() for p in policy.model.parameters()]
     policy.update(ROWS, 0, truncated_is, lr, None)
-    moved = [(p.detach() - old)[p.grad != 0] for p, old in zip(policy.model.parameters(), before, strict=True)]
+    moved = [
+        (p.detach() - old)[p.grad != 0]
+        for p, old in zip(policy.model.parameters(), before, strict=True)
+    ]
     were = [old[p.grad != 0] for p, old in zip(policy.model.parameters(), before, strict=True)]
     return torch.cat(moved), torch.cat(were)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_small_learning_rate_moves_every_weight_whatever_the_dtype(model_dir: Path, dtype: str) -> None:
+def test_a_small_learning_rate_moves_every_weight_whatever_the_dtype(
+    model_dir: Path, dtype: str
+) -> None:
     """A step of AdamW is about lr in each weight. In bfloat16 masters nearly all of them would be rounded away."""
     policy = Policy(model_dir, settings(dtype=dtype, lr=1e-6))
     moved, were = change(policy, 1e-6)
     assert (moved != 0).float().mean() > 0.99
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     assert {s["exp_avg"].dtype for s in policy.optimizer.state.values()} == {torch.float32}
-    assert ((were + moved).bfloat16() != were.bfloat16()).float().mean() < 0.1, "the test says nothing: lr is too high"
+    assert ((were + moved).bfloat16() != were.bfloat16()).float().mean() < 0.1, (
+        "the test says nothing: lr is too high"
+    )
 
 
 def test_passes_in_bfloat16_give_nearly_the_gradient_of_float32(model_dir: Path) -> None:
@@ -313,11 +361,16 @@ def test_passes_in_bfloat16_give_nearly_the_gradient_of_float32(model_dir: Path)
     assert 1e-5 < difference < 0.05, "the passes are in bfloat16, and no worse than that"
     for policy in (exact, narrow):
         policy.update(ROWS, 0, truncated_is, 1e-3, None)
-    a, b = (torch.cat([p.grad.flatten() for p in policy.model.parameters()]) for policy in (exact, narrow))
+    a, b = (
+        torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        for policy in (exact, narrow)
+    )
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
 
 
-def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_float32(tmp_path: Path) -> None:
+def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_float32(
+    tmp_path: Path,
+) -> None:
     own = make_random_model(tmp_path / "own", dtype="bfloat16")
     policy = Policy(own, settings())
     assert policy.model.lm_head.weight.dtype == torch.float32
@@ -326,14 +379,22 @@ def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_floa
         policy.save(tmp_path / engine, policy.served_dtypes(engine))
         tensors = load_file(tmp_path / engine / "model.safetensors")
         assert {t.dtype for t in tensors.values()} == {dtype}
-        assert json.loads((tmp_path / engine / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-        assert all(torch.equal(t, policy.model.state_dict()[name].to(dtype)) for name, t in tensors.items())
+        assert json.loads((tmp_path / engine / "config.json").read_text())["dtype"] == str(
+            dtype
+        ).removeprefix("torch.")
+        assert all(
+            torch.equal(t, policy.model.state_dict()[name].to(dtype)) for name, t in tensors.items()
+        )
         assert {p.name for p in (tmp_path / engine).iterdir()} == {p.name for p in own.iterdir()}
     assert policy.served_dtypes("float32").are_those_of_masters
-    assert policy.model.lm_head.weight.dtype == torch.float32, "what is trained is not what was rounded"
+    assert policy.model.lm_head.weight.dtype == torch.float32, (
+        "what is trained is not what was rounded"
+    )
 
 
-def test_a_tensor_that_its_model_keeps_in_float32_is_published_so(tmp_path: Path, model_dir: Path) -> None:
+def test_a_tensor_that_its_model_keeps_in_float32_is_published_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
     model, _ = load_masters(model_dir)
     kept = TensorDtypes(torch.bfloat16, {"model.norm.weight": torch.float32})
     save_rounded(model, tmp_path / "out", kept)
@@ -341,12 +402,19 @@ def test_a_tensor_that_its_model_keeps_in_float32_is_published_so(tmp_path: Path
     assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {"model.norm.weight"}
 
 
-def test_tied_embeddings_are_published_once_and_rounded_alike(tmp_path: Path, model_dir: Path) -> None:
-    config = json.loads((model_dir / "config.json").read_text()) | {"tie_word_embeddings": True, "dtype": "bfloat16"}
+def test_tied_embeddings_are_published_once_and_rounded_alike(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
     tied = tmp_path / "tied"
     shutil.copytree(model_dir, tied)
     (tied / "config.json").write_text(json.dumps(config))
-    tensors = {n: t for n, t in load_file(tied / "model.safetensors").items() if n != "lm_head.weight"}
+    tensors = {
+        n: t for n, t in load_file(tied / "model.safetensors").items() if n != "lm_head.weight"
+    }
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
     policy = Policy(tied, settings())
     policy.update(ROWS, 0, truncated_is, 1e-3, None)
@@ -377,12 +445,16 @@ def test_a_saved_policy_is_a_model_directory_with_everything_beside_the_weights(
 
 def test_staleness_counts_trained_tokens_of_this_run() -> None:
     total, known = staleness(ROWS, "r", 3)
-    assert (total, known) == (0 * 3 + 1 * 1, 4), "three fresh tokens, one of version 2, two of another run"
+    assert (total, known) == (0 * 3 + 1 * 1, 4), (
+        "three fresh tokens, one of version 2, two of another run"
+    )
 
 
 def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
     s = settings(lr=5e-4, lr_final=1e-4, max_versions=4)
-    assert [learning_rate(s, k) for k in (0, 1, 2, 3, 4, 9)] == pytest.approx([5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 1e-4])
+    assert [learning_rate(s, k) for k in (0, 1, 2, 3, 4, 9)] == pytest.approx(
+        [5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 1e-4]
+    )
     assert learning_rate(settings(lr=5e-4), 7) == 5e-4
 
 
@@ -391,19 +463,37 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
         tokens=4, passed_tokens=3, loss=1.0, grad_norm=2.0, skipped=None, truncated_tokens=1, now_at_zero=1, logp_diff=0.5,
         logp_diff_same_version=None,
     )  # fmt: skip
-    then = replace(first, loss=3.0, grad_norm=4.0, truncated_tokens=0, now_at_zero=0, logp_diff=None)
-    lost = replace(then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan")
+    then = replace(
+        first, loss=3.0, grad_norm=4.0, truncated_tokens=0, now_at_zero=0, logp_diff=None
+    )
+    lost = replace(
+        then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan"
+    )
     batch = BatchStats(
         update=UpdateStats(steps=(first, then, lost), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
         unrewarded=0, foreign_rows=0, sampled_at_zero=5, staleness=(4, 8), read_seconds=0.5,
     )  # fmt: skip
     metrics = version_metrics([batch, batch], 1e-3, 0.25)
-    assert metrics["loss"] == 2.0 and metrics["grad_norm"] == 3.0 and metrics["ratio_truncated_share"] == 1 / 8
+    assert (
+        metrics["loss"] == 2.0
+        and metrics["grad_norm"] == 3.0
+        and metrics["ratio_truncated_share"] == 1 / 8
+    )
     assert (metrics["optimizer_steps"], metrics["optimizer_steps_skipped"]) == (4.0, 2.0)
-    assert (metrics["tokens_passed"], metrics["tokens_sampled_at_zero"], metrics["tokens_now_at_zero"]) == (16, 10, 2)
-    nothing_learned = version_metrics([replace(batch, update=UpdateStats(steps=(lost,), seconds=1.0))], 1e-3, 0.25)
+    assert (
+        metrics["tokens_passed"],
+        metrics["tokens_sampled_at_zero"],
+        metrics["tokens_now_at_zero"],
+    ) == (16, 10, 2)
+    nothing_learned = version_metrics(
+        [replace(batch, update=UpdateStats(steps=(lost,), seconds=1.0))], 1e-3, 0.25
+    )
     assert "loss" not in nothing_learned and nothing_learned["optimizer_steps"] == 0.0
-    assert (metrics["reward_mean"], metrics["reward_std"], metrics["staleness_mean"]) == (0.5, 0.5, 0.5)
+    assert (metrics["reward_mean"], metrics["reward_std"], metrics["staleness_mean"]) == (
+        0.5,
+        0.5,
+        0.5,
+    )
     assert (metrics["tokens"], metrics["groups"], metrics["train_seconds"]) == (16.0, 2.0, 2.0)
     assert metrics["logp_max_abs_diff"] == 0.5 and "logp_max_abs_diff_same_version" not in metrics
     assert version_metrics([], 1e-3, 0.25) == {"save_seconds": 0.25}

@@ -10,7 +10,9 @@ from stream_jobs.assemble.testing import failed_call
 
 
 @pytest.mark.parametrize(("trajectory", "key"), [("t", b"t"), (None, b"None~F0")])
-def test_a_failed_call_goes_back_under_the_key_that_it_had(trajectory: str | None, key: bytes) -> None:
+def test_a_failed_call_goes_back_under_the_key_that_it_had(
+    trajectory: str | None, key: bytes
+) -> None:
     event = failed_call(trajectory)
     assert key_of(event) == key
     check(Settings(), "claw.steps", key, event, None)

@@ -35,7 +35,17 @@ from schemas.topics import partition_of
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import Kept, payload_of
 from stream_jobs.assemble.payload.trainability import provenance
-from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, assessment, content, curation, reward, session, step
+from stream_jobs.assemble.testing import (
+    BUCKET,
+    LIMITS,
+    Worker,
+    assessment,
+    content,
+    curation,
+    reward,
+    session,
+    step,
+)
 from stream_jobs.lake.delta.snapshots import versions_of
 from stream_jobs.lake.tables.catalog import Placed, catalog
 from stream_jobs.lake.tables.row_events import events_of
@@ -55,7 +65,13 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
             case "step":
                 steps.append(step(key, n, [1, *range(n)], [n + 10]))
             case "done":
-                steps.append(session(key, "completed", step_id=f"{key}~C{max(0, n - 1)}.0" if key == BUCKET else None))
+                steps.append(
+                    session(
+                        key,
+                        "completed",
+                        step_id=f"{key}~C{max(0, n - 1)}.0" if key == BUCKET else None,
+                    )
+                )
             case "opened" if key != BUCKET:
                 steps.append(session(key, "opened", metadata_json=b"{}"))
             case _:
@@ -65,8 +81,19 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
     rewards: list[Any] = []
     for n in range(draw(st.integers(0, 8))):
         key = draw(st.sampled_from(("a", "b")))
-        made = reward(key, draw(st.sampled_from([0.0, 1.0])), draw(st.none() | st.integers(0, 5)), revision=n % 3)
-        rewards.append(draw(st.sampled_from([made, curation(key, f"e{n}", trainable=False), assessment(key, 0.5)])))
+        made = reward(
+            key,
+            draw(st.sampled_from([0.0, 1.0])),
+            draw(st.none() | st.integers(0, 5)),
+            revision=n % 3,
+        )
+        rewards.append(
+            draw(
+                st.sampled_from(
+                    [made, curation(key, f"e{n}", trainable=False), assessment(key, 0.5)]
+                )
+            )
+        )
     timed = []
     for log in (steps, rewards):
         times = sorted(draw(st.lists(st.integers(0, 3000), min_size=len(log), max_size=len(log))))
@@ -95,14 +122,18 @@ def payload_again(steps: Log) -> Any:
         for offset, start in starts.items():
             event = steps[offset][1]
             kept: Kept = (
-                payload_of(event, provenance(event), start) if isinstance(event, Step) else event.metadata_json or b""
+                payload_of(event, provenance(event), start)
+                if isinstance(event, Step)
+                else event.metadata_json or b""
             )
             yield offset, kept
 
     return again
 
 
-def play(steps: Log, rewards: Log, rules: Any = no_rules, cache_bytes: int = 1 << 20) -> tuple[Replay, list[Out]]:
+def play(
+    steps: Log, rewards: Log, rules: Any = no_rules, cache_bytes: int = 1 << 20
+) -> tuple[Replay, list[Out]]:
     replay = Replay("r", 1, LIMITS, CODEC, rules, "id", cache_bytes, payload_again(steps))
     return replay, [out for m in moments(steps, rewards) for out in replay.take(m)]
 
@@ -117,7 +148,9 @@ def last(outs: Iterable[Out]) -> dict[str, Candidate]:
 
 @settings(max_examples=40)
 @given(logs())
-def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(given_logs: tuple[Log, Log]) -> None:
+def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(
+    given_logs: tuple[Log, Log],
+) -> None:
     steps, rewards = given_logs
     worker = Worker()
     worker.feed(*((STEPS, t, e) for t, e in steps))
@@ -127,7 +160,9 @@ def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(giv
     replay, outs = play(steps, rewards)
     assert last(outs) == candidates
     whole = {o.event.trajectory_id: o.event for o in outs if isinstance(o.event, Trajectory)}
-    without = {k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps)) for k, t in whole.items()}
+    without = {
+        k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps)) for k, t in whole.items()
+    }
     assert without == trajectories
     assert sum(replay.tally.trajectories.values()) == len(trajectories)
     assert play(steps, rewards)[1] == outs
@@ -140,8 +175,15 @@ def test_rules_answer_when_a_trajectory_closes() -> None:
     def rules(trajectory: Trajectory) -> list[Reward]:
         return [reward(trajectory.trajectory_id, float(len(trajectory.steps)), name="count")]
 
-    steps: Log = [(10, step("a", 0)), (20, step("a", 1)), (30, session("a", "completed")), (40, Tick(partition=0))]
-    replay, outs = play(steps, [(25, reward("a", 0.5)), (35, reward("a", 0.25, name="late"))], rules)
+    steps: Log = [
+        (10, step("a", 0)),
+        (20, step("a", 1)),
+        (30, session("a", "completed")),
+        (40, Tick(partition=0)),
+    ]
+    replay, outs = play(
+        steps, [(25, reward("a", 0.5)), (35, reward("a", 0.25, name="late"))], rules
+    )
     assert [(o.topic, type(o.event).__name__, o.time) for o in outs] == [
         ("rewards", "Reward", 25),
         ("candidates", "Tick", 30),
@@ -156,8 +198,15 @@ def test_rules_answer_when_a_trajectory_closes() -> None:
     assert {r.name: r.value for r in first.rewards} == {"a": 0.5, "count": 2.0}
     assert {r.name: r.value for r in second.rewards} == {"a": 0.5, "count": 2.0, "late": 0.25}
     assert (first.revision, second.revision, replay.tally.answers) == (0, 1, 1)
-    (place,) = {tuple(sorted((o.headers or {}).items())) for o in outs if isinstance(o.event, Candidate)}
-    assert dict(place) == {"topic_id": b"id", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
+    (place,) = {
+        tuple(sorted((o.headers or {}).items())) for o in outs if isinstance(o.event, Candidate)
+    }
+    assert dict(place) == {
+        "topic_id": b"id",
+        "partition": b"0",
+        "first_offset": b"0",
+        "last_offset": b"0",
+    }
 
 
 def test_what_is_open_at_the_end_is_counted_and_bad_targets_too() -> None:
@@ -192,17 +241,23 @@ SPANS = (VersionSpan(version="r/1.0", start=0, end=1), VersionSpan(version="r/2.
     ],
 )  # fmt: skip
 def test_a_row_is_the_record_again(event: Any) -> None:
-    (name,) = (n for tables in READ.values() for n, record in tables.items() if record is type(event))
+    (name,) = (
+        n for tables in READ.values() for n, record in tables.items() if record is type(event)
+    )
     table = catalog()[name]
     filler: Any = {
         Step: step("z", 9, [7] * 3, [8]), Reward: reward("z"),
     }.get(type(event), event)  # fmt: skip
-    rows = [row for e in (filler, event, filler) for row in table.rows_of(Placed("T", 0, 0, 0, {}, e))]
+    rows = [
+        row for e in (filler, event, filler) for row in table.rows_of(Placed("T", 0, 0, 0, {}, e))
+    ]
     arrow = table.arrow(rows)
     assert list(events_of(type(event), arrow)) == [filler, event, filler]
     chunks = pa.concat_tables([arrow.slice(0, 1), arrow.slice(1)])
     assert list(events_of(type(event), chunks.slice(1, 1))) == [event]
-    older = arrow.drop_columns([c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names])
+    older = arrow.drop_columns(
+        [c for c in ("subject_id", "key_id", "detail_json") if c in arrow.column_names]
+    )
     assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
 
 
@@ -214,13 +269,18 @@ def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     for offset, event in enumerate(said):
         table = next(n for n, record in READ[STEPS].items() if record is type(event))
         lake.append(
-            table, catalog()[table].rows_of(Placed("T", 20, offset, 1000, {}, event)), {("T", 20): offset + 1}, print
+            table,
+            catalog()[table].rows_of(Placed("T", 20, offset, 1000, {}, event)),
+            {("T", 20): offset + 1},
+            print,
         )
     versions = pinned(few)
     assert partitions_of(few, versions) == 21
     assert partitions_of(few.model_copy(update={"run_id": "nobody"}), versions) == 2
     source = LakeMoments(few, versions, 21, Span(), Choice("r"))
-    replay = Replay("r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload)  # no cache: all payload is read again
+    replay = Replay(
+        "r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload
+    )  # no cache: all payload is read again
     outs = [out for moment in source.moments() for out in replay.take(moment)]
     assert {o.partition for o in outs if o.topic == "trajectories"} == {20}
     assert list(last(outs)) == ["a"]
@@ -265,8 +325,16 @@ def copier(choice: Choice, partitions: int, before: int) -> Copier:
 
 
 def test_a_copy_with_as_many_partitions_is_the_same_log() -> None:
-    log = [record(5, None, Tick(partition=1), 1), record(6, b"a", step("a", 0), 1), record(7, b"a", None, 1)]
-    assert copied(copier(Choice(), 3, 3), *log) == [(1, 5, Tick(partition=1)), (1, 6, step("a", 0)), (1, 7, None)]
+    log = [
+        record(5, None, Tick(partition=1), 1),
+        record(6, b"a", step("a", 0), 1),
+        record(7, b"a", None, 1),
+    ]
+    assert copied(copier(Choice(), 3, 3), *log) == [
+        (1, 5, Tick(partition=1)),
+        (1, 6, step("a", 0)),
+        (1, 7, None),
+    ]
 
 
 def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
@@ -292,7 +360,11 @@ def test_a_copy_of_one_run_under_another_name() -> None:
     ]
     made = copier(Choice("r", "n", rewards=False), 1, 1)
     ((_, _, kept),) = copied(made, *log)
-    assert (kept.run_id, kept.version_first, [s.version for s in kept.versions]) == ("n", "n/3.0", ["n/1.0", "n/2.0"])
+    assert (kept.run_id, kept.version_first, [s.version for s in kept.versions]) == (
+        "n",
+        "n/3.0",
+        ["n/1.0", "n/2.0"],
+    )
     assert (made.copied, made.left_out) == (1, 2)
     assert provenance(kept).reason is None
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
@@ -339,7 +411,11 @@ def test_times_and_differences() -> None:
     with pytest.raises(SystemExit):
         instant("yesterday", "--since")
     now = datetime(2026, 11, 22, 8, tzinfo=UTC)
-    assert moment_of("2h", now) == moment_of("2026-11-22T06:00", now) == datetime(2026, 11, 22, 6, tzinfo=UTC)
+    assert (
+        moment_of("2h", now)
+        == moment_of("2026-11-22T06:00", now)
+        == datetime(2026, 11, 22, 6, tzinfo=UTC)
+    )
     assert moment_of("7d", now).day == 15 and millis(moment_of("1", now)) == 1
     for wrong in (
         "-1",
@@ -358,7 +434,11 @@ def test_times_and_differences() -> None:
     one, two = {"content_hash": "1"}, {"content_hash": "2"}
     assert first_difference([one], [one, two]) is None
     assert first_difference([one, two], [one]) == {"index": 1, "recorded": two, "replayed": None}
-    assert first_difference([one, two], [one, one]) == {"index": 1, "recorded": two, "replayed": one}
+    assert first_difference([one, two], [one, one]) == {
+        "index": 1,
+        "recorded": two,
+        "replayed": one,
+    }
 
 
 @pytest.mark.parametrize("changed", [{"train_truncated": True}, {"tick_interval_s": 7.0}])
@@ -384,6 +464,13 @@ def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_
     file = home_of(of_run, "again") / "settings.yaml"
     assert all("hunter2" not in path.read_text() for path in file.parent.iterdir())
     recorded = recalled(file, [], {})
-    assert (recorded.run_id, recorded.data_dir, recorded.kafka.topics.prefix) == ("r", file.parent, "replay-again")
+    assert (recorded.run_id, recorded.data_dir, recorded.kafka.topics.prefix) == (
+        "r",
+        file.parent,
+        "replay-again",
+    )
     assert dict(recorded.kafka.client_options) == {"sasl.mechanism": "PLAIN"}
-    assert withheld_from(recorded) == ["kafka.client_options.sasl.password", "rollout.extra_args.--api-key"]
+    assert withheld_from(recorded) == [
+        "kafka.client_options.sasl.password",
+        "rollout.extra_args.--api-key",
+    ]

@@ -109,7 +109,12 @@ def topic(*leaders: int) -> TopicMetadata:
 
 
 def test_a_topic_without_a_leader_is_not_taken_as_absent() -> None:
-    listed = {"t.steps": topic(0, 1), "t.ready-batches.a.train": topic(2), "other.steps": topic(-1), "u": topic()}
+    listed = {
+        "t.steps": topic(0, 1),
+        "t.ready-batches.a.train": topic(2),
+        "other.steps": topic(-1),
+        "u": topic(),
+    }
     assert all_led(listed, "t.") == {"t.steps": 2, "t.ready-batches.a.train": 1}
     for flaw in (topic(-1), topic(0, -1), topic()):
         with pytest.raises(Unavailable, match=r"t\.ready-batches\.a\.train, which"):
@@ -118,7 +123,10 @@ def test_a_topic_without_a_leader_is_not_taken_as_absent() -> None:
 
 def test_candidates_go_when_the_journals_have_gone() -> None:
     traces = Traces(0, 3, has_policy=True, ended=59)
-    gone, held = Cut("j", 0, 0, 7, 20, "the trainer stands there"), Cut("j", 0, 0, 0, 20, "the lake has it up to 0")
+    gone, held = (
+        Cut("j", 0, 0, 7, 20, "the trainer stands there"),
+        Cut("j", 0, 0, 0, 20, "the lake has it up to 0"),
+    )
     empty = Cut("v", 0, 0, 0, 0)
     assert run_bound("a", traces, None, [gone, empty]) is None
     bound = run_bound("a", traces, None, [empty, held])
@@ -134,7 +142,15 @@ def test_runs_are_found_by_their_keys() -> None:
         (b"a", RunEnded(run_id="a", created_at=0)), (b"a", RunEnded(run_id="a", created_at=0)), (b"d", None),
     ]  # fmt: skip
     records = [
-        Record("claw.candidates", 2, offset, 0, key, v if isinstance(v, bytes | None) else CODEC.encode(v), {})
+        Record(
+            "claw.candidates",
+            2,
+            offset,
+            0,
+            key,
+            v if isinstance(v, bytes | None) else CODEC.encode(v),
+            {},
+        )
         for offset, (key, v) in enumerate(values)
     ]
     decoder = Decoder(Cluster("localhost:1"), "claw.schemas", CODEC)
@@ -154,7 +170,9 @@ def batch(seq: int, input_to: int, topic_id: str = "C") -> ReadyBatch:
     )  # fmt: skip
 
 
-def version(number: int, last: int | None, parent: int | None = None, journal: str = "J") -> WeightVersion:
+def version(
+    number: int, last: int | None, parent: int | None = None, journal: str = "J"
+) -> WeightVersion:
     return WeightVersion(
         version_id=f"a/{number}.0", run_id="a", sync_index=number, attempt=0, format="full", files=(), channel="train",
         parent_version=None if parent is None else f"a/{parent}.0", batches_topic_id=journal, last_batch_seq=last,
@@ -167,21 +185,36 @@ def test_how_far_the_newest_version_has_trained() -> None:
     assert last_trained([version(0, None)], "J") is None
     assert last_trained([version(0, None), version(1, 3, 0)], "J") == 3
     assert last_trained([version(0, None), version(1, 3, 0), version(2, None, 1)], "J") == 3
-    assert last_trained([version(1, 5, 0), version(2, 3, 0)], "J") == 3, "an older checkpoint was gone on from"
+    assert last_trained([version(1, 5, 0), version(2, 3, 0)], "J") == 3, (
+        "an older checkpoint was gone on from"
+    )
     assert last_trained([version(0, None), version(1, 3, 0, "before")], "J") is None
 
 
 def test_what_a_journal_says() -> None:
     bare = replace(JOURNAL, seen=0, trained=0)
-    late = Late(run_id="a", channel="train", trajectory_id="x", revision=2, missed_batch_seq=0, input_to=900)
+    late = Late(
+        run_id="a", channel="train", trajectory_id="x", revision=2, missed_batch_seq=0, input_to=900
+    )
     refused = Refused(
         run_id="a", channel="train", group_id="g", round=0, trajectory_ids=(), revisions=(), whole_group=True, reason="stale",
         n=0, input_topic_id="C", input_from=0, input_to=31, event_time=0,
     )  # fmt: skip
-    applied = PolicyApplied(run_id="a", channel="train", policy=policy(), input_topic_id="C", from_offset=8)
-    events = [(0, applied), (2, batch(0, 10)), (4, batch(1, 20)), (6, refused), (8, batch(2, 900, "old")), (10, late)]
+    applied = PolicyApplied(
+        run_id="a", channel="train", policy=policy(), input_topic_id="C", from_offset=8
+    )
+    events = [
+        (0, applied),
+        (2, batch(0, 10)),
+        (4, batch(1, 20)),
+        (6, refused),
+        (8, batch(2, 900, "old")),
+        (10, late),
+    ]
 
-    def read(versions: list[WeightVersion], committed: int = 0, is_trained: bool = True) -> tuple[int, int, int]:
+    def read(
+        versions: list[WeightVersion], committed: int = 0, is_trained: bool = True
+    ) -> tuple[int, int, int]:
         j = journal_of(bare, iter(events), "C", committed, versions, "J", is_trained)
         return j.seen, j.trained, j.untrained
 
@@ -189,11 +222,17 @@ def test_what_a_journal_says() -> None:
     assert read([version(0, 2)], committed=77) == (77, 9, 0)
     assert read([]) == (31, 0, 3), "nobody has trained"
     assert read([], is_trained=False) == (31, 20, 0)
-    assert journal_of(bare, iter(events[:1]), "C", 0, [], "J", True).trained == 20, "nothing to train"
+    assert journal_of(bare, iter(events[:1]), "C", 0, [], "J", True).trained == 20, (
+        "nothing to train"
+    )
 
 
 def test_the_table_has_a_line_for_what_is_there() -> None:
-    cuts = [Cut("claw.x", 0, 0, 7, 9, "run a lives"), Cut("claw.y", 1, 0, 0, 0), Cut("claw.y", 2, 3, 3, 8, "why")]
+    cuts = [
+        Cut("claw.x", 0, 0, 7, 9, "run a lives"),
+        Cut("claw.y", 1, 0, 0, 0),
+        Cut("claw.y", 2, 3, 3, 8, "why"),
+    ]
     assert [line.split(maxsplit=5) for line in format_cuts(cuts).splitlines()] == [
         ["TOPIC", "PARTITION", "START", "GOES", "TO", "END  HELD BY"],
         ["claw.x", "0", "0", "7", "9", "run a lives"],

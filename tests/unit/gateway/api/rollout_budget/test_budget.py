@@ -44,7 +44,13 @@ def version(sync_index: int, run: str = "r", attempt: int = 0) -> WeightVersion:
 
 
 def applied(**changes: Any) -> PolicyApplied:
-    return PolicyApplied(run_id="r", channel="train", policy=policy(**changes), input_topic_id="topic-1", from_offset=0)
+    return PolicyApplied(
+        run_id="r",
+        channel="train",
+        policy=policy(**changes),
+        input_topic_id="topic-1",
+        from_offset=0,
+    )
 
 
 def journal_of(*events: Any) -> list[Journaled]:
@@ -79,7 +85,13 @@ def test_what_the_real_admission_writes_is_counted() -> None:
     assert (now.next_batch_seq, now.groups_admitted, now.groups_refused) == (2, 2, 1)
     assert (now.replacements_total, now.replacements) == (2, {"zero_variance": 2})
     (only,) = now.refusals
-    assert (only.group_id, only.round, only.n, only.reason, only.total) == ("g2", 0, 2, "zero_variance", 2)
+    assert (only.group_id, only.round, only.n, only.reason, only.total) == (
+        "g2",
+        0,
+        2,
+        "zero_variance",
+        2,
+    )
     assert now.policy == policy(batch_groups=1) and not now.ended
 
 
@@ -98,7 +110,9 @@ def test_memory_is_bounded_and_what_is_no_longer_listed_is_still_counted() -> No
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.none()), max_size=40))
-def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(said: list[int | None]) -> None:
+def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
+    said: list[int | None],
+) -> None:
     """None: a poll between records; a number: a refusal that asks for so many."""
     demand, offset, after, seen, owed = Demand("r"), 0, None, list[str](), 0
     for n in (*said, None):
@@ -149,7 +163,9 @@ def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
     assert standing(bound, first).free_capacity("train") == 8
     assert standing(bound, first).free_capacity("val") is None
     assert standing(applied(), first).free_capacity("train") is None
-    assert standing(bound).free_capacity("train") == 0, "nothing that is begun now is of a version of this run"
+    assert standing(bound).free_capacity("train") == 0, (
+        "nothing that is begun now is of a version of this run"
+    )
     assert standing(bound, version(3, "other")).free_capacity("train") == 0
     assert standing(first).free_capacity("train") == 0
     went_back = standing(bound, first, version(1), version(2), version(1, attempt=1))
@@ -168,7 +184,12 @@ def test_lowest_version_that_a_ready_engine_samples_with() -> None:
 
     table = WorkerTable()
     assert table.oldest_loaded("r", 0.0) is None
-    for status in (says("a", "r/5.0"), says("b", "r/4.1"), says("c", "r/1.0", "loading"), says("d", "other/0.0")):
+    for status in (
+        says("a", "r/5.0"),
+        says("b", "r/4.1"),
+        says("c", "r/1.0", "loading"),
+        says("d", "other/0.0"),
+    ):
         table.hear(*status, 0.0)
     table.hear(*says("e", "default"), 0.0)
     table.hear(*says("f", None), 0.0)
@@ -195,13 +216,37 @@ async def ask(w: Trial, path: str, key: str | None = None) -> tuple[int, Any]:
 
 def test_demand_over_http(play: Play) -> None:
     async def body(w: Trial) -> None:
-        w.demand.put("r", "train", applied(max_staleness=2, batch_groups=3, sync_every=2), version(1), refused("g1", 8))
-        w.demand.put("r", "train", refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old"))
+        w.demand.put(
+            "r",
+            "train",
+            applied(max_staleness=2, batch_groups=3, sync_every=2),
+            version(1),
+            refused("g1", 8),
+        )
+        w.demand.put(
+            "r", "train", refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old")
+        )
         status, told = await ask(w, "/runs/r/demand")
         assert status == 200
         listed = [
-            {"offset": 1, "group_id": "g1", "round": 0, "n": 8, "reason": "zero_variance", "detail": None, "total": 8},
-            {"offset": 3, "group_id": "g2", "round": 0, "n": 4, "reason": "stale", "detail": "too old", "total": 12},
+            {
+                "offset": 1,
+                "group_id": "g1",
+                "round": 0,
+                "n": 8,
+                "reason": "zero_variance",
+                "detail": None,
+                "total": 8,
+            },
+            {
+                "offset": 3,
+                "group_id": "g2",
+                "round": 0,
+                "n": 4,
+                "reason": "stale",
+                "detail": "too old",
+                "total": 12,
+            },
         ]
         assert told == {
             "run_id": "r", "channel": "train", "journal_id": "memory", "read_to": 4, "age_s": 0.0, "ended": False,
@@ -214,9 +259,15 @@ def test_demand_over_http(play: Play) -> None:
         assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []
         w.demand.put("r", "val", applied())
         told = (await ask(w, "/runs/r/demand?channel=val"))[1]
-        assert (told["channel"], told["batch_groups"], told["free_staleness_capacity"]) == ("val", 2, None)
+        assert (told["channel"], told["batch_groups"], told["free_staleness_capacity"]) == (
+            "val",
+            2,
+            None,
+        )
         page = (await ask(w, "/openapi.json"))[1]
-        assert "free_staleness_capacity" in page["components"]["schemas"]["DemandReply"]["properties"]
+        assert (
+            "free_staleness_capacity" in page["components"]["schemas"]["DemandReply"]["properties"]
+        )
         assert {p["name"] for p in page["paths"]["/runs/{run}/demand"]["get"]["parameters"]} == {
             "run",
             "channel",
@@ -231,8 +282,14 @@ def test_demand_that_cannot_be_told(play: Play) -> None:
     async def body(w: Trial) -> None:
         status, told = await ask(w, "/runs/nobody/demand")
         assert (status, told["error"]["code"], told["error"]["param"]) == (404, "not_found", "run")
-        assert "'nobody'" in told["error"]["message"] and "clawstream admit" in told["error"]["message"]
-        for path, param in (("/runs/No%20Run/demand", "run"), ("/runs/r/demand?channel=x", "query.channel")):
+        assert (
+            "'nobody'" in told["error"]["message"]
+            and "clawstream admit" in told["error"]["message"]
+        )
+        for path, param in (
+            ("/runs/No%20Run/demand", "run"),
+            ("/runs/r/demand?channel=x", "query.channel"),
+        ):
             status, told = await ask(w, path)
             assert (status, told["error"]["param"]) == (422, param)
         assert (await ask(w, "/runs/r/demand?after=-1"))[0] == 422
@@ -257,9 +314,16 @@ def test_who_may_ask(play: Play, tmp_path: Path) -> None:
             w.demand.put(run, "train")
         assert (await ask(w, "/runs/r/demand"))[0] == 401
         assert (await ask(w, "/runs/r/demand", rewarder))[0] == 403
-        assert [(await ask(w, f"/runs/{run}/demand", anyone))[0] for run in ("r", "other")] == [200, 200]
-        assert [(await ask(w, f"/runs/{run}/demand", pinned))[0] for run in ("r", "other", "none")] == [200, 403, 403]
-        async with w.http.post(w.url + "/sessions", headers={"authorization": f"Bearer {pinned}"}) as reply:
+        assert [(await ask(w, f"/runs/{run}/demand", anyone))[0] for run in ("r", "other")] == [
+            200,
+            200,
+        ]
+        assert [
+            (await ask(w, f"/runs/{run}/demand", pinned))[0] for run in ("r", "other", "none")
+        ] == [200, 403, 403]
+        async with w.http.post(
+            w.url + "/sessions", headers={"authorization": f"Bearer {pinned}"}
+        ) as reply:
             session = (await reply.json())["session_key"]
         assert (await ask(w, "/runs/r/demand", session))[0] == 403, "it is for its one trajectory"
 

@@ -60,11 +60,21 @@ def test_written_when_enough_is_decided_and_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("journal", "end", "why"),
     [
-        ("journal-2", 8, "it is of the journal journal-1 to offset 7; this is journal-2 and ends at 8"),
-        ("journal-1", 7, "it is of the journal journal-1 to offset 7; this is journal-1 and ends at 7"),
+        (
+            "journal-2",
+            8,
+            "it is of the journal journal-1 to offset 7; this is journal-2 and ends at 8",
+        ),
+        (
+            "journal-1",
+            7,
+            "it is of the journal journal-1 to offset 7; this is journal-1 and ends at 7",
+        ),
     ],
 )
-def test_of_another_journal_or_of_a_longer_one_it_is_not_used(tmp_path: Path, journal: str, end: int, why: str) -> None:
+def test_of_another_journal_or_of_a_longer_one_it_is_not_used(
+    tmp_path: Path, journal: str, end: int, why: str
+) -> None:
     path = tmp_path / "x.ledger"
     file_at(path).close(told(WORTH_IT), MARK)
     with structlog.testing.capture_logs() as logs:

@@ -13,7 +13,9 @@ from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, Packed, _pla
 from stream_jobs.admit.decisions.rounds import ClosedRounds, Owed, Rounds
 
 NUMBERS = st.tuples(
-    st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1)
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(-(2**31), 2**31 - 1),
 )
 NAMES = st.text(max_size=3)
 
@@ -30,7 +32,9 @@ def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> No
             packed.put(name, values)
             plain[name] = values
         assert len(packed) == len(plain)
-    assert {name: packed.get(name) for name, _ in changes} == {name: plain.get(name) for name, _ in changes}
+    assert {name: packed.get(name) for name, _ in changes} == {
+        name: plain.get(name) for name, _ in changes
+    }
     again, rest = Packed.of_bytes(memoryview(b"".join(packed.chunks()) + b"more"))
     assert bytes(rest) == b"more" and len(again) == len(plain)
     assert all(again.get(name) == values for name, values in plain.items())
@@ -66,7 +70,10 @@ def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 99), st.integers(-1, 2)), max_size=30)
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 99), st.integers(-1, 2)),
+        max_size=30,
+    )
 )
 def test_closed_rounds_are_what_was_put(closings: list[tuple[str, int, int, int]]) -> None:
     """Whether they are packed or not; members that come later take back what a round is owed."""
@@ -108,8 +115,16 @@ def test_rounds_that_do_not_begin_at_0_are_packed_too(first: int) -> None:
         store.put("g", rounds)
     assert store.others == {} and len(store.packed) == 1
     rounds = store.of("g")
-    assert [rounds.closed(n) for n in (-1, 0, first - 1, first, first + 19)] == [True, False, False, True, True]
-    assert rounds.floor == 0, "a trajectory that does not say its round takes the first that is free"
+    assert [rounds.closed(n) for n in (-1, 0, first - 1, first, first + 19)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert rounds.floor == 0, (
+        "a trajectory that does not say its round takes the first that is free"
+    )
     rounds.close(first - 1, 99, 1)
     store.put("g", rounds)
     assert list(store.others) == ["g"], "not the last of them is owed"
@@ -124,4 +139,6 @@ def test_rounds_are_a_set_of_numbers(numbers: list[int]) -> None:
         plain.add(number)
         assert {n for n in range(14) if rounds.closed(n)} == plain
         assert rounds.floor == min(set(range(14)) - plain)
-        assert all(end < first for (_, end), (first, _) in pairwise(rounds.spans)), "joined where they meet"
+        assert all(end < first for (_, end), (first, _) in pairwise(rounds.spans)), (
+            "joined where they meet"
+        )

@@ -10,7 +10,16 @@ from schemas.ids import agent_key, is_bucket, is_unnamed
 from schemas.records import Step, Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, content, curation, reward, session, step
+from stream_jobs.assemble.testing import (
+    BUCKET,
+    LIMITS,
+    Worker,
+    content,
+    curation,
+    reward,
+    session,
+    step,
+)
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, bucket_inactivity=100, agent_inactivity=300)
@@ -24,11 +33,22 @@ def test_a_session_is_known_by_its_key() -> None:
     assert SESSION.startswith("agent-claude-code-")
     assert is_unnamed(SESSION) and is_unnamed(BUCKET) and not is_bucket(SESSION)
     assert not is_unnamed("claude-code-" + "0" * 32) and not is_unnamed(f"{SESSION}~C1")
-    assert len({SESSION, agent_key("codex", b"api key", "0b9f"), agent_key("claude-code", b"api key0", "b9f")}) == 3
+    assert (
+        len(
+            {
+                SESSION,
+                agent_key("codex", b"api key", "0b9f"),
+                agent_key("claude-code", b"api key0", "b9f"),
+            }
+        )
+        == 3
+    )
 
 
 def test_a_pause_ends_a_session_as_completed_and_the_next_call_begins_the_next_trajectory() -> None:
-    w = fed((0, step(SESSION, 1)), (250, step(SESSION, 2, (9, 9))), (551, step(SESSION, 3, (1, 2, 4))))
+    w = fed(
+        (0, step(SESSION, 1)), (250, step(SESSION, 2, (9, 9))), (551, step(SESSION, 3, (1, 2, 4)))
+    )
     (done,) = w.trajectories.values()
     assert (done.trajectory_id, done.trajectory_key) == (f"{SESSION}~C1", SESSION)
     assert (done.outcome, done.reason, done.closed_at) == ("completed", "inactive", 551)
@@ -54,9 +74,17 @@ def test_nothing_but_time_splits_a_session() -> None:
 
 def test_a_completion_that_names_a_step_ends_the_session_at_once() -> None:
     w = fed((0, step(SESSION, 1)))
-    w.feed((STEPS, 1, session(SESSION, "failed", step_id=f"{SESSION}~C1.0")), (STEPS, 2, step(SESSION, 2)))
-    assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [(f"{SESSION}~C1", "failed")]
-    w.feed((STEPS, 3, step(SESSION, 1)), (STEPS, 4, session(SESSION, "failed", "again", step_id=f"{SESSION}~C1.0")))
+    w.feed(
+        (STEPS, 1, session(SESSION, "failed", step_id=f"{SESSION}~C1.0")),
+        (STEPS, 2, step(SESSION, 2)),
+    )
+    assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [
+        (f"{SESSION}~C1", "failed")
+    ]
+    w.feed(
+        (STEPS, 3, step(SESSION, 1)),
+        (STEPS, 4, session(SESSION, "failed", "again", step_id=f"{SESSION}~C1.0")),
+    )
     assert [key for _, key in w.state.opened] == [f"{SESSION}~C2"] and not w.marks
 
 
@@ -69,13 +97,20 @@ def test_rewards_and_marks_name_a_step_of_the_session() -> None:
         (STEPS, 301, Tick(partition=0)),
     )
     found = w.last(f"{SESSION}~C1")
-    assert [(r.value, r.step_id) for r in found.rewards] == [(0.5, None)] and found.steps[0].quality == 0.25
+    assert [(r.value, r.step_id) for r in found.rewards] == [(0.5, None)] and found.steps[
+        0
+    ].quality == 0.25
     assert [(b.source, b.reason) for b in w.burials] == [(REWARDS, "invalid"), (STEPS, "invalid")]
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_new_owner_goes_on_with_the_session(stored: bool) -> None:
-    records = [(0, step(SESSION, 1)), (10, step(SESSION, 2)), (400, step(SESSION, 3)), (710, step(SESSION, 4))]
+    records = [
+        (0, step(SESSION, 1)),
+        (10, step(SESSION, 2)),
+        (400, step(SESSION, 3)),
+        (710, step(SESSION, 4)),
+    ]
     plain, w = fed(*records), Worker(PATIENT)
     for at, one in records:
         w.feed((STEPS, at, one))

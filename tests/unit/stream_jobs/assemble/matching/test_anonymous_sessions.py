@@ -16,9 +16,22 @@ from schemas.tokens import pack_ids
 from stream_jobs.assemble.changelog import StateLog
 from stream_jobs.assemble.matching.anonymous_sessions import STALE_MAX, Ends, Places, choose
 from stream_jobs.assemble.model import REWARDS, STEPS, Steps
-from stream_jobs.assemble.testing import BUCKET, CODEC, LIMITS, Worker, content, curation, reward, session, spoken
+from stream_jobs.assemble.testing import (
+    BUCKET,
+    CODEC,
+    LIMITS,
+    Worker,
+    content,
+    curation,
+    reward,
+    session,
+    spoken,
+)
 
-TASK = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Fix the bug."}]
+TASK = [
+    {"role": "system", "content": "You are an agent."},
+    {"role": "user", "content": "Fix the bug."},
+]
 QUIET = replace(LIMITS, bucket_inactivity=300)
 
 
@@ -38,7 +51,10 @@ def user(text: str) -> dict[str, Any]:
 def split(w: Worker) -> list[list[str]]:
     """Step numbers of each trajectory, by index, when all of them have closed."""
     w.feed((STEPS, 10_000_000, Tick(partition=0)))
-    return sorted([s.step_id.rpartition("~")[2].partition(".")[0] for s in t.steps] for t in w.trajectories.values())
+    return sorted(
+        [s.step_id.rpartition("~")[2].partition(".")[0] for s in t.steps]
+        for t in w.trajectories.values()
+    )
 
 
 def fed(*steps: Step) -> Worker:
@@ -49,7 +65,11 @@ def test_a_conversation_is_one_trajectory_named_after_its_first_call() -> None:
     w = fed(spoken(0, TASK, said("a")), spoken(1, [*TASK, said("a"), user("u")], said("b")))
     assert split(w) == [["C0", "C1"]]
     (t,) = w.trajectories.values()
-    assert (t.trajectory_id, t.trajectory_key, t.group_id) == (f"{BUCKET}~C0", BUCKET, f"{BUCKET}~C0")
+    assert (t.trajectory_id, t.trajectory_key, t.group_id) == (
+        f"{BUCKET}~C0",
+        BUCKET,
+        f"{BUCKET}~C0",
+    )
     assert (t.outcome, t.reason) == ("completed", "inactive")
     assert [(s.step_id, s.parent, s.drift) for s in t.steps] == [
         (f"{BUCKET}~C0.0", None, "root"),
@@ -60,7 +80,10 @@ def test_a_conversation_is_one_trajectory_named_after_its_first_call() -> None:
 
 def test_rollouts_of_one_prompt_side_by_side_stay_apart() -> None:
     first = [spoken(i, TASK, said(f"try {i}")) for i in range(8)]
-    second = [spoken(10 + i, [*TASK, said(f"try {i}"), user("go on")], said("ok")) for i in reversed(range(8))]
+    second = [
+        spoken(10 + i, [*TASK, said(f"try {i}"), user("go on")], said("ok"))
+        for i in reversed(range(8))
+    ]
     assert split(fed(*first, *second)) == sorted([f"C{i}", f"C{10 + i}"] for i in range(8))
 
 
@@ -93,7 +116,9 @@ def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None
     w = fed(
         spoken(0, TASK, thought, response_token_ids=sampled),
         spoken(1, [*TASK, said("4"), user("sure?")], said("yes")),
-        spoken(2, [*TASK, said("5"), user("sure?")], said("no")),  # another conversation, whose beginning nobody saw
+        spoken(
+            2, [*TASK, said("5"), user("sure?")], said("no")
+        ),  # another conversation, whose beginning nobody saw
     )
     assert split(w) == [["C0", "C1"], ["C2"]]
     steps = w.trajectories[f"{BUCKET}~C0"].steps
@@ -101,14 +126,19 @@ def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None
 
 
 def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
-    w = fed(spoken(0, TASK, called("call_1")), spoken(1, [TASK[1], called("call_1"), user("r")], called("call_2")))
+    w = fed(
+        spoken(0, TASK, called("call_1")),
+        spoken(1, [TASK[1], called("call_1"), user("r")], called("call_2")),
+    )
     w.feed((STEPS, 5, spoken(2, [TASK[1], called("call_2"), user("r")], said("done"))))
     assert split(w) == [["C0", "C1", "C2"]]
 
 
 def repeated(call_id: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """A call and its result as smolagents sends them back: text of the model, text of the user."""
-    calls = [{"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}
+    ]
     return [
         {"role": "assistant", "content": [{"type": "text", "text": f"Calling tools:\n{calls}"}]},
         {"role": "user", "content": [{"type": "text", "text": f"Observation:\nfound {arguments}"}]},
@@ -123,14 +153,17 @@ def test_calls_that_come_back_as_text_do_not_split() -> None:
             call_id = f"call_{run}{turn}abc"
             steps.append(spoken(10 * run + turn, history, called(call_id, "search", '{"q": "x"}')))
             history += repeated(call_id, {"q": "x"})
-    assert split(fed(*steps)) == sorted([f"C{10 * run + turn}" for turn in range(3)] for run in range(4))
+    assert split(fed(*steps)) == sorted(
+        [f"C{10 * run + turn}" for turn in range(3)] for run in range(4)
+    )
 
 
 def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_messages() -> None:
     tasks = [[*TASK, user(f"part {run}")] for run in range(3)]
     first = [spoken(run, task, called("search:0", "search")) for run, task in enumerate(tasks)]
     second = [
-        spoken(10 + run, [*task, *repeated("search:0", {"q": "x"})], said("done")) for run, task in enumerate(tasks)
+        spoken(10 + run, [*task, *repeated("search:0", {"q": "x"})], said("done"))
+        for run, task in enumerate(tasks)
     ]
     assert split(fed(*first, *reversed(second))) == [["C0", "C10"], ["C1", "C11"], ["C2", "C12"]]
 
@@ -138,18 +171,30 @@ def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_message
 def test_a_reply_in_another_form_is_followed_only_where_nothing_else_fits() -> None:
     rewritten = [*TASK, said("I had said: a"), user("go on")]
     w = fed(spoken(0, TASK, said("a")), spoken(1, rewritten, said("b")))
-    w.feed((STEPS, 2, spoken(2, rewritten, said("c"))))  # another run: the first step has been gone on from
+    w.feed(
+        (STEPS, 2, spoken(2, rewritten, said("c")))
+    )  # another run: the first step has been gone on from
     assert split(w) == [["C0", "C1"], ["C2"]]
-    two = fed(*[spoken(i, TASK, said(f"try {i}")) for i in range(2)], spoken(2, rewritten, said("b")))
+    two = fed(
+        *[spoken(i, TASK, said(f"try {i}")) for i in range(2)], spoken(2, rewritten, said("b"))
+    )
     assert split(two) == [["C0"], ["C1"], ["C2"]], "either could be meant"
 
 
 def test_forms_of_messages_that_agents_change_between_calls_are_the_same_beginning() -> None:
     listed = [
         TASK[0],
-        {**TASK[1], "content": [{"type": "text", "text": TASK[1]["content"], "cache_control": {"type": "ephemeral"}}]},
+        {
+            **TASK[1],
+            "content": [
+                {"type": "text", "text": TASK[1]["content"], "cache_control": {"type": "ephemeral"}}
+            ],
+        },
     ]
-    w = fed(spoken(0, listed, said("a")), spoken(1, [*TASK, said("otherwise"), user("go on")], said("b")))
+    w = fed(
+        spoken(0, listed, said("a")),
+        spoken(1, [*TASK, said("otherwise"), user("go on")], said("b")),
+    )
     assert split(w) == [["C0", "C1"]]
 
 
@@ -216,12 +261,18 @@ def test_a_choice_that_comes_after_the_closing_is_late() -> None:
     more = {"choice_index": 1, "step_id": f"{BUCKET}~C0.1"}
     w = fed(spoken(0, TASK, said("a")))
     w.feed((STEPS, 400, Tick(partition=0)), (STEPS, 401, spoken(0, TASK, said("b"), **more)))
-    assert [(m.key, m.step_id, m.kind) for m in w.marks] == [(("r", f"{BUCKET}~C0"), f"{BUCKET}~C0.1", "late")]
+    assert [(m.key, m.step_id, m.kind) for m in w.marks] == [
+        (("r", f"{BUCKET}~C0"), f"{BUCKET}~C0.1", "late")
+    ]
 
 
 def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name() -> None:
     w = Worker(QUIET).feed(
-        (REWARDS, 0, replace(reward(BUCKET, 0.9, 1), trajectory_id=BUCKET)),  # waits; of the trajectory that has step 1
+        (
+            REWARDS,
+            0,
+            replace(reward(BUCKET, 0.9, 1), trajectory_id=BUCKET),
+        ),  # waits; of the trajectory that has step 1
         (STEPS, 0, spoken(0, TASK, said("a"))),
         (STEPS, 0, spoken(1, TASK, said("b"))),
         (REWARDS, 1, reward(BUCKET, 0.5, 0)),
@@ -235,7 +286,10 @@ def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name
     w.feed((STEPS, 400, Tick(partition=0)))
     w.feed((REWARDS, 400, replace(reward(BUCKET, 0.7, name="late"), trajectory_id=f"{BUCKET}~C0")))
     zero = w.last(f"{BUCKET}~C0")
-    assert [(r.name, r.value, r.step_id) for r in zero.rewards] == [("a", 0.5, f"{BUCKET}~C0.0"), ("late", 0.7, None)]
+    assert [(r.name, r.value, r.step_id) for r in zero.rewards] == [
+        ("a", 0.5, f"{BUCKET}~C0.0"),
+        ("late", 0.7, None),
+    ]
     assert zero.steps[0].quality == 0.25
     assert not w.burials
 
@@ -257,13 +311,17 @@ def test_what_names_no_step_of_a_bucket_is_buried() -> None:
     ]  # fmt: skip
 
 
-def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_wait_is_over() -> None:
+def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_wait_is_over() -> (
+    None
+):
     w = Worker(replace(QUIET, bucket_inactivity=900)).feed(
         (STEPS, 0, session(BUCKET, "failed", step_id=f"{BUCKET}~C0.0")),
         (STEPS, 100, spoken(0, TASK, said("a"))),
         (STEPS, 501, Tick(partition=0)),
     )
-    assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [(f"{BUCKET}~C0", "failed")]
+    assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [
+        (f"{BUCKET}~C0", "failed")
+    ]
 
 
 def test_runs_do_not_meet_in_a_bucket() -> None:
@@ -291,7 +349,10 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
-    w = fed(*[spoken(i, TASK, called(f"c{i}")) for i in range(3)], spoken(3, TASK, said(""), status="aborted"))
+    w = fed(
+        *[spoken(i, TASK, called(f"c{i}")) for i in range(3)],
+        spoken(3, TASK, said(""), status="aborted"),
+    )
     w.feed((STEPS, 5, session(BUCKET, "completed", step_id=f"{BUCKET}~C1.0")))
     w.feed((STEPS, 6, spoken(4, [*TASK, called("c0"), user("u")], said("x"))))
     before = w.state.buckets
@@ -303,11 +364,20 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
         log.read(offset, CODEC.decode(value), len(value))
     assert log.state.anonymous.keys() == w.state.anonymous.keys()
     for bucket, again in zip(before.values(), log.state.buckets.values(), strict=True):
-        assert (again.calls, again.failed, again.opened.keys()) == (bucket.calls, bucket.failed, bucket.opened.keys())
-        assert {k: sorted(v) for k, v in again.evidence.items()} == {k: sorted(v) for k, v in bucket.evidence.items()}
+        assert (again.calls, again.failed, again.opened.keys()) == (
+            bucket.calls,
+            bucket.failed,
+            bucket.opened.keys(),
+        )
+        assert {k: sorted(v) for k, v in again.evidence.items()} == {
+            k: sorted(v) for k, v in bucket.evidence.items()
+        }
         assert again.links == bucket.links
         assert (again.messages, again.call_ids) == (bucket.messages, bucket.call_ids)
-        assert (again.ends.by_length, again.ends.lengths) == (bucket.ends.by_length, bucket.ends.lengths)
+        assert (again.ends.by_length, again.ends.lengths) == (
+            bucket.ends.by_length,
+            bucket.ends.lengths,
+        )
 
 
 def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
@@ -321,11 +391,18 @@ def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
             w.snapshot()
             w.crash()
         (bucket,) = w.state.buckets.values()
-        heaps = [h for linked in bucket.links.values() for h in (linked.every, *_places(linked.ends))]
+        heaps = [
+            h for linked in bucket.links.values() for h in (linked.every, *_places(linked.ends))
+        ]
         heaps += _places(bucket.ends)
         assert len(heaps) == 6 and max(len(h.offsets) for h in heaps) == 30
         assert all(len(h.fresh) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
-        w.feed(*((STEPS, 401, spoken(401 + i, [*TASK, said("same"), user(f"{i}")], said("b"))) for i in range(10)))
+        w.feed(
+            *(
+                (STEPS, 401, spoken(401 + i, [*TASK, said("same"), user(f"{i}")], said("b")))
+                for i in range(10)
+            )
+        )
         chosen.append({key: [s.tail for s in t.steps] for key, t in w.state.opened.items()})
     assert chosen[0] == chosen[1]
     assert sum(len(tails) == 2 for tails in chosen[0].values()) == 11
@@ -341,7 +418,10 @@ def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
     for count in (100, 800):
         w = Worker(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
         w.feed(*((STEPS, i, spoken(i, TASK, said("same"))) for i in range(count)))
-        seconds = [spoken(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}")) for i in range(count)]
+        seconds = [
+            spoken(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}"))
+            for i in range(count)
+        ]
         made = 0
 
         def profile(_frame: Any, event: str, _arg: Any) -> None:
@@ -368,11 +448,15 @@ def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step
     for turn in range(turns):
         text = f"reply {number if unique else 0}.{turn}"
         reply = called(f"call_{text}") if style == "tools" else said(text)
-        more: dict[str, Any] = {"response_token_ids": pack_ids([9, number])} if style == "drift" else {}
+        more: dict[str, Any] = (
+            {"response_token_ids": pack_ids([9, number])} if style == "drift" else {}
+        )
         if style == "drift":
             more["response_logprobs"] = bytes(8)
         tail = [user("note")] if style == "transient" else []
-        steps.append(spoken(100 * number + turn, [*history, *tail], reply, tokens=style != "text", **more))
+        steps.append(
+            spoken(100 * number + turn, [*history, *tail], reply, tokens=style != "text", **more)
+        )
         history += [reply, user(f"result {turn}")]
     return steps
 
@@ -380,7 +464,10 @@ def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step
 @st.composite
 def rollouts(draw: st.DrawFn, unique: bool = True) -> list[list[Step]]:
     styles = st.sampled_from(["clean", "tools", "transient", "drift", "text"])
-    return [conversation(i + 1, draw(st.integers(1, 4)), draw(styles), unique) for i in range(draw(st.integers(1, 5)))]
+    return [
+        conversation(i + 1, draw(st.integers(1, 4)), draw(styles), unique)
+        for i in range(draw(st.integers(1, 5)))
+    ]
 
 
 def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
@@ -394,7 +481,9 @@ def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(data: st.DataObject) -> None:
+def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
+    data: st.DataObject,
+) -> None:
     rows = data.draw(rollouts())
     log = woven(data.draw, rows)
     for _ in range(data.draw(st.integers(0, 3))):  # again, later
@@ -411,7 +500,10 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(data:
             w.snapshot()
     w.batch([(STEPS, len(log), 10_000_000, Tick(partition=0))])
     assert split(plain) == sorted([s.call_id.rpartition("~")[2] for s in row] for row in rows)
-    trees = [{k: replace(t, opened_at=0, closed_at=0) for k, t in content(one)[0].items()} for one in (w, plain)]
+    trees = [
+        {k: replace(t, opened_at=0, closed_at=0) for k, t in content(one)[0].items()}
+        for one in (w, plain)
+    ]
     assert trees[0] == trees[1]
 
 

@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from stream_jobs.assemble.matching.conversation import links_of, reply_of, turns_of
 
-CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'}}
-CODEX_CALL = {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "ls", "arguments": '{"a":1}'}
+CHAT_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "ls", "arguments": '{"a": 1, "b": 2}'},
+}
+CODEX_CALL = {
+    "type": "function_call",
+    "id": "fc_9",
+    "call_id": "call_1",
+    "name": "ls",
+    "arguments": '{"a":1}',
+}
 
 
 def linked(request: Any) -> int | None:
@@ -73,7 +83,11 @@ def test_a_reply_and_the_request_that_goes_on_from_it_meet(name: str) -> None:
 
 
 def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> None:
-    a, b, call = ([{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], [CODEX_CALL])
+    a, b, call = (
+        [{"role": "assistant", "content": "a"}],
+        [{"role": "assistant", "content": "b"}],
+        [CODEX_CALL],
+    )
     shown = [links_of(turns, None).shown for turns in ([a, b], [b, b], [b], [call, a], [a])]
     assert len(set(shown)) == len(shown)
     assert links_of([a], b) == (links_of([a], None).shown, links_of([a, b], None).shown)
@@ -87,9 +101,15 @@ def test_turns_are_what_the_model_said_only() -> None:
         {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
         {"role": "tool", "content": "t"}, {"role": "assistant", "content": ""}, USER,
     ]  # fmt: skip
-    assert turns_of(orjson.dumps({"messages": items})) == [[{"role": "assistant", "content": c} for c in "ab"]]
+    assert turns_of(orjson.dumps({"messages": items})) == [
+        [{"role": "assistant", "content": c} for c in "ab"]
+    ]
     assert turns_of(b'{"input": "hello"}') == []
-    assert turns_of(b'{"prompt": "hello"}') is None and turns_of(b"\xff") is None and turns_of(b"[]") is None
+    assert (
+        turns_of(b'{"prompt": "hello"}') is None
+        and turns_of(b"\xff") is None
+        and turns_of(b"[]") is None
+    )
     assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None
     assert reply_of(b'{"text": "x"}') == [{"content": "x", "role": "assistant"}]
 
@@ -114,7 +134,8 @@ def test_turns_are_what_the_model_said_only() -> None:
                         "id",
                     ]
                 ),
-                inner | st.sampled_from(["assistant", "function_call", "tool_use", "text", "reasoning"]),
+                inner
+                | st.sampled_from(["assistant", "function_call", "tool_use", "text", "reasoning"]),
                 max_size=6,
             )
         ),

@@ -44,50 +44,76 @@ def test_the_same_idempotency_key_is_the_same_call() -> None:
     assert [(s.step_id[-4:], s.index, s.parent, s.drift) for s in t.steps] == [
         ("C0.0", 0, None, "root"), ("C1.0", 1, None, "root"), ("C2.0", 2, 1, "clean"),
     ]  # fmt: skip
-    assert [s.step_index for s in t.segments] == [None, 1, None, 2]  # no branch for what the client never got
+    assert [s.step_index for s in t.segments] == [
+        None,
+        1,
+        None,
+        2,
+    ]  # no branch for what the client never got
     assert w.last("k").trainable_tokens == 2
 
 
 def test_equal_prompts_alone_are_rollouts() -> None:
-    assert marked(closed(step("k", 0, [1], [2]), step("k", 1, [1], [3]), step("k", 2, [1], [2]))) == {}
+    assert (
+        marked(closed(step("k", 0, [1], [2]), step("k", 1, [1], [3]), step("k", 2, [1], [2]))) == {}
+    )
 
 
 @pytest.mark.parametrize("status", ["aborted", "error"])
 def test_an_aborted_step_is_retried_by_the_identical_prompt(status: Any) -> None:
-    w = closed(step("k", 0, [1, 2], [9], status=status), step("k", 1, [1], [3]), step("k", 2, [1, 2], [4]))
+    w = closed(
+        step("k", 0, [1, 2], [9], status=status), step("k", 1, [1], [3]), step("k", 2, [1, 2], [4])
+    )
     assert marked(w) == {"C0.0": f"retried as C2.0: {status}, then asked again"}
 
 
 def test_one_retry_for_one_aborted_step() -> None:
-    w = closed(step("k", 0, [1], [9], status="aborted"), step("k", 1, [1], [3]), step("k", 2, [1], [4]))
+    w = closed(
+        step("k", 0, [1], [9], status="aborted"), step("k", 1, [1], [3]), step("k", 2, [1], [4])
+    )
     assert marked(w).keys() == {"C0.0"}
     w = closed(
-        step("k", 0, [1], [9], status="aborted"), step("k", 1, [1], [8], status="aborted"), step("k", 2, [1], [4])
+        step("k", 0, [1], [9], status="aborted"),
+        step("k", 1, [1], [8], status="aborted"),
+        step("k", 2, [1], [4]),
     )
     assert marked(w).keys() == {"C0.0", "C1.0"}
 
 
 def test_before_the_engine_had_answered_the_request_itself_is_compared() -> None:
-    blind = {"prompt_token_ids": None, "response_token_ids": None, "response_logprobs": None, "status": "aborted"}
+    blind = {
+        "prompt_token_ids": None,
+        "response_token_ids": None,
+        "response_logprobs": None,
+        "status": "aborted",
+    }
     more = {"request_json": b'{"messages":[1]}'}
     w = closed(
-        step("k", 0, **blind, **more), step("k", 1, [1], [2], request_json=b"{}"), step("k", 2, [1], [2], **more)
+        step("k", 0, **blind, **more),
+        step("k", 1, [1], [2], request_json=b"{}"),
+        step("k", 2, [1], [2], **more),
     )
     assert marked(w).keys() == {"C0.0"}
 
 
 def test_what_came_late_to_the_log_but_ended_badly_gives_way() -> None:
     w = closed(
-        step("k", 0, [1], [2], idempotency_key="i"), step("k", 1, [1], [3], idempotency_key="i", status="aborted")
+        step("k", 0, [1], [2], idempotency_key="i"),
+        step("k", 1, [1], [3], idempotency_key="i", status="aborted"),
     )
     assert marked(w) == {"C1.0": "retried as C0.0: same idempotency key"}
 
 
 def test_what_the_client_went_on_from_counts() -> None:
-    early = [step("k", 0, [1], [2], idempotency_key="i"), step("k", 1, [1], [3], idempotency_key="i")]
+    early = [
+        step("k", 0, [1], [2], idempotency_key="i"),
+        step("k", 1, [1], [3], idempotency_key="i"),
+    ]
     assert marked(closed(*early, step("k", 2, [1, 2, 4], [5]))).keys() == {"C1.0"}
     assert marked(closed(early[0], step("k", 2, [1, 2, 4], [5]), early[1])).keys() == {"C1.0"}
-    assert marked(closed(*early, step("k", 2, [1, 3, 4], [5]), step("k", 3, [1, 2, 4], [5]))).keys() == {"C0.0"}
+    assert marked(
+        closed(*early, step("k", 2, [1, 3, 4], [5]), step("k", 3, [1, 2, 4], [5]))
+    ).keys() == {"C0.0"}
 
 
 def test_an_idempotency_key_used_for_every_call_marks_nothing() -> None:
@@ -102,12 +128,17 @@ def test_a_count_of_retries_tells_only_with_the_identical_prompt() -> None:
     }
     assert marked(closed(first, step("k", 1, [4], [3], retry_count=1))) == {}
     assert marked(closed(first, step("k", 1, [1], [3], retry_count=0))) == {}
-    assert marked(closed(first, step("k", 2, [1, 2, 3], [3]), step("k", 1, [1], [3], retry_count=1))) == {}
+    assert (
+        marked(closed(first, step("k", 2, [1, 2, 3], [3]), step("k", 1, [1], [3], retry_count=1)))
+        == {}
+    )
 
 
 def test_choices_are_retried_one_by_one_and_never_by_each_other() -> None:
     def choice(n: int, i: int, **more: Any) -> Step:
-        return step("k", n, [1], [n, i], step_id=f"k~C{n}.{i}", choice_index=i, idempotency_key="i", **more)
+        return step(
+            "k", n, [1], [n, i], step_id=f"k~C{n}.{i}", choice_index=i, idempotency_key="i", **more
+        )
 
     w = closed(choice(0, 0), choice(0, 1), choice(1, 0), choice(1, 1))
     assert marked(w) == {
@@ -124,7 +155,9 @@ def test_a_retried_first_call_begins_no_trajectory_of_its_bucket() -> None:
     assert marked(w) == {"C0.0": "retried as C1.0: same idempotency key"}
     w = closed(spoken(0, TASK, a, status="aborted", tokens=False), spoken(1, TASK, b))
     assert marked(w).keys() == {"C0.0"}
-    w = closed(spoken(0, TASK, a, idempotency_key="i"), spoken(1, [*TASK, *TASK], b, idempotency_key="i"))
+    w = closed(
+        spoken(0, TASK, a, idempotency_key="i"), spoken(1, [*TASK, *TASK], b, idempotency_key="i")
+    )
     assert len(w.trajectories) == 1 and marked(w) == {}
     w = closed(spoken(0, TASK, a), spoken(1, TASK, b, retry_count=1))  # as likely another rollout's
     assert len(w.trajectories) == 1 and marked(w) == {}
@@ -142,7 +175,9 @@ def test_payload_is_put_together_over_a_retried_step() -> None:
         step("k", 6, [1, 3, 4, 6, 7], [9], idempotency_key="m"),
     )
     assert marked(w).keys() == {"C0.0", "C3.0", "C5.0"}
-    assert [s.token_ids for s in w.trajectories["k"].segments if s.step_index is None][-1] == pack_ids([6, 7])
+    assert [s.token_ids for s in w.trajectories["k"].segments if s.step_index is None][
+        -1
+    ] == pack_ids([6, 7])
 
 
 @settings(max_examples=60)
@@ -166,6 +201,11 @@ def test_duplicates_and_crashes_mark_the_same(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             w.crash()
         w.emit()
-    w.batch([(STEPS, len(again), 100, session("k", "completed")), (STEPS, len(again) + 1, 101, Tick(partition=0))])
+    w.batch(
+        [
+            (STEPS, len(again), 100, session("k", "completed")),
+            (STEPS, len(again) + 1, 101, Tick(partition=0)),
+        ]
+    )
     ours, theirs = content(w)[0]["k"], content(plain)[0]["k"]
     assert replace(ours, opened_at=0, closed_at=0) == replace(theirs, opened_at=0, closed_at=0)

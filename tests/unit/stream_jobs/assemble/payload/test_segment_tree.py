@@ -12,7 +12,9 @@ from stream_jobs.assemble.payload.segment_tree import Sampled, Tree, build, prom
 
 def sampled(prompt: list[int], response: list[int]) -> Sampled:
     versions = (VersionSpan(version="r/1.0", start=0, end=len(response)),) if response else ()
-    return Sampled(pack_ids(prompt), pack_ids(response), pack_logprobs([-1.0 * i for i in response]), versions)
+    return Sampled(
+        pack_ids(prompt), pack_ids(response), pack_logprobs([-1.0 * i for i in response]), versions
+    )
 
 
 def shape(tree: Tree) -> list[tuple[int | None, int | None, list[int]]]:
@@ -20,7 +22,9 @@ def shape(tree: Tree) -> list[tuple[int | None, int | None, list[int]]]:
 
 
 def test_linear_conversation_is_one_chain() -> None:
-    tree = build([sampled([1, 2], [3]), sampled([1, 2, 3, 4], [5, 6]), sampled([1, 2, 3, 4, 5, 6, 7], [8])])
+    tree = build(
+        [sampled([1, 2], [3]), sampled([1, 2, 3, 4], [5, 6]), sampled([1, 2, 3, 4, 5, 6, 7], [8])]
+    )
     assert shape(tree) == [
         (None, None, [1, 2]), (0, 0, [3]), (1, None, [4]), (2, 1, [5, 6]), (3, None, [7]), (4, 2, [8]),
     ]  # fmt: skip
@@ -33,14 +37,26 @@ def test_linear_conversation_is_one_chain() -> None:
 
 def test_siblings_share_their_prompt_and_keep_their_own_equal_responses() -> None:
     tree = build([sampled([1, 2], [3, 4]), sampled([1, 2], [3, 4]), sampled([1, 2, 3, 4, 9], [5])])
-    assert shape(tree) == [(None, None, [1, 2]), (0, 0, [3, 4]), (0, 1, [3, 4]), (2, None, [9]), (3, 2, [5])]
+    assert shape(tree) == [
+        (None, None, [1, 2]),
+        (0, 0, [3, 4]),
+        (0, 1, [3, 4]),
+        (2, None, [9]),
+        (3, 2, [5]),
+    ]
     assert [n.drift for n in tree.nodes] == ["root", "root", "clean"]
     assert tree.nodes[2].parent == 1  # the latest of equals
 
 
 def test_fork_in_the_environment_splits_a_segment() -> None:
     tree = build([sampled([1, 2, 3], [7]), sampled([1, 2, 4], [8])])
-    assert shape(tree) == [(None, None, [1, 2]), (0, None, [3]), (1, 0, [7]), (0, None, [4]), (3, 1, [8])]
+    assert shape(tree) == [
+        (None, None, [1, 2]),
+        (0, None, [3]),
+        (1, 0, [7]),
+        (0, None, [4]),
+        (3, 1, [8]),
+    ]
     assert [n.drift for n in tree.nodes] == ["root", "root"]
 
 
@@ -50,7 +66,9 @@ def test_prompt_that_ends_inside_a_segment_splits_it() -> None:
 
 
 def test_history_that_differs_from_what_was_sampled_is_a_fork() -> None:
-    tree = build([sampled([1], [2, 3]), sampled([1, 2, 9, 4], [5]), sampled([1, 2, 9, 4, 5, 6], [7])])
+    tree = build(
+        [sampled([1], [2, 3]), sampled([1, 2, 9, 4], [5]), sampled([1, 2, 9, 4, 5, 6], [7])]
+    )
     assert [n.drift for n in tree.nodes] == ["root", "forked", "clean"]
     assert [n.parent for n in tree.nodes] == [None, None, 1]
     assert shape(tree) == [
@@ -65,10 +83,17 @@ def test_history_that_differs_from_what_was_sampled_is_a_fork() -> None:
 
 def test_history_that_says_the_same_in_other_tokens_is_realigned() -> None:
     """It comes from the step whose reply it repeats; that step's own tokens stay as they were sampled, and are stored as before."""
-    steps = [sampled([1], [2, 3]), sampled([1], [2, 8]), sampled([1, 2, 9, 4], [5]), sampled([1, 2, 9, 4, 5, 6], [7])]
+    steps = [
+        sampled([1], [2, 3]),
+        sampled([1], [2, 8]),
+        sampled([1, 2, 9, 4], [5]),
+        sampled([1, 2, 9, 4, 5, 6], [7]),
+    ]
     tree = build(steps, lambda step, earlier: (step, earlier) == (2, 0))
     assert [n.drift for n in tree.nodes] == ["root", "root", "realigned", "clean"]
-    assert [n.parent for n in tree.nodes] == [None, None, 0, 2], "of two answers to one prompt the one that is repeated"
+    assert [n.parent for n in tree.nodes] == [None, None, 0, 2], (
+        "of two answers to one prompt the one that is repeated"
+    )
     assert tree.segments == build(steps).segments
 
 
@@ -79,7 +104,12 @@ def test_only_the_step_that_a_prompt_left_is_asked_for_its_reply() -> None:
         asked.append((step, earlier))
         return False
 
-    steps = [sampled([1], [2]), sampled([1, 2, 3], [4]), sampled([1, 2, 3, 5], [6]), sampled([1, 2, 3, 4, 7], [8])]
+    steps = [
+        sampled([1], [2]),
+        sampled([1, 2, 3], [4]),
+        sampled([1, 2, 3, 5], [6]),
+        sampled([1, 2, 3, 4, 7], [8]),
+    ]
     assert [n.drift for n in build(steps, repeats).nodes] == ["root", "clean", "forked", "clean"]
     assert asked == [(2, 1)]
 
@@ -126,7 +156,11 @@ def conversations(draw: st.DrawFn) -> list[Sampled | None]:
         if made and draw(st.booleans()):
             prompt, said = draw(st.sampled_from(made))
             whole = prompt + said
-            more = whole[: draw(st.integers(0, len(whole)))] + more if draw(st.booleans()) else whole + more
+            more = (
+                whole[: draw(st.integers(0, len(whole)))] + more
+                if draw(st.booleans())
+                else whole + more
+            )
         made.append((more, response))
     steps = [None if draw(st.integers(0, 9)) == 0 else sampled(p, r) for p, r in made]
     return draw(st.permutations(steps)) if draw(st.booleans()) else steps
@@ -150,7 +184,11 @@ def test_tree_gives_everything_back(steps: list[Sampled | None], same: int) -> N
             continue
         assert node.segment is not None
         leaf = tree.segments[node.segment]
-        assert (leaf.step_index, leaf.token_ids, leaf.logprobs) == (node.index, step.response, step.logprobs)
+        assert (leaf.step_index, leaf.token_ids, leaf.logprobs) == (
+            node.index,
+            step.response,
+            step.logprobs,
+        )
         assert prompt_of(tree.segments, node.segment) == step.prompt
 
 
@@ -164,7 +202,9 @@ def test_parent_is_the_longest_sampled_prefix(steps: list[Sampled | None]) -> No
         prefixes = [
             len(other.prompt + other.response)
             for other in steps
-            if other is not None and other.response and step.prompt.startswith(other.prompt + other.response)
+            if other is not None
+            and other.response
+            and step.prompt.startswith(other.prompt + other.response)
         ]
         if node.parent is None:
             assert not prefixes

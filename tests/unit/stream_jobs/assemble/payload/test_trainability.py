@@ -35,7 +35,9 @@ def step(logprobs: list[float], *spans: tuple[int, int]) -> Step:
         ([-1.0, NAN], [(1, 3)], "log-probabilities of redacted tokens"),
     ],
 )
-def test_a_step_with_redacted_tokens(logprobs: list[float], spans: list[tuple[int, int]], reason: str | None) -> None:
+def test_a_step_with_redacted_tokens(
+    logprobs: list[float], spans: list[tuple[int, int]], reason: str | None
+) -> None:
     assert provenance(step(logprobs, *spans)).reason == reason
 
 
@@ -61,14 +63,19 @@ def sampled(**how: Any) -> Step:
         ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, 1.0),
         ({"temperature": 0.0}, 1.0),  # greedy: vLLM divides by 1 then
         ({"temperature": 0.0, "logprobs_mode": "raw_logprobs"}, 1.0),
-        ({"temperature": 0.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1}, 1.0),  # no truncation changes what is greedy
+        (
+            {"temperature": 0.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+            1.0,
+        ),  # no truncation changes what is greedy
         ({"top_k": -1}, 1.0),
         ({"source": "request", "temperature": None, "top_p": None, "logprobs_mode": None}, None),
         ({"source": "request", "temperature": None, "logprobs_mode": "raw_logprobs"}, 1.0),
         ({"source": "request", "temperature": 1.0, "logprobs_mode": None}, 1.0),
     ],
 )
-def test_log_probabilities_are_of_a_temperature(how: dict[str, Any], temperature: float | None) -> None:
+def test_log_probabilities_are_of_a_temperature(
+    how: dict[str, Any], temperature: float | None
+) -> None:
     found = provenance(sampled(**how))
     assert (found.reason, found.logprobs_temperature) == (None, temperature)
 
@@ -92,7 +99,9 @@ def test_log_probabilities_are_of_a_temperature(how: dict[str, Any], temperature
         ({"source": "request", "temperature": 0.7, "logprobs_mode": None}, "log-probabilities of an unknown temperature"),
     ],
 )  # fmt: skip
-def test_what_was_not_sampled_from_the_whole_distribution_is_not_trained(how: dict[str, Any], reason: str) -> None:
+def test_what_was_not_sampled_from_the_whole_distribution_is_not_trained(
+    how: dict[str, Any], reason: str
+) -> None:
     assert provenance(sampled(**how)).reason == reason
 
 

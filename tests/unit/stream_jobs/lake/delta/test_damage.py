@@ -41,7 +41,9 @@ class OneTopic:
     def topic_ids(self, names: Sequence[str]) -> Mapping[str, str]:
         return {"claw.rewards": "T"} if "claw.rewards" in names else {}
 
-    def watermarks(self, topic: str, partitions: Sequence[int] | None = None) -> Mapping[int, tuple[int, int]]:
+    def watermarks(
+        self, topic: str, partitions: Sequence[int] | None = None
+    ) -> Mapping[int, tuple[int, int]]:
         return {0: (self.low, 100)}
 
 
@@ -57,14 +59,20 @@ def rewards(first: int, last: int) -> list[Row]:
         )
         for n in range(first, last)
     ]  # fmt: skip
-    return [row for n, r in enumerate(made, first) for row in table.rows_of(Placed(*SOURCE, n, n, {}, r))]
+    return [
+        row
+        for n, r in enumerate(made, first)
+        for row in table.rows_of(Placed(*SOURCE, n, n, {}, r))
+    ]
 
 
 def feed(lake: Lake, table: str = "rewards", until: int = 100) -> int:
     """What the feed does: read from the table's mark on, and write some at a time."""
     mark = lake.marks(table, [SOURCE]).get(SOURCE, 0)
     return sum(
-        lake.append(table, rewards(n, min(n + EACH, until)), {SOURCE: min(n + EACH, until)}, lambda *_: None)
+        lake.append(
+            table, rewards(n, min(n + EACH, until)), {SOURCE: min(n + EACH, until)}, lambda *_: None
+        )
         for n in range(mark, until, EACH)
     )
 
@@ -156,24 +164,32 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     lake = claimed(settings)
     assert lake.damaged.keys() == {"rewards"} and file in str(lake.damaged["rewards"])
     assert "run `clawstream tables repair rewards`" in str(lake.damaged["rewards"])
-    assert feed(lake) == 0 and lake.marks("rewards", [SOURCE]) == {} and not lake.mark_due("rewards", {SOURCE: 10**6})
+    assert (
+        feed(lake) == 0
+        and lake.marks("rewards", [SOURCE]) == {}
+        and not lake.mark_due("rewards", {SOURCE: 10**6})
+    )
     for name in catalog().keys() - {"rewards"}:
         assert lake.append(name, [], {SOURCE: 7}, lambda *_: None, mark=True) == 0
         assert lake.marks(name, [SOURCE]) == {SOURCE: 7}, name
     assert not lake.recover()
 
     assert file in "".join(check(settings, "rewards"))
-    seen = [] if damage is flipped_data else ["rewards"]  # a file with its length is believed until it is read
+    seen = (
+        [] if damage is flipped_data else ["rewards"]
+    )  # a file with its length is believed until it is read
     assert [t["table"] for t in tables(settings) if t["damage"] is not None] == seen
     flaws = [p.flaw for p in positions(settings, KAFKA) if p.flaw is not None]
     assert len(flaws) == len(seen) and all(
-        f"table rewards of the lake is damaged: {file}" in f.replace("_delta_log/", "") for f in flaws
+        f"table rewards of the lake is damaged: {file}" in f.replace("_delta_log/", "")
+        for f in flaws
     )
     assert all(c.put_off is None for c in care(settings) if c.table != "rewards")
     sql = connect(settings)
-    assert [sql.execute(f"SELECT count(*) FROM {name}_raw").fetchall() for name in ("steps", "candidates")] == [
-        [(0,)]
-    ] * 2
+    assert [
+        sql.execute(f"SELECT count(*) FROM {name}_raw").fetchall()
+        for name in ("steps", "candidates")
+    ] == [[(0,)]] * 2
     with pytest.raises(duckdb.Error, match="rewards"):
         sql.execute("SELECT count(*), sum(value) FROM rewards").fetchall()
 
@@ -183,19 +199,23 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     kept = dataset(open_table(settings.lake_uri, "rewards", {}), {}).count_rows()
     assert kept >= left and lake.marks("rewards", [SOURCE]) == {SOURCE: kept}
     assert feed(lake) == 100 - kept
-    assert connect(settings).execute("SELECT count(*), count(DISTINCT event_id) FROM rewards_raw").fetchall() == [
-        (100, 100)
-    ]
+    assert connect(settings).execute(
+        "SELECT count(*), count(DISTINCT event_id) FROM rewards_raw"
+    ).fetchall() == [(100, 100)]
     assert feed(claimed(settings)) == 0
 
 
 def test_a_query_names_the_table_and_the_file(settings: Settings) -> None:
     file = flipped_data(settings.data_dir / "lake" / "rewards").name
-    with pytest.raises(SqlError, match=f"table rewards of the lake is damaged: {file} .*tables repair rewards"):
+    with pytest.raises(
+        SqlError, match=f"table rewards of the lake is damaged: {file} .*tables repair rewards"
+    ):
         run_sql(settings, "SELECT sum(value) FROM rewards")
     assert run_sql(settings, "SELECT count(*) AS n FROM steps", "csv") == "n\n0"
     garbled = garbled_commit(settings.data_dir / "lake" / "rewards").name
-    with pytest.raises(SqlError, match=f"table rewards of the lake is damaged: _delta_log/{garbled} "):
+    with pytest.raises(
+        SqlError, match=f"table rewards of the lake is damaged: _delta_log/{garbled} "
+    ):
         run_sql(settings, "SELECT count(*) FROM rewards_raw")
 
 
@@ -211,9 +231,9 @@ def test_a_repair_while_the_writer_runs_is_noticed_at_its_next_commit(settings: 
     assert lake.append("rewards", rewards(104, 108), {SOURCE: 108}, lambda *_: None) == 0
     assert lake.recover()
     assert feed(lake, until=108) == done.rows + 4
-    assert connect(settings).execute("SELECT count(*), count(DISTINCT event_id) FROM rewards_raw").fetchall() == [
-        (108, 108)
-    ]
+    assert connect(settings).execute(
+        "SELECT count(*), count(DISTINCT event_id) FROM rewards_raw"
+    ).fetchall() == [(108, 108)]
 
 
 def test_a_writer_without_new_rows_notices_a_repair_too(settings: Settings) -> None:
@@ -238,7 +258,10 @@ def test_a_table_that_breaks_while_the_writer_runs_is_set_aside(settings: Settin
 def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Settings) -> None:
     missing_data(settings.data_dir / "lake" / "rewards")
     late = cast(Cluster, OneTopic(low=60))
-    with pytest.raises(NotRepaired, match=r"Kafka has no more what came after it: 60 of claw\.rewards-0 from offset 0"):
+    with pytest.raises(
+        NotRepaired,
+        match=r"Kafka has no more what came after it: 60 of claw\.rewards-0 from offset 0",
+    ):
         repair(settings, "rewards", late)
     assert check(settings, "rewards") != ()
     done = repair(settings, "rewards", late, accept_loss=True)
@@ -270,7 +293,8 @@ def test_nothing_that_can_be_read(settings: Settings) -> None:
     for path in log.glob("*"):
         path.write_bytes(b"?")
     with pytest.raises(
-        NotRepaired, match=r"no version of table rewards can be read whole: stop all writers, move .* away"
+        NotRepaired,
+        match=r"no version of table rewards can be read whole: stop all writers, move .* away",
     ):
         repair(settings, "rewards", KAFKA)
     assert {path.read_bytes() for path in log.glob("*")} == {b"?"}

@@ -25,7 +25,17 @@ from schemas.codec.single_object import shipped
 from schemas.errors import SettingsError
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.lake.delta.maintenance import Caretaker, care, vacuum
-from stream_jobs.lake.delta.snapshots import PinError, at, history, kept_versions, pin, pins, tables, unpin, versions_of
+from stream_jobs.lake.delta.snapshots import (
+    PinError,
+    at,
+    history,
+    kept_versions,
+    pin,
+    pins,
+    tables,
+    unpin,
+    versions_of,
+)
 from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
 from stream_jobs.lake.tables.catalog import Placed, Row, catalog
 from stream_jobs.lake.writer import Lake
@@ -45,7 +55,11 @@ def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) 
         return records.Reward(**values | changes)
 
     table = lake.tables["rewards"]
-    return [row for i, e in enumerate(ids) for row in table.rows_of(Placed(*SOURCE, first + i, at_ms, {}, reward(e)))]
+    return [
+        row
+        for i, e in enumerate(ids)
+        for row in table.rows_of(Placed(*SOURCE, first + i, at_ms, {}, reward(e)))
+    ]
 
 
 def never(row: Row, why: str) -> None:
@@ -65,11 +79,17 @@ def lake(settings: Settings) -> Lake:
 
 
 def put(lake: Lake, first: int, *ids: str, **more: Any) -> int:
-    return lake.append("rewards", rows(lake, first, *ids, **more), {SOURCE: first + len(ids)}, never)
+    return lake.append(
+        "rewards", rows(lake, first, *ids, **more), {SOURCE: first + len(ids)}, never
+    )
 
 
 def ids(settings: Settings, **versions: int) -> list[str]:
-    found = connect(settings, versions).execute("select event_id from rewards_raw order by 1").fetchall()
+    found = (
+        connect(settings, versions)
+        .execute("select event_id from rewards_raw order by 1")
+        .fetchall()
+    )
     return [row[0] for row in found]
 
 
@@ -78,7 +98,9 @@ def days(number: float) -> int:
     return int((NOW - timedelta(days=number)).timestamp() * 1000)
 
 
-def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(settings: Settings, lake: Lake) -> None:
+def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
+    settings: Settings, lake: Lake
+) -> None:
     keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
     put(lake, 0, "a", "b", at_ms=days(100))
     put(lake, 2, "c", at_ms=days(91))
@@ -120,9 +142,14 @@ def test_a_commit_that_a_deletion_overtakes_is_repeated(
     assert ids(settings) == ["b", "c"]
 
 
-def test_a_new_column_reaches_the_table_while_its_writer_runs(settings: Settings, lake: Lake) -> None:
+def test_a_new_column_reaches_the_table_while_its_writer_runs(
+    settings: Settings, lake: Lake
+) -> None:
     schema = expanded(shipped("Reward"))
-    schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+    schema["fields"] = [
+        *schema["fields"],
+        {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."},
+    ]
     put(lake, 0, "before")
     waiting = rows(lake, 1, "waited")
     former = lake.tables["rewards"]
@@ -130,17 +157,31 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(settings: Settings
     table = lake.tables["rewards"]
     wide = [table.adopted(row, former) for row in waiting]
     named = (*wide[0][: table.index["team"]], "red", *wide[0][table.index["team"] + 1 :])
-    named = (*named[: table.index["event_id"]], "after", *named[table.index["event_id"] + 1 : -2], 2, 5_000)
+    named = (
+        *named[: table.index["event_id"]],
+        "after",
+        *named[table.index["event_id"] + 1 : -2],
+        2,
+        5_000,
+    )
     assert lake.append("rewards", [*wide, named], {SOURCE: 3}, never) == 2
     query = "select event_id, team from rewards_raw order by kafka_offset"
-    assert connect(settings).execute(query).fetchall() == [("before", None), ("waited", None), ("after", "red")]
+    assert connect(settings).execute(query).fetchall() == [
+        ("before", None),
+        ("waited", None),
+        ("after", "red"),
+    ]
     # an older release again, whose rows have fewer columns; views and its own appends still work
     older = Lake(settings.lake_uri, {}, 100)
     older.claim()
     assert put(older, 3, "older") == 1
     assert len(connect(settings).execute(query).fetchall()) == 4
-    assert connect(settings).execute("select count(*) from rewards_raw where team = 'red'").fetchall() == [(1,)]
-    comments = {f.name: f.metadata for f in DeltaTable(f"{settings.lake_uri}/rewards").schema().fields}
+    assert connect(settings).execute(
+        "select count(*) from rewards_raw where team = 'red'"
+    ).fetchall() == [(1,)]
+    comments = {
+        f.name: f.metadata for f in DeltaTable(f"{settings.lake_uri}/rewards").schema().fields
+    }
     assert comments["team"] == {"comment": "Who."}
     assert all(m.get("comment") for m in comments.values())
     # the compacted file has it as well
@@ -148,11 +189,16 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(settings: Settings
     assert len(connect(settings).execute(query).fetchall()) == 4
 
 
-def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(settings: Settings, lake: Lake) -> None:
+def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(
+    settings: Settings, lake: Lake
+) -> None:
     table = lake.tables["rewards"]
     for kind, fits in (("string", True), ("double", False)):
         schema = expanded(shipped("Reward"))
-        schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", kind], "default": None, "doc": "Who."}]
+        schema["fields"] = [
+            *schema["fields"],
+            {"name": "team", "type": ["null", kind], "default": None, "doc": "Who."},
+        ]
         assert lake.widen(table.widened(schema)) is fits
     schema["fields"] = [
         *schema["fields"][:-1],
@@ -166,7 +212,10 @@ def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(settings: Sett
 def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake: Lake) -> None:
     """The writer must end and be started again: rows without the new columns would be lost for them."""
     schema = expanded(shipped("Reward"))
-    schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+    schema["fields"] = [
+        *schema["fields"],
+        {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."},
+    ]
     put(lake, 0, "a")
     log = Path(settings.lake_uri) / "rewards" / "_delta_log"
     log.rename(log.with_name("away"))
@@ -179,7 +228,9 @@ def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake:
     assert lake.widen(lake.tables["rewards"].widened(schema))
 
 
-def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+def test_versions_pins_and_what_vacuum_leaves(
+    settings: Settings, lake: Lake, tmp_path: Path
+) -> None:
     put(lake, 0, "a")
     pinned = pin(settings, keep="first")
     then = datetime.fromisoformat(pinned["at"])
@@ -205,7 +256,10 @@ def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tm
     (shown,) = [t for t in tables(settings) if t["table"] == "rewards"]
     assert (shown["rows"], shown["files"], shown["version"]) == (12, 12, now["rewards"])
     assert shown["newest_row"] == "1970-01-01T00:00:05.000+00:00"
-    assert [h["version"] for h in history(settings, "rewards", 2)] == [now["rewards"], now["rewards"] - 1]
+    assert [h["version"] for h in history(settings, "rewards", 2)] == [
+        now["rewards"],
+        now["rewards"] - 1,
+    ]
 
     (done,) = care(settings, ["rewards"])
     assert (done.merged_files, done.made_files, done.deleted_files) == (12, 1, 0)
@@ -213,7 +267,8 @@ def test_versions_pins_and_what_vacuum_leaves(settings: Settings, lake: Lake, tm
     assert vacuum(gone, "rewards") == 11  # one file is kept by the pin
     assert counted("first") == 1
     with pytest.raises(
-        LakeMissing, match="version 13 of table rewards can't be read any more: 11 of its files are deleted"
+        LakeMissing,
+        match="version 13 of table rewards can't be read any more: 11 of its files are deleted",
     ):
         counted(str(file))
     assert kept_versions(settings, "rewards") == [pinned["versions"]["rewards"]]
@@ -233,7 +288,9 @@ def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> N
         with pytest.raises(PinError, match=r"x\.json is no pin.*is no version of a table"):
             versions_of(settings, str(tmp_path / "x.json"))
     for word in ("nope", "x" * 300, "9" * 30, str(tmp_path), "99999999999999d"):
-        with pytest.raises(PinError, match="is no kept pin and no file that can be read, and no moment"):
+        with pytest.raises(
+            PinError, match="is no kept pin and no file that can be read, and no moment"
+        ):
             versions_of(settings, word)
     with pytest.raises(PinError, match="no kept pin nope; there are none"):
         unpin(settings, "nope")
@@ -274,7 +331,8 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     first = pin(settings, keep="paper")
     put(lake, 0, "a")
     with pytest.raises(
-        PinError, match="there is a kept pin paper: choose another name, or `clawstream tables unpin paper`"
+        PinError,
+        match="there is a kept pin paper: choose another name, or `clawstream tables unpin paper`",
     ):
         pin(settings, keep="paper")
     assert versions_of(settings, "paper") == first["versions"]
@@ -296,7 +354,11 @@ def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(kept, range(4)))
     (winner,) = [f for f in found if isinstance(f, dict)]
-    assert all("there is a kept pin paper: choose another name" in str(f) for f in found if isinstance(f, PinError))
+    assert all(
+        "there is a kept pin paper: choose another name" in str(f)
+        for f in found
+        if isinstance(f, PinError)
+    )
     (Path(settings.lake_uri) / "_pins" / ".paper.json.1.ab").write_text('{"la')
     assert pins(settings) == {"paper": winner}
 
@@ -324,12 +386,16 @@ def test_a_pin_of_another_lake_is_refused(settings: Settings, lake: Lake, tmp_pa
     file = tmp_path / "pin.json"
     file.write_text(json.dumps(pin(other)))
     assert versions_of(other, str(file))["steps"] is not None
-    with pytest.raises(PinError, match=r"pin\.json is a pin of the lake at .*/other/lake, this one is at "):
+    with pytest.raises(
+        PinError, match=r"pin\.json is a pin of the lake at .*/other/lake, this one is at "
+    ):
         versions_of(settings, str(file))
 
 
 def test_retention_must_outlast_the_spool() -> None:
-    with pytest.raises(ValueError, match=r"lake.retention_days.steps=1 must exceed gateway.spool_max_age_s=86400"):
+    with pytest.raises(
+        ValueError, match=r"lake.retention_days.steps=1 must exceed gateway.spool_max_age_s=86400"
+    ):
         Settings.model_validate(
             {"lake": {"retention_days": {"steps": 1}}, "gateway": {"spool_max_age_s": 86400}, "jobs": {"closed_horizon_s": 90000}}
         )  # fmt: skip

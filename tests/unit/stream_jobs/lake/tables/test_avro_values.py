@@ -21,11 +21,26 @@ from runtime.kafka import Record
 from runtime.topics.records import Decoder
 from schemas.codec.avro_schema import expanded
 from schemas.codec.compiled_reader import MALFORMED
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, fingerprint_of, plain_of, shipped
+from schemas.codec.single_object import (
+    MAGIC,
+    TOP_LEVEL,
+    Codec,
+    archived,
+    fingerprint_of,
+    plain_of,
+    shipped,
+)
 from schemas.errors import Undecodable
 from schemas.records import Reward, Trajectory, TrajectoryStep
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.tables.arrow_columns import avro_columns, merged, named, pruned, tupled, widened
+from stream_jobs.lake.tables.arrow_columns import (
+    avro_columns,
+    merged,
+    named,
+    pruned,
+    tupled,
+    widened,
+)
 from stream_jobs.lake.tables.avro_values import reader_of
 from stream_jobs.lake.tables.catalog import Table, catalog
 from stream_jobs.lake.tables.row_decoder import Rows, Schemas
@@ -53,9 +68,9 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def records_of(cls: type) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
-    return st.fixed_dictionaries({f.name: values_of(hints[f.name]) for f in dataclasses.fields(cls)}).map(
-        lambda values: cls(**values)
-    )
+    return st.fixed_dictionaries(
+        {f.name: values_of(hints[f.name]) for f in dataclasses.fields(cls)}
+    ).map(lambda values: cls(**values))
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL, ids=lambda c: c.__name__)
@@ -68,7 +83,9 @@ def test_what_is_read_is_what_was_written(cls: type) -> None:
     def holds(record: Any, data: st.DataObject) -> None:
         value = CODEC.encode(record)
         assert read(value, 10) == tupled(schema, plain_of(record))
-        assert named(schema, read(value, 10)) == named(schema, tupled(schema, plain_of(CODEC.decode(value))))
+        assert named(schema, read(value, 10)) == named(
+            schema, tupled(schema, plain_of(CODEC.decode(value)))
+        )
         cut = data.draw(st.integers(10, len(value)))
         for broken in (value[:cut], value + b"\x00") if cut < len(value) else (value + b"\x00",):
             with pytest.raises(MALFORMED):
@@ -104,7 +121,12 @@ def newer_trajectory() -> dict[str, Any]:
     schema = copy.deepcopy(shipped("Trajectory"))
     steps = next(f for f in schema["fields"] if f["name"] == "steps")
     steps["type"]["items"]["fields"].append(
-        {"name": "latency_s", "type": ["null", "double"], "default": None, "doc": "How long the engine took."}
+        {
+            "name": "latency_s",
+            "type": ["null", "double"],
+            "default": None,
+            "doc": "How long the engine took.",
+        }
     )
     schema["fields"] += [
         {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who asked."},
@@ -137,7 +159,12 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
     assert former.record is not None
     old = (*tupled(former.record, {"run_id": "r", "steps": [plain_of(step)]}), "T", 0, 1, 2)
     (row,) = wider.arrow([wider.adopted(old, former)]).to_pylist()
-    assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == ("r", None, None, 1)
+    assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == (
+        "r",
+        None,
+        None,
+        1,
+    )
     assert {n: row[n] for n in former.schema.names if n != "steps"} == {
         n: v for n, v in former.arrow([old]).to_pylist()[0].items() if n != "steps"
     }
@@ -167,7 +194,11 @@ def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
 
 def test_schemas_that_differ_in_kind_keep_ours() -> None:
     ours = {"type": "record", "name": "R", "fields": [{"name": "a", "type": "string", "doc": ""}]}
-    theirs = {"type": "record", "name": "R", "fields": [{"name": "a", "type": {"type": "array", "items": "int"}}]}
+    theirs = {
+        "type": "record",
+        "name": "R",
+        "fields": [{"name": "a", "type": {"type": "array", "items": "int"}}],
+    }
     assert widened(ours, theirs) == ours
     with pytest.raises(ValueError, match="array as string"):
         reader_of(theirs, ours)
@@ -192,7 +223,11 @@ def deep(kind: str, depth: int) -> dict[str, Any]:
         inner = {
             "array": {"type": "array", "items": inner},
             "map": {"type": "map", "values": inner},
-            "record": {"type": "record", "name": f"D{n}", "fields": [{"name": "x", "type": inner, "doc": "In."}]},
+            "record": {
+                "type": "record",
+                "name": f"D{n}",
+                "fields": [{"name": "x", "type": inner, "doc": "In."}],
+            },
         }[kind]
     schema = copy.deepcopy(dict(shipped("Reward")))
     deep = {"name": "deep", "type": ["null", inner], "default": None, "doc": "Deep."}
@@ -216,7 +251,9 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
 
     try:
         fingerprint = schemas.announce(json.dumps(schema))
-    except Undecodable:  # deeper than fastavro goes: there is no such schema then, and none of its records
+    except (
+        Undecodable
+    ):  # deeper than fastavro goes: there is no such schema then, and none of its records
         assert depth >= 300
         return
     rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), widen)
@@ -227,14 +264,22 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     value = MAGIC + bytes.fromhex(fingerprint) + body + b"\0"
     record = Record("rewards", 0, 7, 1_000, None, value, {})
     name, [(table, [row])] = rows_of(record, "T", ["rewards", "curation"])
-    assert (name, table, row[catalog()["rewards"].index["event_id"]], row[-2]) == ("Reward", "rewards", "e", 7)
+    assert (name, table, row[catalog()["rewards"].index["event_id"]], row[-2]) == (
+        "Reward",
+        "rewards",
+        "e",
+        7,
+    )
     assert bool(asked) is column
 
 
 def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_asked_once() -> None:
     schemas, asked = Schemas(), list[Table]()
     schema = copy.deepcopy(dict(shipped("Reward")))
-    schema["fields"] = [*schema["fields"], {"name": "team", "type": "string", "default": "", "doc": "Who."}]
+    schema["fields"] = [
+        *schema["fields"],
+        {"name": "team", "type": "string", "default": "", "doc": "Who."},
+    ]
     fingerprint = schemas.announce(json.dumps(schema))
 
     def widen(wider: Table) -> bool:
@@ -257,13 +302,18 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
 def test_a_schema_nested_beyond_all_reading_is_no_schema() -> None:
     inner = '{"type": "array", "items": ' * 20_000 + '"string"' + "}" * 20_000
     with pytest.raises(Undecodable, match="not an Avro record schema"):
-        Schemas().announce('{"type": "record", "name": "Reward", "fields": [{"name": "x", "type": ' + inner + "}]}")
+        Schemas().announce(
+            '{"type": "record", "name": "Reward", "fields": [{"name": "x", "type": ' + inner + "}]}"
+        )
 
 
 def test_types_merge_down_to_fields_of_structs_in_lists() -> None:
     def of(*names: str) -> pa.Schema:
         return pa.schema(
-            [("x", pa.list_(pa.struct([(n, pa.string()) for n in names]))), *((n, pa.int32()) for n in names)]
+            [
+                ("x", pa.list_(pa.struct([(n, pa.string()) for n in names]))),
+                *((n, pa.int32()) for n in names),
+            ]
         )
 
     assert merged(of("a", "b"), of("b", "c")) == of("a", "b", "c")
@@ -277,4 +327,6 @@ def test_every_archived_schema_is_read() -> None:
                 table.reads(expanded(schema))
     assert len({fingerprint_of(s) for s in archived()}) == len(archived())
     assert json.dumps(pruned(shipped("Reward"), ())) == json.dumps(shipped("Reward"))
-    assert all(c.field.metadata for t in catalog().values() if t.record for c in avro_columns(t.record))
+    assert all(
+        c.field.metadata for t in catalog().values() if t.record for c in avro_columns(t.record)
+    )

@@ -60,7 +60,9 @@ def samplings() -> st.SearchStrategy[events.Sampling]:
 
 
 def placed(event: Any, offset: int = 0, **headers: str) -> Placed:
-    return Placed("T", 3, offset, 1_700_000_000_123, {k: v.encode() for k, v in headers.items()}, event)
+    return Placed(
+        "T", 3, offset, 1_700_000_000_123, {k: v.encode() for k, v in headers.items()}, event
+    )
 
 
 def round_trip(name: str, *records: Any, **headers: str) -> list[dict[str, Any]]:
@@ -88,7 +90,10 @@ def test_steps_come_back_as_they_were(written: list[events.Step]) -> None:
         for name in ("redacted_prompt", "redacted_response", "blobs", "versions", "tags"):
             plain[name] = list(plain[name])
         if step.sampling is not None:
-            plain["sampling"] = {**plain["sampling"], "constraints": list(step.sampling.constraints)}
+            plain["sampling"] = {
+                **plain["sampling"],
+                "constraints": list(step.sampling.constraints),
+            }
         assert {n: row[n] for n in plain} == plain
         assert (row["kafka_topic_id"], row["kafka_partition"]) == ("T", 3)
         assert row["kafka_timestamp"] == EPOCH + timedelta(milliseconds=1_700_000_000_123)
@@ -157,15 +162,29 @@ def test_a_batch_is_one_row_and_a_row_for_each_group() -> None:
         reason="stale", n=2, input_topic_id="C", input_from=1, input_to=9,
     )  # fmt: skip
     first, second, third = round_trip("groups", BATCH, refused)
-    assert (first["group_id"], first["batch_seq"], first["admitted"], first["rewards"]) == ("g0", 4, True, [2.0])
+    assert (first["group_id"], first["batch_seq"], first["admitted"], first["rewards"]) == (
+        "g0",
+        4,
+        True,
+        [2.0],
+    )
     assert first["members"][0]["place"]["first_offset"] == 5
     assert first["members"][0]["rewards"][0]["value"] == 1.0
     assert (second["trajectory_ids"], second["reward_mean"]) == ([], None)
-    assert (first["staleness"], first["admission_policy_version"], batch["admission_policy_version"]) == ([1], 1, 1)
+    assert (
+        first["staleness"],
+        first["admission_policy_version"],
+        batch["admission_policy_version"],
+    ) == ([1], 1, 1)
     assert "policy_version" not in batch, (
         "the record's field names the admission policy; a column says which version it is of"
     )
-    assert (third["admitted"], third["batch_seq"], third["reason"], third["n"]) == (False, None, "stale", 2)
+    assert (third["admitted"], third["batch_seq"], third["reason"], third["n"]) == (
+        False,
+        None,
+        "stale",
+        2,
+    )
 
 
 def test_trajectories_leave_tokens_out_and_keep_what_each_step_is() -> None:
@@ -193,8 +212,12 @@ CANDIDATE = events.Candidate(
 
 
 def test_a_candidate_knows_where_its_payload_lies() -> None:
-    (row,) = round_trip("candidates", CANDIDATE, topic_id="P", partition="2", first_offset="10", last_offset="11")
-    assert [row[f"payload_{n}"] for n in ("topic_id", "partition", "first_offset", "last_offset")] == ["P", 2, 10, 11]
+    (row,) = round_trip(
+        "candidates", CANDIDATE, topic_id="P", partition="2", first_offset="10", last_offset="11"
+    )
+    assert [
+        row[f"payload_{n}"] for n in ("topic_id", "partition", "first_offset", "last_offset")
+    ] == ["P", 2, 10, 11]
     (row,) = round_trip("candidates", CANDIDATE, partition="two")
     assert [row[f"payload_{n}"] for n in ("topic_id", "partition")] == [None, None]
 
@@ -206,7 +229,9 @@ def test_policies_and_ends_of_runs_are_kept() -> None:
         train_outcomes=("completed",), batch_groups=1, sync_every=1, val_groups=1, val_deadline_ms=1, algorithm="grpo",
         created_at=5,
     )  # fmt: skip
-    applied = events.PolicyApplied(run_id="r", channel="val", policy=policy, input_topic_id="C", from_offset=8)
+    applied = events.PolicyApplied(
+        run_id="r", channel="val", policy=policy, input_topic_id="C", from_offset=8
+    )
     ended = events.RunEnded(run_id="r", reason="done", created_at=6)
     rows = round_trip("run_events", policy, applied, ended)
     assert [(r["kind"], r["channel"], r["admission_policy_version"]) for r in rows] == [
@@ -217,7 +242,9 @@ def test_policies_and_ends_of_runs_are_kept() -> None:
 
 def test_every_column_has_a_doc_and_every_record_a_table() -> None:
     for table in catalog().values():
-        assert all(c.field.nullable and c.field.metadata[b"comment"] for c in table.columns), table.name
+        assert all(c.field.nullable and c.field.metadata[b"comment"] for c in table.columns), (
+            table.name
+        )
         assert {*table.key, *table.stats} <= set(table.schema.names), table.name
     kept = {name for table in catalog().values() for name in table.records}
     left_out = {"Tick", "AssemblyMarker", "AssemblyDelta", "AssemblySnapshot", "WorkerStatus"}
@@ -234,7 +261,11 @@ def test_each_topic_feeds_the_tables_of_its_records() -> None:
     assert tables_of(topics, "claw.assembly") == tables_of(topics, "claw.ready-batches.x") == ()
 
 
-IDS = Table("t", {"type": "record", "name": "R", "fields": [{"name": "id", "type": "int", "doc": ""}]}, key=("id",))
+IDS = Table(
+    "t",
+    {"type": "record", "name": "R", "fields": [{"name": "id", "type": "int", "doc": ""}]},
+    key=("id",),
+)
 KEYLESS = replace(IDS, key=())
 
 
@@ -249,7 +280,9 @@ def seen_before(*ids: int, size: int = 100) -> Window:
     return window
 
 
-row_lists = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=40)
+row_lists = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=40
+)
 
 
 @given(row_lists, st.integers(0, 30), st.lists(st.integers(0, 8)))
@@ -278,12 +311,17 @@ def test_window_remembers_the_newest(numbers: list[int], size: int) -> None:
 
 
 fates = st.lists(
-    st.tuples(st.integers(0, 10), st.sampled_from(["flush", "crash", "crash after"]), st.integers(0, 10)), max_size=10
+    st.tuples(
+        st.integers(0, 10), st.sampled_from(["flush", "crash", "crash after"]), st.integers(0, 10)
+    ),
+    max_size=10,
 )
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), fates)
-def test_a_crash_at_any_flush_loses_and_doubles_nothing(sent: list[int], fates: list[tuple[int, str, int]]) -> None:
+def test_a_crash_at_any_flush_loses_and_doubles_nothing(
+    sent: list[int], fates: list[tuple[int, str, int]]
+) -> None:
     """The protocol on values: flushes of any length, a crash before or after a commit, restart at or before the mark."""
     log = rows_with(*((i, 0, o) for o, i in enumerate(sent)))
     table: list[Row] = []
@@ -304,7 +342,9 @@ def test_first_offset() -> None:
     assert first_offset("t", 0, [8, None], 5, 9) == 5
     assert first_offset("t", 0, [8, 7], 5, 9) == 7
     assert first_offset("t", 0, [9], 9, 9) == 9
-    with pytest.raises(SourceTruncated, match=r"t-0 ends at 9, position 10 \(lake\); run clawstream doctor"):
+    with pytest.raises(
+        SourceTruncated, match=r"t-0 ends at 9, position 10 \(lake\); run clawstream doctor"
+    ):
         first_offset("t", 0, [6, 10], 5, 9)
     with pytest.raises(SourceTruncated, match="t-0 starts at 5, position 4"):
         first_offset("t", 0, [None, 4], 5, 9)
@@ -312,6 +352,7 @@ def test_first_offset() -> None:
 
 def test_packed_bytes_are_little_endian() -> None:
     (row,) = round_trip(
-        "steps", step(prompt_token_ids=struct.pack("<2i", 1, -2), response_logprobs=struct.pack("<f", -0.5))
+        "steps",
+        step(prompt_token_ids=struct.pack("<2i", 1, -2), response_logprobs=struct.pack("<f", -0.5)),
     )
     assert (row["prompt_token_ids"], row["response_logprobs"]) == ([1, -2], [-0.5])

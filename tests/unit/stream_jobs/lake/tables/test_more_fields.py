@@ -45,10 +45,14 @@ def with_fields(names: list[str], inside: bool = False) -> Any:
     return {**schema, "fields": [*schema["fields"], *more]}
 
 
-def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(settings: Settings, lake: Lake) -> None:
+def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(
+    settings: Settings, lake: Lake
+) -> None:
     """Fields of structs count, and those that a former writer added; what is there already is no more."""
     many = [f"n{i}" for i in range(MORE_FIELDS)]
-    with pytest.raises(TooManyFields, match=f"rewards .* {MORE_FIELDS + 1} fields .* at most {MORE_FIELDS} "):
+    with pytest.raises(
+        TooManyFields, match=f"rewards .* {MORE_FIELDS + 1} fields .* at most {MORE_FIELDS} "
+    ):
         lake.widen(lake.tables["rewards"].widened(with_fields(many, inside=True)))
     assert lake.tables["rewards"] is catalog()["rewards"]
     assert lake.widen(lake.tables["rewards"].widened(with_fields(many[1:], inside=True)))
@@ -59,7 +63,9 @@ def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(settin
     assert later.widen(later.tables["rewards"].widened(with_fields(many[1:3], inside=True)))
 
 
-def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(settings: Settings, lake: Lake) -> None:
+def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
+    settings: Settings, lake: Lake
+) -> None:
     sent: list[bytes] = []
 
     class OneTopic:
@@ -67,7 +73,9 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
             return SimpleNamespace(positions={}, add=lambda start: None)
 
         def producer(self) -> Any:
-            return SimpleNamespace(put=lambda topic, key, value: sent.append(value), flush=lambda: None)
+            return SimpleNamespace(
+                put=lambda topic, key, value: sent.append(value), flush=lambda: None
+            )
 
         def topic_ids(self, topics: list[str]) -> dict[str, str]:
             return dict.fromkeys(topics, "T")
@@ -80,7 +88,10 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
 
     topic, schemas, codec = settings.kafka.topics.rewards, Schemas(), Codec()
     schema = {**shipped("Reward")}
-    new = [{"name": f"n{i}", "type": ["null", "string"], "default": None} for i in range(MORE_FIELDS + 1)]
+    new = [
+        {"name": f"n{i}", "type": ["null", "string"], "default": None}
+        for i in range(MORE_FIELDS + 1)
+    ]
     schema["fields"] = [*schema["fields"], *new]
     fingerprint = schemas.announce(json.dumps(schema))
     reward = records.Reward(
