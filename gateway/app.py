@@ -18,10 +18,10 @@ from gateway.api.openapi import with_model_calls
 from gateway.api.rollout_budget.budget import DemandSource, MemoryDemand
 from gateway.api.rollout_budget.routes import demand_routes
 from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import OPENAI, Errors, kind_of, reply_of
-from gateway.asgi.in_flight_limits import Memory
+from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of, reply_of
+from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.asgi.messages import App, Scope, Send
-from gateway.asgi.unhandled_errors import Unforeseen
+from gateway.asgi.unhandled_errors import UnhandledErrors
 from gateway.attribution.resolver import Door
 from gateway.attribution.sessions import secret_of
 from gateway.auth.key_limits import KeyLimits
@@ -35,15 +35,15 @@ from gateway.durability.spool import Spool
 from gateway.engines.client import Upstream
 from gateway.engines.registry import WorkerTable
 from gateway.metrics import Metrics
-from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages
-from gateway.protocols.base import Dialect
+from gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
+from gateway.protocols.base import ProtocolAdapter
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.proxy.call import CallEndpoint, Parts
+from gateway.proxy.call import CallEndpoint, Services
 from gateway.proxy.call_router import ModelCalls
 from gateway.proxy.failed_calls import FailedCalls
-from gateway.proxy.passthrough import PassEndpoint
+from gateway.proxy.passthrough import PassthroughEndpoint
 from gateway.proxy.paths import how_to_call
 from gateway.redaction.shell import redaction_of
 from runtime.blob_store import BlobStore
@@ -53,22 +53,22 @@ from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20
 """Bytes of a request that is no model call: metadata and details of rewards."""
-DIALECTS: tuple[Dialect, ...] = (
+ADAPTERS: tuple[ProtocolAdapter, ...] = (
     OpenAIChat(),
     OpenAICompletions(),
     OpenAIResponses(),
     AnthropicMessages(),
 )
 """Every protocol that samples; its path is that of the engine."""
-PASSED: tuple[tuple[str, str, Errors], ...] = (
-    ("GET", "/v1/models", OPENAI),
-    ("GET", "/v1/models/", OPENAI),
-    ("GET", "/v1/responses/", OPENAI),
-    ("DELETE", "/v1/responses/", OPENAI),
-    ("POST", "/v1/embeddings", OPENAI),
-    ("POST", "/v1/moderations", OPENAI),
-    ("POST", "/v1/rerank", OPENAI),
-    ("POST", "/v1/messages/count_tokens", ANTHROPIC),
+PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
+    ("GET", "/v1/models", OPENAI_ERRORS),
+    ("GET", "/v1/models/", OPENAI_ERRORS),
+    ("GET", "/v1/responses/", OPENAI_ERRORS),
+    ("DELETE", "/v1/responses/", OPENAI_ERRORS),
+    ("POST", "/v1/embeddings", OPENAI_ERRORS),
+    ("POST", "/v1/moderations", OPENAI_ERRORS),
+    ("POST", "/v1/rerank", OPENAI_ERRORS),
+    ("POST", "/v1/messages/count_tokens", ANTHROPIC_ERRORS),
 )
 """What samples nothing. Behind a path that ends with a slash an id follows."""
 
@@ -105,7 +105,7 @@ def create_app(
     door = Door(settings, metrics)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = EventLog(settings.kafka.topics, codec, journal, redaction)
-    memory = Memory(
+    in_flight = InFlightLimits(
         settings.gateway.max_in_flight_bytes,
         settings.gateway.max_in_flight,
         settings.gateway.max_in_flight_reply_bytes,
@@ -121,7 +121,9 @@ def create_app(
         metrics,
     )
     limits = KeyLimits(clock)
-    parts = Parts(settings, door, journal, log, upstream, clock, metrics, memory, failed, limits)
+    services = Services(
+        settings, door, journal, log, upstream, clock, metrics, in_flight, failed, limits
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -141,23 +143,26 @@ def create_app(
     # FastAPI's own pages load their scripts from a server on the internet.
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.bury, app.state.client_timeout_s = bury, settings.gateway.client_timeout_s
-    app.include_router(control_routes(parts))
+    app.include_router(control_routes(services))
     app.include_router(
         demand_routes(
             door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s)
         )
     )
-    app.include_router(seed_routes(parts))
-    _operations(app, parts, bus)
+    app.include_router(seed_routes(services))
+    _operations(app, services, bus)
     _answer_errors(app, settings.gateway.base_path)
-    app.add_middleware(ControlBodyLimit, memory=memory)
-    calls = {d.path.removeprefix("/v1"): CallEndpoint(parts, d) for d in DIALECTS}
-    passed = {
-        (m, p.removeprefix("/v1")): PassEndpoint(parts, m, p, errors) for m, p, errors in PASSED
+    app.add_middleware(ControlBodyLimit, in_flight=in_flight)
+    calls = {d.path.removeprefix("/v1"): CallEndpoint(services, d) for d in ADAPTERS}
+    passthrough = {
+        (m, p.removeprefix("/v1")): PassthroughEndpoint(services, m, p, errors)
+        for m, p, errors in PASSTHROUGH
     }
-    metrics.count_in_flight(lambda: parts.memory.calls)
-    app.add_middleware(ModelCalls, calls=calls, passed=passed, base_path=settings.gateway.base_path)
-    app.add_middleware(Unforeseen)
+    metrics.count_in_flight(lambda: services.in_flight.calls)
+    app.add_middleware(
+        ModelCalls, calls=calls, passthrough=passthrough, base_path=settings.gateway.base_path
+    )
+    app.add_middleware(UnhandledErrors)
     if settings.gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -167,7 +172,7 @@ def create_app(
             expose_headers=["*"],
             max_age=600,
         )
-    _describe(app, [*(("POST", tail) for tail in calls), *passed])
+    _describe(app, [*(("POST", tail) for tail in calls), *passthrough])
     return app
 
 
@@ -183,7 +188,7 @@ def _describe(app: FastAPI, tails: list[tuple[str, str]]) -> None:
     app.openapi = page  # type: ignore[method-assign]
 
 
-def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
+def _operations(app: FastAPI, services: Services, bus: Bus) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -195,17 +200,19 @@ def _operations(app: FastAPI, parts: Parts, bus: Bus) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return RedirectResponse(f"{parts.settings.gateway.base_path}/openapi.json")
+        return RedirectResponse(f"{services.settings.gateway.base_path}/openapi.json")
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        state = {"kafka": bus.reachable, "worker": bool(parts.upstream.ready)}
+        state = {"kafka": bus.reachable, "worker": bool(services.upstream.ready)}
         response.status_code = 200 if all(state.values()) else 503
         return state
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(parts.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
 
 def _answer_errors(app: FastAPI, base_path: str) -> None:
@@ -242,13 +249,13 @@ def _answer_errors(app: FastAPI, base_path: str) -> None:
 
 
 class ControlBodyLimit:
-    """ASGI middleware: requests that are no model calls have small bodies, and all together hold no more than `memory` has.
+    """ASGI middleware: requests that are no model calls have small bodies, and all together hold no more than `in_flight` has.
 
     Those that carry token ids bound themselves.
     """
 
-    def __init__(self, app: App, memory: Memory) -> None:
-        self._app, self._memory = app, memory
+    def __init__(self, app: App, in_flight: InFlightLimits) -> None:
+        self._app, self._in_flight = app, in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in LARGE_BODIES:
@@ -263,14 +270,14 @@ class ControlBodyLimit:
                 part = len(message.get("body", b""))
                 if size + part > MAX_CONTROL_BODY:
                     raise errors.BodyTooLarge(f"body: larger than {MAX_CONTROL_BODY} bytes", "body")
-                self._memory.take(part)
+                self._in_flight.reserve(part)
             except errors.GatewayError as error:
                 # FastAPI lets only its own kind of error out of the reading of a body.
-                raise HTTPException(kind_of(error).status, error.message) from error
+                raise HTTPException(http_error_of(error).status, error.message) from error
             size += part
             return message
 
         try:
             await self._app(scope, limited, send)
         finally:
-            self._memory.give_back(size)
+            self._in_flight.release(size)

@@ -24,7 +24,7 @@ from gateway.auth.api_keys import Scope
 from gateway.durability.record_writer import Event
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import Parts
+from gateway.proxy.call import Services
 from schemas.errors import InvalidId
 from schemas.ids import (
     check_trajectory_key,
@@ -121,8 +121,8 @@ def json_of(value: Any, field: str) -> bytes | None:
 class Recorder:
     """Session events and rewards onto the log."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def opened(self, origin: Origin, said: OpenSession | Register) -> SessionEvent:
         """The trajectory's opening; the same one said again is the same event, another one adds what was not said before."""
@@ -142,7 +142,7 @@ class Recorder:
             group_size=said.group_size,
             round=said.round,
             metadata_json=json_of(said.metadata, "metadata"),
-            created_at=self._parts.clock.micros(),
+            created_at=self._services.clock.micros(),
         )
 
     def ended(self, origin: Origin, said: Complete) -> list[Reward | SessionEvent]:
@@ -160,7 +160,7 @@ class Recorder:
             channel=origin.channel,
             step_id=said.step_id,
             reason=said.reason,
-            created_at=self._parts.clock.micros(),
+            created_at=self._services.clock.micros(),
         )
         if said.reward is None:
             return [event]
@@ -181,7 +181,7 @@ class Recorder:
 
         Where the gateway made the key a step says which trajectory is meant; with the key as trajectory id the reward is of all of that one.
         """
-        limits = self._parts.settings.gateway
+        limits = self._services.settings.gateway
         if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
             raise Unprocessable(
                 f"{field}: {said.value:g} is not in [{limits.reward_min:g}, {limits.reward_max:g}], see gateway.reward_min and "
@@ -208,7 +208,7 @@ class Recorder:
             reward_revision=said.reward_revision,
             by=said.by or by,
             detail_json=json_of(said.detail, "detail"),
-            created_at=self._parts.clock.micros(),
+            created_at=self._services.clock.micros(),
         )  # fmt: skip
 
     def curation(self, origin: Origin, said: Curate, by: str, event_id: str) -> Curation:
@@ -224,7 +224,7 @@ class Recorder:
             tags=said.tags,
             note=said.note,
             by=by,
-            created_at=self._parts.clock.micros(),
+            created_at=self._services.clock.micros(),
         )
 
     async def record(self, events: Sequence[Event]) -> None:
@@ -232,7 +232,7 @@ class Recorder:
         for at in range(0, len(events), AT_ONCE):
             if at:
                 await asyncio.sleep(0)
-            await self._parts.log.record(events[at : at + AT_ONCE])
+            await self._services.log.record(events[at : at + AT_ONCE])
 
 
 def target_of(trajectory_id: str | None, step_id: str | None) -> str:
@@ -281,9 +281,9 @@ def public_url(gateway: GatewaySettings, request: Request) -> str:
     return str(request.base_url).rstrip("/") + gateway.base_path
 
 
-def control_routes(parts: Parts) -> APIRouter:
+def control_routes(services: Services) -> APIRouter:
     """Routes of sessions, trajectories, rewards and curations."""
-    router, recorder, door = APIRouter(), Recorder(parts), parts.door
+    router, recorder, door = APIRouter(), Recorder(services), services.door
 
     def caller_with(scope: Scope) -> Any:
         """Before the body is looked at: who asks, if that one has the scope."""
@@ -305,7 +305,7 @@ def control_routes(parts: Parts) -> APIRouter:
         found = door.origin(caller, header_map(request.scope), key, said.group_id, run=said.run_id)
         new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
-        public = public_url(parts.settings.gateway, request)
+        public = public_url(services.settings.gateway, request)
         return {
             "session_key": door.mint(caller, new),
             "trajectory_key": key,

@@ -12,7 +12,7 @@ from gateway.errors import ClientGone
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-class Client:
+class DisconnectWatcher:
     """The other end of a request whose body was read. `gone` says whether it has left.
 
     Inside of `async with client:` leaving cancels the block, which then raises ClientGone. Call `done` at the end.
@@ -28,7 +28,7 @@ class Client:
     def gone(self) -> bool:
         return self._watch.done()
 
-    def done(self) -> None:
+    def stop(self) -> None:
         """Stop watching; who is served within `async with` then, is left."""
         self._watch.cancel()
 

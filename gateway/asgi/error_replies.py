@@ -9,7 +9,7 @@ import orjson
 from gateway import errors as e
 
 
-class ErrorKind(NamedTuple):
+class HttpError(NamedTuple):
     """What an error is to a client. type, code: OpenAI's words."""
 
     status: int
@@ -18,29 +18,29 @@ class ErrorKind(NamedTuple):
     retry_after_s: int | None = None
 
 
-_KINDS: dict[type[e.GatewayError], ErrorKind] = {
-    e.BadRequest: ErrorKind(400, "invalid_request_error", "invalid_request"),
-    e.WrongKey: ErrorKind(401, "authentication_error", "invalid_api_key"),
-    e.Forbidden: ErrorKind(403, "permission_error", "insufficient_scope"),
-    e.NotFound: ErrorKind(404, "invalid_request_error", "not_found"),
-    e.WrongMethod: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
-    e.TooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
-    e.BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
-    e.WrongEncoding: ErrorKind(415, "invalid_request_error", "unsupported_content_encoding"),
-    e.Unprocessable: ErrorKind(422, "invalid_request_error", "invalid_value"),
-    e.KeyLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
-    e.HeadersTooLarge: ErrorKind(431, "invalid_request_error", "headers_too_large"),
-    e.RecordTooLarge: ErrorKind(500, "server_error", "record_too_large"),
-    e.NoWebSocket: ErrorKind(426, "invalid_request_error", "no_websocket"),
-    e.UpstreamFailed: ErrorKind(502, "server_error", "upstream_failed"),
-    e.Overloaded: ErrorKind(503, "server_error", "overloaded", 1),
-    e.DemandUnknown: ErrorKind(503, "server_error", "demand_unknown", 1),
-    e.NotConfigured: ErrorKind(503, "server_error", "not_configured"),
-    e.NoWorker: ErrorKind(503, "server_error", "no_worker", 2),
-    e.NoRoom: ErrorKind(503, "server_error", "spool_full", 5),
-    e.NotRecorded: ErrorKind(503, "server_error", "not_recorded", 2),
-    e.UpstreamTimeout: ErrorKind(504, "server_error", "upstream_timeout"),
-    e.GatewayError: ErrorKind(500, "server_error", "internal_error"),
+_HTTP_ERRORS: dict[type[e.GatewayError], HttpError] = {
+    e.BadRequest: HttpError(400, "invalid_request_error", "invalid_request"),
+    e.WrongKey: HttpError(401, "authentication_error", "invalid_api_key"),
+    e.Forbidden: HttpError(403, "permission_error", "insufficient_scope"),
+    e.NotFound: HttpError(404, "invalid_request_error", "not_found"),
+    e.WrongMethod: HttpError(405, "invalid_request_error", "method_not_allowed"),
+    e.TooSlow: HttpError(408, "invalid_request_error", "request_timeout"),
+    e.BodyTooLarge: HttpError(413, "invalid_request_error", "request_too_large"),
+    e.WrongEncoding: HttpError(415, "invalid_request_error", "unsupported_content_encoding"),
+    e.Unprocessable: HttpError(422, "invalid_request_error", "invalid_value"),
+    e.KeyLimited: HttpError(429, "rate_limit_error", "rate_limit_exceeded"),
+    e.HeadersTooLarge: HttpError(431, "invalid_request_error", "headers_too_large"),
+    e.RecordTooLarge: HttpError(500, "server_error", "record_too_large"),
+    e.NoWebSocket: HttpError(426, "invalid_request_error", "no_websocket"),
+    e.UpstreamFailed: HttpError(502, "server_error", "upstream_failed"),
+    e.Overloaded: HttpError(503, "server_error", "overloaded", 1),
+    e.DemandUnknown: HttpError(503, "server_error", "demand_unknown", 1),
+    e.NotConfigured: HttpError(503, "server_error", "not_configured"),
+    e.NoWorker: HttpError(503, "server_error", "no_worker", 2),
+    e.NoRoom: HttpError(503, "server_error", "spool_full", 5),
+    e.NotRecorded: HttpError(503, "server_error", "not_recorded", 2),
+    e.UpstreamTimeout: HttpError(504, "server_error", "upstream_timeout"),
+    e.GatewayError: HttpError(500, "server_error", "internal_error"),
 }
 
 JSON = b"application/json"
@@ -54,19 +54,19 @@ class Reply(NamedTuple):
     body: bytes
 
 
-def kind_of(error: e.GatewayError) -> ErrorKind:
+def http_error_of(error: e.GatewayError) -> HttpError:
     """Status, type, code and Retry-After of an error."""
-    return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
+    return next(_HTTP_ERRORS[cls] for cls in type(error).__mro__ if cls in _HTTP_ERRORS)
 
 
-class Errors(Protocol):
+class ErrorFormat(Protocol):
     """How a protocol writes errors."""
 
     def body(self, error: e.GatewayError) -> bytes:
         """JSON body of an error reply."""
         ...
 
-    def engine(self, status: int, body: bytes) -> bytes:
+    def engine_error(self, status: int, body: bytes) -> bytes:
         """An engine's own error as this protocol writes it."""
         ...
 
@@ -75,7 +75,7 @@ class OpenAIErrors:
     """`{"error": {message, type, param, code}}`, which is vLLM's own."""
 
     def body(self, error: e.GatewayError) -> bytes:
-        kind = kind_of(error)
+        kind = http_error_of(error)
         return orjson.dumps(
             {
                 "error": {
@@ -87,16 +87,16 @@ class OpenAIErrors:
             }
         )
 
-    def engine(self, status: int, body: bytes) -> bytes:
+    def engine_error(self, status: int, body: bytes) -> bytes:
         return body
 
 
-OPENAI = OpenAIErrors()
+OPENAI_ERRORS = OpenAIErrors()
 
 
-def reply_of(error: e.GatewayError, errors: Errors = OPENAI) -> Reply:
+def reply_of(error: e.GatewayError, errors: ErrorFormat = OPENAI_ERRORS) -> Reply:
     """The whole reply: status, Retry-After where trying again can help, body."""
-    kind, body = kind_of(error), errors.body(error)
+    kind, body = http_error_of(error), errors.body(error)
     headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
     retry_after_s = error.retry_after_s if isinstance(error, e.KeyLimited) else kind.retry_after_s
     if retry_after_s is not None:
@@ -104,7 +104,7 @@ def reply_of(error: e.GatewayError, errors: Errors = OPENAI) -> Reply:
     return Reply(kind.status, headers, body)
 
 
-def ending_of(error: e.GatewayError) -> str:
+def outcome_of(error: e.GatewayError) -> str:
     """How a call has ended that raised this, see Metrics.calls."""
     match error:
         case e.NotRecorded():

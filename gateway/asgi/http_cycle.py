@@ -66,7 +66,7 @@ class Cycle:
         try:
             await self._connection.app(self._scope, self.receive, self.send)
         except GatewayError:
-            return  # told by `Unforeseen`
+            return  # told by `UnhandledErrors`
         finally:
             if not self.complete:
                 self._connection.abort()

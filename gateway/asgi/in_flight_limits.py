@@ -7,7 +7,7 @@ import asyncio
 from gateway.errors import Overloaded
 
 
-class Memory:
+class InFlightLimits:
     """Counts calls and what they hold.
 
     Args:
@@ -19,7 +19,7 @@ class Memory:
     def __init__(self, limit: int, max_calls: int, reply_limit: int) -> None:
         self._limit, self._max_calls = limit, max_calls
         self.held = self.calls = 0
-        self.replies = Replies(reply_limit)
+        self.replies = ReplyLimit(reply_limit)
 
     def begin(self) -> None:
         """A call begins. Raises Overloaded; then it does not."""
@@ -32,7 +32,7 @@ class Memory:
         """A call has ended."""
         self.calls -= 1
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Hold `size` bytes more. Raises Overloaded when they would be too many; then nothing is taken."""
         if self.held + size > self._limit:
             raise Overloaded(
@@ -40,12 +40,12 @@ class Memory:
             )
         self.held += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """They are held no more."""
         self.held -= size
 
 
-class Replies:
+class ReplyLimit:
     """Bytes of replies that are held until they are recorded and sent, of all calls together.
 
     A reply that was sampled is never refused. When the limit is reached new calls are refused before an engine is asked,
@@ -54,7 +54,7 @@ class Replies:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
-        self._exceeding: Held | None = None
+        self._exceeding: ReplyReservation | None = None
         self._waiting: dict[asyncio.Future[None], None] = {}  # first come, first served
 
     def check(self) -> None:
@@ -64,11 +64,11 @@ class Replies:
                 f"the replies in flight hold {self.held} bytes, see gateway.max_in_flight_reply_bytes={self.limit}"
             )
 
-    def hold(self) -> Held:
+    def reserve(self) -> ReplyReservation:
         """For one call, which releases it at its end."""
-        return Held(self)
+        return ReplyReservation(self)
 
-    def may_exceed(self, who: Held) -> bool:
+    def may_exceed(self, who: ReplyReservation) -> bool:
         """Whether it may go on beyond the limit."""
         if self._exceeding is None:
             self._exceeding = who
@@ -83,7 +83,7 @@ class Replies:
         finally:
             del self._waiting[woken]
 
-    def release(self, who: Held) -> None:
+    def release(self, who: ReplyReservation) -> None:
         """A call has ended."""
         self.held -= who.size
         if self._exceeding is who:
@@ -93,15 +93,15 @@ class Replies:
                 woken.set_result(None)
 
 
-class Held:
+class ReplyReservation:
     """What one call holds of its reply: `size` bytes."""
 
     __slots__ = ("_replies", "size")
 
-    def __init__(self, replies: Replies) -> None:
+    def __init__(self, replies: ReplyLimit) -> None:
         self._replies, self.size = replies, 0
 
-    async def take(self, size: int) -> None:
+    async def extend(self, size: int) -> None:
         """Hold `size` bytes more, as soon as they may be held."""
         replies = self._replies
         while replies.held + size > replies.limit and not replies.may_exceed(self):

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import Reply
-from gateway.asgi.in_flight_limits import Memory
+from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.errors import BodyTooLarge, ClientGone
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -21,8 +21,8 @@ def header_map(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
 
 
-async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
-    """The request's body, taken from `memory`: give back its length.
+async def read_body(receive: Receive, limit: int, in_flight: InFlightLimits) -> bytes:
+    """The request's body, taken from `in_flight`: give back its length.
 
     Raises BodyTooLarge or Overloaded; ClientGone, TooSlow or BadRequest when it does not end.
     """
@@ -35,11 +35,11 @@ async def read_body(receive: Receive, limit: int, memory: Memory) -> bytes:
             part, more = message.get("body", b""), message.get("more_body", False)
             if size + len(part) > limit:
                 raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
-            memory.take(len(part))
+            in_flight.reserve(len(part))
             size += len(part)
             parts.append(part)
-    except BaseException:  # refused, cancelled, gone: what was read is memory no more
-        memory.give_back(size)
+    except BaseException:  # refused, cancelled, gone: what was read is counted no more
+        in_flight.release(size)
         raise
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

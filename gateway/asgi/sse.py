@@ -12,7 +12,7 @@ MAX_EVENT = 8 << 20
 """Bytes: the ids of a prompt of a million tokens fit in."""
 
 
-class Splitter:
+class EventSplitter:
     """Feed it pieces of any size; it returns the events that are whole. rest: the event that has begun."""
 
     __slots__ = ("rest",)

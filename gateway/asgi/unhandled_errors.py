@@ -19,7 +19,7 @@ PLACES = 8
 """So many are logged, the innermost last."""
 
 
-class Unforeseen:
+class UnhandledErrors:
     """ASGI middleware, the outermost: web framework and server would log the error with its message."""
 
     def __init__(self, app: App) -> None:

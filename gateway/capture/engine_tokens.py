@@ -12,7 +12,7 @@ from schemas.records import Sampling, Usage, VersionSpan
 NOT_TOLD = "the engine told nothing of the tokens"
 
 
-class _Told:
+class _ChoiceTokens:
     """One choice of a generation, growing."""
 
     __slots__ = ("finish", "ids", "logprobs", "spans")
@@ -24,7 +24,7 @@ class _Told:
         self.spans: tuple[engine_frames.Span, ...] | None = None
 
 
-class Captured:
+class CapturedTokens:
     """What the middleware told of a call so far. absent: why it tells nothing, where that is known from the start."""
 
     __slots__ = ("_absent", "_cached", "_choices", "_prompts", "_sampling", "_why", "wrong")
@@ -35,7 +35,7 @@ class Captured:
         self._why: dict[int, str] = {}
         self._sampling: dict[int, Sampling] = {}
         self._cached: dict[int, int] = {}
-        self._choices: dict[tuple[int, int], _Told] = {}
+        self._choices: dict[tuple[int, int], _ChoiceTokens] = {}
         self.wrong: str | None = None
         """What was wrong with a frame: then no tokens of the call are believed."""
 
@@ -46,7 +46,7 @@ class Captured:
         except (ValueError, TypeError) as error:
             self.wrong = str(error)
 
-    def trail(self, body: bytes, own: str | None) -> bytes:
+    def split_trailer(self, body: bytes, own: str | None) -> bytes:
         """Take the frames behind a plain reply; gives its own body. own: the header `capture.OWN_BODY`."""
         if own is None:
             return body
@@ -70,25 +70,25 @@ class Captured:
             if cached is not None:
                 self._cached[generation] = cached
             for which, ids, logprobs, finish, spans in choices:
-                told = self._choices.get((generation, which))
-                if told is None:
-                    told = self._choices[generation, which] = _Told()
-                told.ids.append(ids)
+                tokens = self._choices.get((generation, which))
+                if tokens is None:
+                    tokens = self._choices[generation, which] = _ChoiceTokens()
+                tokens.ids.append(ids)
                 if logprobs is None:
                     if ids:
-                        told.logprobs = None
-                elif told.logprobs is not None:
-                    told.logprobs.append(logprobs)
+                        tokens.logprobs = None
+                elif tokens.logprobs is not None:
+                    tokens.logprobs.append(logprobs)
                 if finish is not None:
-                    told.finish, told.spans = finish, spans
+                    tokens.finish, tokens.spans = finish, spans
 
     def finish(self, index: int, request: Request) -> str | None:
-        """The engine's own finish reason of a choice; None: not told."""
-        told = self._choices.get(divmod(index, request.n // request.prompts))
-        return told.finish if told is not None else None
+        """The engine's own finish reason of a choice; None: not reported."""
+        tokens = self._choices.get(divmod(index, request.n // request.prompts))
+        return tokens.finish if tokens is not None else None
 
     def sampling(self, index: int, request: Request) -> Sampling | None:
-        """How the engine sampled a choice; None: not told."""
+        """How the engine sampled a choice; None: not reported."""
         if self.wrong is not None:
             return None
         return self._sampling.get(index // (request.n // request.prompts))
@@ -102,7 +102,9 @@ class Captured:
             cached_tokens=sum(self._cached.values())
             if self._cached.keys() == self._prompts.keys()
             else None,
-            completion_tokens=sum(len(ids) for told in self._choices.values() for ids in told.ids)
+            completion_tokens=sum(
+                len(ids) for tokens in self._choices.values() for ids in tokens.ids
+            )
             // 4,
         )
 
@@ -116,17 +118,17 @@ class Captured:
         ):  # tools that run in the engine: their turns are no single sequence
             return Tokens(absent=f"{generations} generations for {request.prompts} prompts")
         place = divmod(index, request.n // request.prompts)
-        prompt, told = self._prompts.get(place[0]), self._choices.get(place)
+        prompt, tokens = self._prompts.get(place[0]), self._choices.get(place)
         absent = self._why.get(place[0])
-        if told is None or absent is not None:
+        if tokens is None or absent is not None:
             return Tokens(prompt_ids=prompt, absent=absent or self._absent)
-        ids = b"".join(told.ids)
-        logprobs = b"".join(told.logprobs) if told.logprobs is not None else None
+        ids = b"".join(tokens.ids)
+        logprobs = b"".join(tokens.logprobs) if tokens.logprobs is not None else None
         if logprobs is None:
             absent = NO_LOGPROBS
         elif prompt is None:
             absent = NO_PROMPT
-        return Tokens(prompt, ids, logprobs, _covering(told.spans, len(ids) // 4), absent)
+        return Tokens(prompt, ids, logprobs, _covering(tokens.spans, len(ids) // 4), absent)
 
 
 def _covering(spans: tuple[engine_frames.Span, ...] | None, tokens: int) -> tuple[VersionSpan, ...]:

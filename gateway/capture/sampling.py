@@ -26,17 +26,17 @@ FORMATS = ("json_object", "json_schema", "structural_tag")
 LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
 
 
-def asked_for(said: Mapping[str, Any]) -> Sampling:
+def asked_for(payload: Mapping[str, Any]) -> Sampling:
     """The parameters that a request names, in any protocol."""
     numbers: dict[str, Any] = {
-        name: float(said[name]) for name in NUMBERS if _is_number(said.get(name))
+        name: float(payload[name]) for name in NUMBERS if _is_number(payload.get(name))
     }
-    top_k = said.get("top_k")
+    top_k = payload.get("top_k")
     return Sampling(
         source="request",
         **numbers,
         top_k=max(top_k, 0) if type(top_k) is int and top_k < 1 << 31 else None,
-        constraints=tuple(_constraints(said)),
+        constraints=tuple(_constraints(payload)),
     )
 
 
@@ -44,19 +44,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _constraints(said: Mapping[str, Any]) -> list[str]:
-    text, structured = _object(said.get("text")), _object(said.get("structured_outputs"))
+def _constraints(payload: Mapping[str, Any]) -> list[str]:
+    text, structured = _object(payload.get("text")), _object(payload.get("structured_outputs"))
     formats = [
         _object(f).get("type")
-        for f in (said.get("response_format"), text.get("format"), said.get("output_format"))
+        for f in (payload.get("response_format"), text.get("format"), payload.get("output_format"))
     ]
     found = [kind for kind in FORMATS if kind in formats]
     found += [name for name in STRUCTURED if structured.get(name) is not None and name not in found]
-    choice = said.get("tool_choice")
+    choice = payload.get("tool_choice")
     kind = _object(choice).get("type", choice)
     if choice is not None and kind not in ("auto", "none"):
         found.append("tool_choice")  # the reply must be a call: its grammar is enforced
-    return [*found, *(name for name in LIMITING if said.get(name))]
+    return [*found, *(name for name in LIMITING if payload.get(name))]
 
 
 def _object(value: object) -> Mapping[str, Any]:

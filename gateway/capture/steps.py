@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import orjson
 
 from gateway.attribution.sessions import Origin
-from gateway.capture.engine_tokens import Captured
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.sampling import asked_for
 from gateway.capture.unread import Unread
-from gateway.protocols.base import Answer, Choice, Request
+from gateway.protocols.base import Choice, ParsedReply, Request
 from gateway.protocols.usage import merged
 from schemas.ids import step_id
 from schemas.records import Step, StepStatus, Tag, Usage
@@ -50,27 +50,27 @@ class Engine:
 
 def steps_of(
     call: Call,
-    answer: Answer,
-    captured: Captured,
+    parsed: ParsedReply,
+    captured: CapturedTokens,
     engine: Engine,
     status: StepStatus,
     finished_at: int,
 ) -> list[Step]:
     """One step per choice. finished_at: microseconds. A choice that the engine itself cut short is an error whatever `status` says."""
-    choices = answer.choices
+    choices = parsed.choices
     if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
         choices = tuple(
             replace(choice, index=at) for at, choice in enumerate(choices)
         )  # some providers number all of them 0
     steps = [
-        _step(call, choice, captured, engine, status, answer.model or "", finished_at)
+        _step(call, choice, captured, engine, status, parsed.model or "", finished_at)
         for choice in choices
     ]
-    return _with_usage(steps, merged(captured.usage(), answer.usage))
+    return _with_usage(steps, merged(captured.usage(), parsed.usage))
 
 
 def unreadable_steps(
-    call: Call, captured: Captured, engine: Engine, status: StepStatus, finished_at: int
+    call: Call, captured: CapturedTokens, engine: Engine, status: StepStatus, finished_at: int
 ) -> list[Step]:
     """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
@@ -94,9 +94,9 @@ def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
     return made
 
 
-def unseen_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
+def aborted_before_output_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
     """The steps of a call whose client left before it had got anything: aborted, without tokens."""
-    nothing = Captured("the client left before the engine had answered")
+    nothing = CapturedTokens("the client left before the engine had answered")
     return unreadable_steps(call, nothing, engine, "aborted", finished_at)
 
 
@@ -110,7 +110,7 @@ def _with_usage(steps: list[Step], usage: Usage | None) -> list[Step]:
 def _step(
     call: Call,
     choice: Choice,
-    captured: Captured,
+    captured: CapturedTokens,
     engine: Engine,
     status: StepStatus,
     answered_model: str,
@@ -150,7 +150,7 @@ def _step(
         gateway_id=call.gateway_id,
         received_at=call.received_at,
         finished_at=finished_at,
-        sampling=captured.sampling(choice.index, call.request) or asked_for(call.request.said),
+        sampling=captured.sampling(choice.index, call.request) or asked_for(call.request.payload),
     )
 
 

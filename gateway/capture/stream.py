@@ -1,6 +1,6 @@
 """A streamed reply between engine and client, for any protocol. Pure: bytes in, bytes out.
 
-1. Bytes become events; each is read by the protocol's fold. Comments of our middleware carry the tokens of the event that follows.
+1. Bytes become events; each is read by the protocol's accumulator. Comments of our middleware carry the tokens of the event that follows.
 2. Until a choice ends, an event goes out as soon as it came, and only then counts as sent: `sent` is what a client that leaves had got.
 3. From the first end on everything is held, until the shell has made the steps durable: `whole`, then `held`.
 4. An event that can't be read goes out like any other and is kept in `unread`. Behind an event too long to wait for nothing is
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.asgi.sse import ENDS, MAX_EVENT, Splitter, data_of
-from gateway.capture.engine_tokens import Captured
+from gateway.asgi.sse import ENDS, MAX_EVENT, EventSplitter, data_of
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.unread import Unread
 from gateway.errors import GatewayError, UpstreamFailed
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Fold, Part
+from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply, ReplyAccumulator
 from schemas import engine_frames
 
 MAX_STREAM = 256 << 20
@@ -28,10 +28,12 @@ class EventStream:
     capturing: the engine is one whose comments tell tokens; anybody else's are comments.
     """
 
-    def __init__(self, fold: Fold, captured: Captured, capturing: bool = True) -> None:
-        self._fold, self._captured, self._capturing = fold, captured, capturing
+    def __init__(
+        self, accumulator: ReplyAccumulator, captured: CapturedTokens, capturing: bool = True
+    ) -> None:
+        self._accumulator, self._captured, self._capturing = accumulator, captured, capturing
         self._room = MAX_STREAM
-        self._splitter = Splitter()
+        self._splitter = EventSplitter()
         self._frames: list[bytes] = []  # of the event that comes next
         self._held: list[bytes] = []
         self._unsent: list[tuple[list[bytes], Any]] = []
@@ -75,29 +77,29 @@ class EventStream:
         if data is None or self.ended:
             return self._pass(event)
         try:
-            part = self._fold.read(event, data)
+            parsed = self._accumulator.read(event, data)
         except NOT_THE_PROTOCOL as error:
             self.unread.add(event, repr(error))
-            part = Part(None, event)
-        if part.failure is not None:
-            self.failure = part.failure
-        if part.ends or part.last or part.failure is not None:
+            parsed = ParsedEvent(None, event)
+        if parsed.failure is not None:
+            self.failure = parsed.failure
+        if parsed.ends or parsed.last or parsed.failure is not None:
             self._holding = True
-            self.ended = self.ended or part.last
+            self.ended = self.ended or parsed.last
         frames, self._frames = self._frames, []  # a list of its own: what waits keeps it
         if self._holding:
-            self._unsent.append((frames, part.payload))
-            self._held.append(part.shown)
+            self._unsent.append((frames, parsed.update))
+            self._held.append(parsed.client_bytes)
             return b""
-        self._add(frames, part.payload)
-        return part.shown
+        self._add(frames, parsed.update)
+        return parsed.client_bytes
 
-    def _add(self, frames: list[bytes], payload: Any) -> None:
+    def _add(self, frames: list[bytes], update: Any) -> None:
         for frame in frames:
             self._captured.comment(frame)
-        if payload is not None:
+        if update is not None:
             try:
-                self._fold.add(payload)
+                self._accumulator.add(update)
             except NOT_THE_PROTOCOL as error:
                 self.unread.add(b"", repr(error))
 
@@ -112,7 +114,7 @@ class EventStream:
         self._take_unsent()
         if self._splitter.rest:
             self._held.append(self._splitter.rest)
-        unfinished = self._fold.unfinished()
+        unfinished = self._accumulator.unfinished()
         if self.failure is None and not self.ended and unfinished and not self.unread:
             self.fail(
                 UpstreamFailed(
@@ -125,25 +127,25 @@ class EventStream:
         self.failure, self.ended, self._holding = error.message, True, True
         if self._held and not self._held[-1].endswith(ENDS):
             self._held.append(b"\n\n")  # the engine left an event unfinished
-        self._held.append(self._fold.error(error))
+        self._held.append(self._accumulator.error(error))
 
     def error(self, error: GatewayError) -> bytes:
         """The error as the stream's last event, in place of what is held."""
-        return self._fold.error(error)
+        return self._accumulator.error(error)
 
     def held(self) -> bytes:
         """What was held back, in order."""
         return b"".join(self._held)
 
-    def sent(self) -> Answer | None:
+    def sent(self) -> ParsedReply | None:
         """What the client has got so far, nothing held. None: it cannot be put together, and `unread` says why."""
         try:
-            return self._fold.answer()
+            return self._accumulator.reply()
         except NOT_THE_PROTOCOL as error:
             self.unread.add(b"", f"the stream cannot be put together: {error!r}")
             return None
 
-    def whole(self) -> Answer | None:
+    def whole(self) -> ParsedReply | None:
         """All that came, the held part too. None: it cannot be put together, and `unread` says why."""
         self._take_unsent()
         return self.sent()
@@ -153,5 +155,5 @@ class EventStream:
         if self._frames:
             unsent.append((self._frames, None))
             self._frames = []
-        for frames, payload in unsent:
-            self._add(frames, payload)
+        for frames, update in unsent:
+            self._add(frames, update)

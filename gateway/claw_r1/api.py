@@ -20,11 +20,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.api.control import Complete, GiveReward, Recorder, Register, public_url
-from gateway.asgi.client_disconnect import Client, Receive
+from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import Caller
 from gateway.auth.key_limits import Counted
-from gateway.capture.engine_tokens import Captured
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.steps import BROKEN_OFF
 from gateway.claw_r1.reward import ComputeReward, Judge, TextOf
 from gateway.claw_r1.steps import (
@@ -43,7 +43,7 @@ from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, 
 from gateway.protocols.base import Tokens
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import NO_TOKENS, Parts, held_body
+from gateway.proxy.call import NO_TOKENS, Services, held_body
 from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
 from gateway.proxy.forwarding import FORWARDED, returned
 from gateway.proxy.token_limits import refuse_longer
@@ -117,14 +117,14 @@ def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def seed_routes(parts: Parts) -> APIRouter:
+def seed_routes(services: Services) -> APIRouter:
     """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
-    gateway = parts.settings.gateway
+    gateway = services.settings.gateway
     text_of = _text_of(gateway)
     judge, submitter, generator = (
-        Judge(parts.settings, text_of),
-        Submitter(parts, text_of),
-        Generator(parts),
+        Judge(services.settings, text_of),
+        Submitter(services, text_of),
+        Generator(services),
     )
 
     @asynccontextmanager
@@ -138,8 +138,8 @@ def seed_routes(parts: Parts) -> APIRouter:
     @asynccontextmanager
     async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
         """Who asks, and only then its body, which counts as held within the block."""
-        caller = parts.door.authenticate(header_map(request.scope), "agent")
-        async with held_body(request.receive, parts) as body:
+        caller = services.door.authenticate(header_map(request.scope), "agent")
+        async with held_body(request.receive, services) as body:
             yield caller, body
 
     @router.post("/submit_steps", openapi_extra=in_openapi(Submission))
@@ -157,12 +157,13 @@ def seed_routes(parts: Parts) -> APIRouter:
     async def compute_reward(request: Request) -> dict[str, Any]:
         async with opened(request) as (caller, body):
             return await judge.judge(
-                read_as(ComputeReward, body), parts.door.run_of(caller, header_map(request.scope))
+                read_as(ComputeReward, body),
+                services.door.run_of(caller, header_map(request.scope)),
             )
 
     @router.post("/init_trajectory")
     async def init_trajectory(request: Request) -> dict[str, str]:
-        parts.door.authenticate(header_map(request.scope), "agent")
+        services.door.authenticate(header_map(request.scope), "agent")
         uid = uuid.uuid4().hex
         return {"trajectory_uid": uid, "base_url": f"{public_url(gateway, request)}/{uid}/{uid}/v1"}
 
@@ -180,8 +181,8 @@ def _text_of(gateway: GatewaySettings) -> TextOf | None:
 class Submitter:
     """POST /submit_steps: steps, their rewards, their trajectories' openings and ends, durable before the reply."""
 
-    def __init__(self, parts: Parts, text_of: TextOf | None) -> None:
-        self._parts, self._text_of, self._recorder = parts, text_of, Recorder(parts)
+    def __init__(self, services: Services, text_of: TextOf | None) -> None:
+        self._services, self._text_of, self._recorder = services, text_of, Recorder(services)
         self._thread = ThreadPoolExecutor(1, "submit-steps")
 
     async def submit(
@@ -198,7 +199,7 @@ class Submitter:
             )
         if events:
             await self._recorder.record(events)
-        self._parts.metrics.steps_recorded.labels("ok").inc(steps)
+        self._services.metrics.steps_recorded.labels("ok").inc(steps)
         return steps
 
     def close(self) -> None:
@@ -208,9 +209,9 @@ class Submitter:
     def _read(
         self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> tuple[int, list[Event]]:
-        parts = self._parts
+        services = self._services
         request = SubmitRequest(
-            parts.settings.gateway.gateway_id, parts.clock.micros(), headers.get("user-agent")
+            services.settings.gateway.gateway_id, services.clock.micros(), headers.get("user-agent")
         )
         placed = in_order(
             self._place(caller, headers, at, said, channel)
@@ -228,7 +229,7 @@ class Submitter:
         channel: Channel | None,
     ) -> Placed:
         try:
-            found = self._parts.door.origin(
+            found = self._services.door.origin(
                 caller, headers, said.trajectory_uid or None, said.prompt_uid or None
             )
         except GatewayError as error:
@@ -243,7 +244,7 @@ class Submitter:
 
         The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
         """
-        recorder, door = self._recorder, self._parts.door
+        recorder, door = self._recorder, self._services.door
         opened: dict[bytes, Event] = {}
         ended: dict[bytes, Event] = {}
         rewards: list[Event] = []
@@ -273,8 +274,8 @@ class Submitter:
 class Generator:
     """POST /generate: tokens in, tokens out, by one completions call. It records nothing: the agent submits its steps."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def serve(self, headers: Mapping[str, str], receive: Receive) -> Response:
         """The reply, an engine's own error included. A call that fails is told to the log.
@@ -282,55 +283,55 @@ class Generator:
         Raises:
             GatewayError: The gateway refused the call, or the engine gave no usable reply.
         """
-        parts = self._parts
-        attempt = parts.failed.attempt(PROTOCOL, headers, None, None)
+        services = self._services
+        attempt = services.failed.attempt(PROTOCOL, headers, None, None)
         try:
-            attempt.caller = caller = parts.door.authenticate(headers, "agent")
-            with parts.limits.call(caller.key) as counted:
-                async with held_body(receive, parts) as body:
-                    client = Client(receive)
+            attempt.caller = caller = services.door.authenticate(headers, "agent")
+            with services.limits.call(caller.key) as counted:
+                async with held_body(receive, services) as body:
+                    client = DisconnectWatcher(receive)
                     try:
                         async with client:
                             return await self._generate(
                                 caller, attempt, read_as(Generate, body), counted
                             )
                     finally:
-                        client.done()
+                        client.stop()
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
         except GatewayError as error:
-            parts.failed.note(attempt, failure_of(error))
+            services.failed.record(attempt, failure_of(error))
             raise
 
     async def _generate(
         self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted
     ) -> Response:
-        asked, headers = COMPLETIONS.request(self._completion(said)), attempt.headers
+        asked, headers = COMPLETIONS.parse_request(self._completion(said)), attempt.headers
         attempt.model = asked.model
 
         def asking(worker: Worker | None) -> None:
             attempt.engine = worker.name if worker is not None else None
 
-        self._parts.memory.begin()
-        held = self._parts.memory.replies.hold()
+        self._services.in_flight.begin()
+        held = self._services.in_flight.replies.reserve()
         try:
-            async with self._parts.upstream.ask(
+            async with self._services.upstream.ask(
                 "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
-                key=_prefix_key(said.prompt_ids), run_id=(run := self._parts.door.run_of(caller, headers)), model=asked.model,
+                key=_prefix_key(said.prompt_ids), run_id=(run := self._services.door.run_of(caller, headers)), model=asked.model,
                 on_asking=asking,
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
                     told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
-                    self._parts.failed.note(attempt, engine_failure(response.status, body))
+                    self._services.failed.record(attempt, engine_failure(response.status, body))
                     return Response(body, response.status, told, response.header("content-type"))
-                captured = Captured(NO_TOKENS[response.worker.kind])
-                body = captured.trail(body, response.header(engine_frames.OWN_BODY))
-                answer = COMPLETIONS.answer(asked, response.worker.kind, body)
+                captured = CapturedTokens(NO_TOKENS[response.worker.kind])
+                body = captured.split_trailer(body, response.header(engine_frames.OWN_BODY))
+                answer = COMPLETIONS.parse_reply(asked, response.worker.kind, body)
         finally:
             held.release()
-            self._parts.memory.end()
+            self._services.in_flight.end()
         if not answer.choices:
             raise UpstreamFailed("the engine's completion has no choice")
         choice = answer.choices[0]
@@ -342,7 +343,7 @@ class Generator:
 
     def _completion(self, said: Generate) -> bytes:
         """The body of the completions call. Raises BadRequest or Unprocessable."""
-        gateway = self._parts.settings.gateway
+        gateway = self._services.settings.gateway
         for name, value in (("image_data", said.image_data), ("video_data", said.video_data)):
             if value:
                 raise Unprocessable(

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import orjson
 
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 
 FAILURES = 3
 MISSED = 3
@@ -108,7 +108,7 @@ def admits(circuit: Circuit, at_s: float, probed: bool) -> bool:
     return not probed and not circuit.trying and at_s >= circuit.open_until_s
 
 
-def kind_of(status: int, told: bool, body: bytes) -> Kind | None:
+def kind_of(status: int, told: bool, body: bytes) -> EngineKind | None:
     """What the answer to `GET /version` says of an engine; None: nothing, it is not up. told: it carries our header."""
     if status >= 500 or status == 429:
         return None

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 
 from gateway.asgi.content_encoding import READABLE, Inflater, TooMuch, unpacked
-from gateway.asgi.in_flight_limits import Held
+from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.capture.stream import MAX_STREAM
 from gateway.clock import Clock
 from gateway.engines.circuit_breaker import By
@@ -66,10 +66,10 @@ class Response:
         value = self._connection.headers.get(name.encode())
         return value.decode("latin-1") if value is not None else None
 
-    async def read(self, held: Held | None = None) -> bytes:
+    async def read(self, held: ReplyReservation | None = None) -> bytes:
         """The whole body. held: what counts it; else it must be small."""
         try:
-            body = await self._connection.read(held.take if held is not None else None)
+            body = await self._connection.read(held.extend if held is not None else None)
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
         return body if self.encoding is None else self._unpacked(body)

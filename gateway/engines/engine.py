@@ -22,7 +22,7 @@ from gateway.engines.circuit_breaker import (
 from gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
 from gateway.engines.registry import Worker
 from gateway.errors import BadRequest, Unreachable
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from runtime.logs import logger
 from schemas import engine_frames
 
@@ -37,7 +37,7 @@ MUTE = 5
 """So many probes without a word of its kind make an engine of the settings a provider."""
 NOT_UP = (502, 503)
 MAX_HEADS = 256
-TOKENLESS: Mapping[Kind, str] = {
+TOKENLESS: Mapping[EngineKind, str] = {
     "text": "its steps have text only and are never trained. To train, name a vLLM that `clawstream rollout` starts, or a vLLM of yours",
     "vllm": "over Responses and Messages its steps are never trained. Use chat or completions, or let `clawstream rollout` start it",
 }
@@ -280,7 +280,7 @@ class Lane:
             return
         self.answered("probe")
 
-    async def _kind(self) -> Kind | None:
+    async def _kind(self) -> EngineKind | None:
         """What it says to be; None: nothing. What answers or hangs MUTE times without a word of it is a provider, until it
         says otherwise. A 502 or 503 is no answer: nothing is up there yet. Raises as `_get` does.
         """
@@ -300,7 +300,7 @@ class Lane:
         )
         return "text" if self._mute >= MUTE and not known else None
 
-    def _found(self, kind: Kind) -> None:
+    def _found(self, kind: EngineKind) -> None:
         if self.kind_known and kind == self.worker.kind:
             return
         logger().info("engine_found", engine=self.name, base_url=self.worker.base_url, kind=kind)

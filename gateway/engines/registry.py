@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gateway.engines.http1 import address_of
 from gateway.errors import UpstreamUnusable
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from schemas.ids import parse_version
 from schemas.records import WorkerState, WorkerStatus
 from schemas.settings import UpstreamSettings
@@ -40,7 +40,7 @@ class Worker:
     worker_id: str | None = None
     models: tuple[str, ...] = ()
     run_id: str | None = None
-    kind: Kind = "text"
+    kind: EngineKind = "text"
     kind_known: bool = False
     api_root: str = "/v1"
     api_key: str | None = field(default=None, repr=False)

@@ -12,9 +12,16 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import Errors, kind_of
+from gateway.asgi.error_replies import ErrorFormat, http_error_of
 from gateway.errors import GatewayError
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
+from gateway.protocols.base import (
+    NOT_THE_PROTOCOL,
+    Choice,
+    EngineKind,
+    ParsedEvent,
+    ParsedReply,
+    Request,
+)
 from gateway.protocols.reply_fields import (
     array,
     dumps,
@@ -74,19 +81,19 @@ class AnthropicErrors:
     """`{"type": "error", "error": {type, message}}`; on a stream as an event `error`."""
 
     def body(self, error: GatewayError) -> bytes:
-        return _error(type_of(kind_of(error).status), error.message)
+        return _error(type_of(http_error_of(error).status), error.message)
 
-    def engine(self, status: int, body: bytes) -> bytes:
+    def engine_error(self, status: int, body: bytes) -> bytes:
         """An engine's error reply as Anthropic writes it; the same bytes when it is so already."""
         try:
-            said = orjson.loads(body)
+            payload = orjson.loads(body)
         except orjson.JSONDecodeError:
             return _error(type_of(status), body.decode(errors="replace")[:_MAX_TEXT])
-        if not isinstance(said, dict):
-            return _error(type_of(status), str(said)[:_MAX_TEXT])
-        error = said.get("error", said.get("detail", said))
+        if not isinstance(payload, dict):
+            return _error(type_of(status), str(payload)[:_MAX_TEXT])
+        error = payload.get("error", payload.get("detail", payload))
         if (
-            said.get("type") == "error"
+            payload.get("type") == "error"
             and isinstance(error, dict)
             and error.get("type") in _ALL_TYPES
         ):
@@ -94,42 +101,45 @@ class AnthropicErrors:
         return _error(type_of(status), error_text(error))
 
 
-ANTHROPIC = AnthropicErrors()
+ANTHROPIC_ERRORS = AnthropicErrors()
 
 
 class AnthropicMessages:
-    """The dialect."""
+    """The adapter."""
 
     name = "anthropic.messages"
     path = "/v1/messages"
-    errors: Errors = ANTHROPIC
+    errors: ErrorFormat = ANTHROPIC_ERRORS
 
-    def request(self, body: bytes) -> Request:
-        said = object_of(body)
-        check_messages(said)
-        return Request(model_of(said), stream_of(said), 1, body, said)
+    def parse_request(self, body: bytes) -> Request:
+        payload = object_of(body)
+        check_messages(payload)
+        return Request(model_of(payload), stream_of(payload), 1, body, payload)
 
-    def engine_body(self, request: Request, kind: Kind) -> bytes:
+    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
         return request.body
 
-    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
         try:
-            said = mapping(loads(body))
-            if "content" not in said and (error := error_of(said)) is not None:
-                return Answer((), None, body, failure=error_text(error))
+            payload = mapping(loads(body))
+            if "content" not in payload and (error := error_of(payload)) is not None:
+                return ParsedReply((), None, body, failure=error_text(error))
             message = {
-                "role": text(said.get("role", "assistant")),
-                "content": array(said["content"]),
+                "role": text(payload.get("role", "assistant")),
+                "content": array(payload["content"]),
             }
-            choice = Choice(0, dumps(message), finish_of(text_or_none(said.get("stop_reason"))))
-            return Answer(
-                (choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage"))
+            choice = Choice(0, dumps(message), finish_of(text_or_none(payload.get("stop_reason"))))
+            return ParsedReply(
+                (choice,),
+                text_or_none(payload.get("model")),
+                body,
+                usage=usage_of(payload.get("usage")),
             )
         except NOT_THE_PROTOCOL as error:
-            return Answer((), None, body, unread=f"the reply is no message: {error!r}")
+            return ParsedReply((), None, body, unread=f"the reply is no message: {error!r}")
 
-    def fold(self, request: Request, kind: Kind) -> AnthropicMessagesFold:
-        return AnthropicMessagesFold()
+    def accumulator(self, request: Request, kind: EngineKind) -> AnthropicMessagesAccumulator:
+        return AnthropicMessagesAccumulator()
 
 
 def finish_of(stop_reason: str | None) -> str:
@@ -173,8 +183,8 @@ _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta
 """Deltas of text, and the field of the delta and of the block that has it."""
 
 
-class AnthropicMessagesFold:
-    """A streamed reply: see `protocol.Fold`."""
+class AnthropicMessagesAccumulator:
+    """A streamed reply: see `base.ReplyAccumulator`."""
 
     def __init__(self) -> None:
         self._model: str | None = None
@@ -183,32 +193,36 @@ class AnthropicMessagesFold:
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
 
-    def read(self, event: bytes, data: bytes) -> Part:
-        said = mapping(loads(data))
-        match text(said["type"]):
+    def read(self, event: bytes, data: bytes) -> ParsedEvent:
+        payload = mapping(loads(data))
+        match text(payload["type"]):
             case "content_block_delta":
-                return Part(_delta(number(said["index"]), mapping(said["delta"])), event)
+                return ParsedEvent(
+                    _delta(number(payload["index"]), mapping(payload["delta"])), event
+                )
             case "content_block_start":
-                return Part(("block", number(said["index"]), mapping(said["content_block"])), event)
+                return ParsedEvent(
+                    ("block", number(payload["index"]), mapping(payload["content_block"])), event
+                )
             case "message_start":
-                message = mapping(said["message"])
+                message = mapping(payload["message"])
                 model, role = (
                     text_or_none(message.get("model")),
                     text(message.get("role", "assistant")),
                 )
                 blocks = [mapping(b) for b in array(message.get("content"))]
-                return Part(("message", model, role, blocks, message.get("usage")), event)
+                return ParsedEvent(("message", model, role, blocks, message.get("usage")), event)
             case "message_delta":
-                reason = text_or_none(mapping(said["delta"]).get("stop_reason"))
-                return Part(("delta", reason, said.get("usage")), event, ends=True)
+                reason = text_or_none(mapping(payload["delta"]).get("stop_reason"))
+                return ParsedEvent(("delta", reason, payload.get("usage")), event, ends=True)
             case "message_stop":
-                return Part(("stop",), event, ends=True, last=True)
+                return ParsedEvent(("stop",), event, ends=True, last=True)
             case "error":
-                return Part(None, event, failure=error_text(said.get("error")))
-        return Part(None, event)  # ping, and whatever Anthropic adds
+                return ParsedEvent(None, event, failure=error_text(payload.get("error")))
+        return ParsedEvent(None, event)  # ping, and whatever Anthropic adds
 
-    def add(self, payload: Any) -> None:
-        match payload:
+    def add(self, update: Any) -> None:
+        match update:
             case ("piece", index, name, piece):
                 self._block(index).pieces.setdefault(name, []).append(piece)
             case ("signature", index, signature):
@@ -235,21 +249,21 @@ class AnthropicMessagesFold:
     def _block(self, index: int) -> _Block:
         return self._blocks.setdefault(index, _Block({}))
 
-    def answer(self) -> Answer:
+    def reply(self) -> ParsedReply:
         if not self._blocks and self._finish is None:
-            return Answer((), self._model, b"")
+            return ParsedReply((), self._model, b"")
         message = {
             "role": self._role,
             "content": [block.whole() for _, block in sorted(self._blocks.items())],
         }
         choice = Choice(0, dumps(message), self._finish)
-        return Answer((choice,), self._model, b"", usage=usage_of(self._usage))
+        return ParsedReply((choice,), self._model, b"", usage=usage_of(self._usage))
 
     def unfinished(self) -> int:
         return int(self._finish is None)
 
     def error(self, error: GatewayError) -> bytes:
-        return b"event: error\ndata: " + ANTHROPIC.body(error) + b"\n\n"
+        return b"event: error\ndata: " + ANTHROPIC_ERRORS.body(error) + b"\n\n"
 
 
 def _delta(index: int, delta: Mapping[str, Any]) -> tuple[Any, ...] | None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from gateway.asgi.error_replies import Errors
+from gateway.asgi.error_replies import ErrorFormat
 from gateway.errors import GatewayError
 from schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 """What reading a reply raises that is not what its protocol says."""
 
-Kind = Literal["captured", "vllm", "text"]
+EngineKind = Literal["captured", "vllm", "text"]
 """What an engine can tell of its tokens.
 
 captured: it runs our middleware (`schemas.engine_frames`), which tells ids, log-probabilities and version spans beside the reply of any
@@ -35,13 +35,13 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's call. model: None when it named none. n: choices it will get, of all its prompts. body: its own bytes; said: what they say."""
+    """A client's call. model: None when it named none. n: choices it will get, of all its prompts. body: its own bytes; payload: what they say."""
 
     model: str | None
     stream: bool
     n: int
     body: bytes
-    said: Mapping[str, Any]
+    payload: Mapping[str, Any]
     prompts: int = 1
 
 
@@ -60,7 +60,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedReply:
     """A whole reply. body: for the client, without what we added; empty for a stream.
 
     unread: why the reply could not be read; the body is the engine's. failure: the engine's own error, told with a status of 200.
@@ -75,35 +75,35 @@ class Answer:
     usage: Usage | None = None
 
 
-class Part(NamedTuple):
+class ParsedEvent(NamedTuple):
     """One event of a stream, read.
 
-    payload: for `Fold.add`; None: nothing to add. shown: what the client gets of it. ends: a choice has ended, this event and all
+    update: for `ReplyAccumulator.add`; None: nothing to add. shown: what the client gets of it. ends: a choice has ended, this event and all
     behind it wait for the steps to be durable. last: nothing follows. failure: the engine's own error.
     """
 
-    payload: Any
-    shown: bytes
+    update: Any
+    client_bytes: bytes
     ends: bool = False
     last: bool = False
     failure: str | None = None
 
 
-class Fold(Protocol):
+class ReplyAccumulator(Protocol):
     """A streamed reply, growing. What was read is added when it is sent."""
 
-    def read(self, event: bytes, data: bytes) -> Part:
+    def read(self, event: bytes, data: bytes) -> ParsedEvent:
         """Parse an event. event: its bytes with the blank line; data: its data. Pure.
 
         Raises one of NOT_THE_PROTOCOL when it is not what the protocol says.
         """
         ...
 
-    def add(self, payload: Any) -> None:
-        """Take a payload into the reply."""
+    def add(self, update: Any) -> None:
+        """Add an update into the reply."""
         ...
 
-    def answer(self) -> Answer:
+    def reply(self) -> ParsedReply:
         """What was added so far."""
         ...
 
@@ -116,27 +116,27 @@ class Fold(Protocol):
         ...
 
 
-class Dialect(Protocol):
+class ProtocolAdapter(Protocol):
     """A wire protocol."""
 
     name: str
     """As it stands in `Step.protocol`."""
     path: str
     """Where the engine serves it."""
-    errors: Errors
+    errors: ErrorFormat
 
-    def request(self, body: bytes) -> Request:
+    def parse_request(self, body: bytes) -> Request:
         """Check what the gateway relies on. Raises BadRequest that names the field."""
         ...
 
-    def engine_body(self, request: Request, kind: Kind) -> bytes:
+    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
         """What an engine of this kind is sent. The client's own bytes unless it must be asked for tokens."""
         ...
 
-    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
         """Read a whole reply. One that can't be read passes on as it is, and says so."""
         ...
 
-    def fold(self, request: Request, kind: Kind) -> Fold:
+    def accumulator(self, request: Request, kind: EngineKind) -> ReplyAccumulator:
         """Begin to read a streamed reply."""
         ...

@@ -19,20 +19,20 @@ REPLY_FIELDS: Mapping[str, tuple[str, ...]] = {
     "openai.completions": ("max_tokens",),
     "openai.responses": ("max_output_tokens",),
 }
-"""By dialect: the field for the bound of a reply, then its other names. Messages always name one."""
+"""By protocol: the field for the bound of a reply, then its other names. Messages always name one."""
 
 
-def with_defaults(request: Request, dialect: str, default_max_tokens: int | None) -> Request:
-    """The call as it is meant. dialect: name. Where it leaves nothing open its own bytes stay as they are. Raises BadRequest."""
-    if request.model == OWN_MODEL and dialect in MODEL_OPTIONAL:
-        said = {name: value for name, value in request.said.items() if name != "model"}
-        request = replace(request, model=None, said=said, body=dumps(said))
-    names = REPLY_FIELDS.get(dialect)
+def with_defaults(request: Request, protocol: str, default_max_tokens: int | None) -> Request:
+    """The call as it is meant. protocol: name. Where it leaves nothing open its own bytes stay as they are. Raises BadRequest."""
+    if request.model == OWN_MODEL and protocol in MODEL_OPTIONAL:
+        payload = {name: value for name, value in request.payload.items() if name != "model"}
+        request = replace(request, model=None, payload=payload, body=dumps(payload))
+    names = REPLY_FIELDS.get(protocol)
     if (
         default_max_tokens is None
         or names is None
-        or any(request.said.get(name) is not None for name in names)
+        or any(request.payload.get(name) is not None for name in names)
     ):
         return request
     added = {names[0]: default_max_tokens}
-    return replace(request, body=with_fields(request, added), said={**request.said, **added})
+    return replace(request, body=with_fields(request, added), payload={**request.payload, **added})

@@ -12,19 +12,26 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI, Errors
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
+from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat
+from gateway.protocols.base import (
+    NOT_THE_PROTOCOL,
+    Choice,
+    EngineKind,
+    ParsedEvent,
+    ParsedReply,
+    Request,
+)
 from gateway.protocols.message_deltas import begun, grow, grown
-from gateway.protocols.openai_stream import ChoicesFold
+from gateway.protocols.openai_stream import ChoicesAccumulator
 from gateway.protocols.reply_fields import (
     array,
     array_or_none,
+    choice_index,
     dumps,
     error_of,
     loads,
     mapping,
     number,
-    place_of,
     text_or_none,
 )
 from gateway.protocols.request_fields import (
@@ -41,30 +48,30 @@ from gateway.protocols.usage import usage_of
 
 
 class OpenAIChat:
-    """The dialect."""
+    """The adapter."""
 
     name = "openai.chat"
     path = "/v1/chat/completions"
-    errors: Errors = OPENAI
+    errors: ErrorFormat = OPENAI_ERRORS
 
-    def request(self, body: bytes) -> Request:
-        said = object_of(body)
-        check_messages(said)
-        return Request(model_of(said), stream_of(said), n_of(said), body, said)
+    def parse_request(self, body: bytes) -> Request:
+        payload = object_of(body)
+        check_messages(payload)
+        return Request(model_of(payload), stream_of(payload), n_of(payload), body, payload)
 
-    def engine_body(self, request: Request, kind: Kind) -> bytes:
-        return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
+    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
+        return with_fields(request, _added(request.payload)) if kind == "vllm" else request.body
 
-    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
         try:
-            said = mapping(loads(body))
-            if (error := error_of(said)) is not None:
-                return Answer((), None, body, failure=error_text(error))
-            model = text_or_none(said.get("model"))
-            prompt_ids = said.get("prompt_token_ids")
+            payload = mapping(loads(body))
+            if (error := error_of(payload)) is not None:
+                return ParsedReply((), None, body, failure=error_text(error))
+            model = text_or_none(payload.get("model"))
+            prompt_ids = payload.get("prompt_token_ids")
             choices = tuple(
                 Choice(
-                    index=place_of(c, said["choices"]),
+                    index=choice_index(c, payload["choices"]),
                     message_json=dumps(mapping(c["message"])),
                     finish_reason=text_or_none(c.get("finish_reason")),
                     tokens=packed_tokens(
@@ -73,28 +80,28 @@ class OpenAIChat:
                     if kind == "vllm"
                     else None,
                 )
-                for c in said["choices"]
+                for c in payload["choices"]
             )
-            if kind == "vllm" and _strip(said, request.said):
-                body = orjson.dumps(said)
+            if kind == "vllm" and _strip(payload, request.payload):
+                body = orjson.dumps(payload)
         except NOT_THE_PROTOCOL as error:
-            return Answer((), None, body, unread=f"the reply is no chat completion: {error!r}")
-        return Answer(choices, model, body, usage=usage_of(said.get("usage")))
+            return ParsedReply((), None, body, unread=f"the reply is no chat completion: {error!r}")
+        return ParsedReply(choices, model, body, usage=usage_of(payload.get("usage")))
 
-    def fold(self, request: Request, kind: Kind) -> OpenAIChatFold:
-        return OpenAIChatFold(request, kind)
+    def accumulator(self, request: Request, kind: EngineKind) -> OpenAIChatAccumulator:
+        return OpenAIChatAccumulator(request, kind)
 
 
-def _added(said: Any) -> dict[str, Any]:
+def _added(payload: Any) -> dict[str, Any]:
     """The fields that make a vLLM tell tokens and log-probabilities."""
     added: dict[str, Any] = {}
-    if not said.get("return_token_ids"):
+    if not payload.get("return_token_ids"):
         added["return_token_ids"] = True
     # Without logprobs these two are errors, and the client must see the engine's error, not be saved from it.
     if (
-        not said.get("logprobs")
-        and not said.get("top_logprobs")
-        and not said.get("logprob_token_ids")
+        not payload.get("logprobs")
+        and not payload.get("top_logprobs")
+        and not payload.get("logprob_token_ids")
     ):
         added |= {"logprobs": True, "top_logprobs": 0}
     return added
@@ -115,9 +122,9 @@ def _strip(reply: dict[str, Any], asked: Any) -> bool:
     return True
 
 
-def logprobs_of(said: object) -> list[Any] | None:
+def logprobs_of(payload: object) -> list[Any] | None:
     """The sampled tokens' log-probabilities."""
-    content = array_or_none(mapping(said).get("content")) if said is not None else None
+    content = array_or_none(mapping(payload).get("content")) if payload is not None else None
     return None if content is None else [entry["logprob"] for entry in content]
 
 
@@ -136,9 +143,9 @@ class _Piece(NamedTuple):
     logprobs: list[Any] | None
 
 
-def _piece(choice: Any, choices: list[Any], kind: Kind) -> _Piece:
+def _piece(choice: Any, choices: list[Any], kind: EngineKind) -> _Piece:
     texts, fields, calls = [], [], []
-    index, delta = place_of(choice, choices), choice.get("delta")
+    index, delta = choice_index(choice, choices), choice.get("delta")
     if delta is None:  # Azure's filters and some last chunks have none
         delta = {}
     for name, value in mapping(delta).items():
@@ -205,7 +212,7 @@ def _name(call: dict[str, Any]) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
-class _Building:
+class _ChoiceBuffer:
     """One choice of a stream, growing by the rules of `deltas`. A field of strings alone is kept as its pieces."""
 
     __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
@@ -251,7 +258,7 @@ class _Building:
             before = self.fields.get(name)
             self.fields[name] = begun(value) if before is None else grown(before, value)
 
-    def choice(self, index: int, kind: Kind, prompt_ids: list[Any] | None) -> Choice:
+    def choice(self, index: int, kind: EngineKind, prompt_ids: list[Any] | None) -> Choice:
         message = {"role": "assistant", "content": None} | self.fields
         message |= {name: "".join(parts) for name, parts in self.texts.items()}
         if self.calls is not None:
@@ -260,17 +267,17 @@ class _Building:
         return Choice(index, dumps(message), self.finish_reason, tokens)
 
 
-class OpenAIChatFold(ChoicesFold[_Building]):
-    """A streamed reply: see `protocol.Fold`."""
+class OpenAIChatAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
+    """A streamed reply: see `base.ReplyAccumulator`."""
 
-    def __init__(self, request: Request, kind: Kind) -> None:
-        super().__init__(request, kind, _Building)
+    def __init__(self, request: Request, kind: EngineKind) -> None:
+        super().__init__(request, kind, _ChoiceBuffer)
         self._prompt_ids: list[Any] | None = None
 
-    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> ParsedEvent:
         choices = array(chunk.get("choices"))
         pieces = [_piece(choice, choices, self._kind) for choice in choices]
-        payload = (
+        update = (
             text_or_none(chunk.get("model")),
             array_or_none(chunk.get("prompt_token_ids")),
             pieces,
@@ -278,7 +285,7 @@ class OpenAIChatFold(ChoicesFold[_Building]):
         )
         if self._kind == "vllm":  # the pieces have what is taken out
             event = self._shown(chunk, event)
-        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
+        return ParsedEvent(update, event, ends=any(p.finish_reason for p in pieces))
 
     def _shown(self, chunk: dict[str, Any], event: bytes) -> bytes:
         choices = chunk.get("choices") or []
@@ -291,16 +298,16 @@ class OpenAIChatFold(ChoicesFold[_Building]):
                 return b""  # the engine sends such a chunk only because it was asked for tokens
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
 
-    def add(self, payload: Any) -> None:
-        model, prompt_ids, pieces, usage = payload
+    def add(self, update: Any) -> None:
+        model, prompt_ids, pieces, usage = update
         self._model, self._usage = model or self._model, usage or self._usage
         if prompt_ids is not None:
             self._prompt_ids = prompt_ids
         for piece in pieces:
-            self._building(piece.which).add(piece)
+            self._buffer(piece.which).add(piece)
 
-    def answer(self) -> Answer:
+    def reply(self) -> ParsedReply:
         choices = tuple(
             b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items())
         )
-        return Answer(choices, self._model, b"", usage=usage_of(self._usage))
+        return ParsedReply(choices, self._model, b"", usage=usage_of(self._usage))

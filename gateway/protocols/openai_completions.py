@@ -12,18 +12,26 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI, Errors
+from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat
 from gateway.errors import BadRequest
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request, Tokens
-from gateway.protocols.openai_stream import ChoicesFold
+from gateway.protocols.base import (
+    NOT_THE_PROTOCOL,
+    Choice,
+    EngineKind,
+    ParsedEvent,
+    ParsedReply,
+    Request,
+    Tokens,
+)
+from gateway.protocols.openai_stream import ChoicesAccumulator
 from gateway.protocols.reply_fields import (
     array,
     array_or_none,
+    choice_index,
     dumps,
     error_of,
     loads,
     mapping,
-    place_of,
     text_or_none,
 )
 from gateway.protocols.request_fields import (
@@ -46,53 +54,55 @@ MAX_CHOICES = 1024
 
 
 class OpenAICompletions:
-    """The dialect."""
+    """The adapter."""
 
     name = "openai.completions"
     path = "/v1/completions"
-    errors: Errors = OPENAI
+    errors: ErrorFormat = OPENAI_ERRORS
 
-    def request(self, body: bytes) -> Request:
-        said = object_of(body)
-        prompts, each = prompt_count(said), n_of(said)
+    def parse_request(self, body: bytes) -> Request:
+        payload = object_of(body)
+        prompts, each = prompt_count(payload), n_of(payload)
         if prompts * each > MAX_CHOICES:
             raise BadRequest(
                 f"prompt: {prompts} prompts with n={each} are more than {MAX_CHOICES} choices",
                 "prompt",
             )
-        return Request(model_of(said), stream_of(said), prompts * each, body, said, prompts)
+        return Request(
+            model_of(payload), stream_of(payload), prompts * each, body, payload, prompts
+        )
 
-    def engine_body(self, request: Request, kind: Kind) -> bytes:
-        return with_fields(request, _added(request.said)) if kind == "vllm" else request.body
+    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
+        return with_fields(request, _added(request.payload)) if kind == "vllm" else request.body
 
-    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
         try:
-            said = mapping(loads(body))
-            if (error := error_of(said)) is not None:
-                return Answer((), None, body, failure=error_text(error))
+            payload = mapping(loads(body))
+            if (error := error_of(payload)) is not None:
+                return ParsedReply((), None, body, failure=error_text(error))
             choices = []
-            for choice in array(said["choices"]):
-                building = _Building()
-                piece = _piece(choice, said["choices"], request.said, kind)
-                building.add(piece)
-                choices.append(building.choice(piece.which, request.said, kind))
-            model = text_or_none(said.get("model"))
-            if kind == "vllm" and _strip(said["choices"], request.said):
-                body = orjson.dumps(said)
+            for choice in array(payload["choices"]):
+                buffer = _ChoiceBuffer()
+                piece = _piece(choice, payload["choices"], request.payload, kind)
+                buffer.add(piece)
+                choices.append(buffer.choice(piece.which, request.payload, kind))
+            model = text_or_none(payload.get("model"))
+            if kind == "vllm" and _strip(payload["choices"], request.payload):
+                body = orjson.dumps(payload)
         except NOT_THE_PROTOCOL as error:
-            return Answer((), None, body, unread=f"the reply is no completion: {error!r}")
-        return Answer(tuple(choices), model, body, usage=usage_of(said.get("usage")))
+            return ParsedReply((), None, body, unread=f"the reply is no completion: {error!r}")
+        return ParsedReply(tuple(choices), model, body, usage=usage_of(payload.get("usage")))
 
-    def fold(self, request: Request, kind: Kind) -> OpenAICompletionsFold:
-        return OpenAICompletionsFold(request, kind)
+    def accumulator(self, request: Request, kind: EngineKind) -> OpenAICompletionsAccumulator:
+        return OpenAICompletionsAccumulator(request, kind)
 
 
-def prompt_count(said: Mapping[str, Any]) -> int:
+def prompt_count(payload: Mapping[str, Any]) -> int:
     """How many prompts a request has: a text, a list of texts, token ids, or lists of them. Raises BadRequest.
 
     Only the first entry of a list is looked at: a prompt may be 100,000 ids, and an engine refuses a mixed list.
     """
-    prompt, embeddings = said.get("prompt"), said.get("prompt_embeds")
+    prompt, embeddings = payload.get("prompt"), payload.get("prompt_embeds")
     if isinstance(prompt, list):
         first = prompt[0] if prompt else None
         if prompt and not isinstance(first, str | list | int):
@@ -112,15 +122,15 @@ def prompt_count(said: Mapping[str, Any]) -> int:
     )
 
 
-def _added(said: Mapping[str, Any]) -> dict[str, Any]:
+def _added(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that make a vLLM tell tokens and log-probabilities."""
-    if said.get("echo"):
+    if payload.get("echo"):
         return {}
     added: dict[str, Any] = {}
-    if not said.get("return_token_ids"):
+    if not payload.get("return_token_ids"):
         added["return_token_ids"] = True
     # Without logprobs these are an error, and the client must see the engine's error, not be saved from it.
-    if said.get("logprobs") is None and not said.get("logprob_token_ids"):
+    if payload.get("logprobs") is None and not payload.get("logprob_token_ids"):
         added["logprobs"] = 0  # the sampled token alone
     return added
 
@@ -155,22 +165,24 @@ class _Piece(NamedTuple):
     logprobs: list[Any] | None = None
 
 
-def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: Kind) -> _Piece:
+def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: EngineKind) -> _Piece:
     # Some last chunks have no text.
-    index, said = place_of(choice, choices), text_or_none(choice.get("text")) or ""
+    index, payload = choice_index(choice, choices), text_or_none(choice.get("text")) or ""
     finish = text_or_none(choice.get("finish_reason"))
     if kind != "vllm":
-        return _Piece(index, said, finish)
+        return _Piece(index, payload, finish)
     ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
     logprobs = array_or_none(mapping(told).get("token_logprobs")) if told is not None else None
     if logprobs is not None and ids is not None and asked.get("echo"):
         logprobs = logprobs[
             max(0, len(logprobs) - len(ids)) :
         ]  # the prompt's come before those of what was sampled
-    return _Piece(index, said, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs)
+    return _Piece(
+        index, payload, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs
+    )
 
 
-class _Building:
+class _ChoiceBuffer:
     """One choice, growing."""
 
     __slots__ = ("finish_reason", "ids", "logprobs", "prompt_ids", "texts")
@@ -194,7 +206,7 @@ class _Building:
             self.logprobs = self.logprobs or []
             self.logprobs += piece.logprobs
 
-    def choice(self, index: int, asked: Mapping[str, Any], kind: Kind) -> Choice:
+    def choice(self, index: int, asked: Mapping[str, Any], kind: EngineKind) -> Choice:
         message = dumps({"text": "".join(self.texts)})
         if _samples_nothing(asked):
             return Choice(index, message, self.finish_reason, Tokens(absent=NOTHING_SAMPLED))
@@ -208,30 +220,30 @@ class _Building:
         return packed_tokens(self.prompt_ids, self.ids, self.logprobs)
 
 
-class OpenAICompletionsFold(ChoicesFold[_Building]):
-    """A streamed reply: see `protocol.Fold`."""
+class OpenAICompletionsAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
+    """A streamed reply: see `base.ReplyAccumulator`."""
 
-    def __init__(self, request: Request, kind: Kind) -> None:
-        super().__init__(request, kind, _Building)
+    def __init__(self, request: Request, kind: EngineKind) -> None:
+        super().__init__(request, kind, _ChoiceBuffer)
 
-    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> Part:
+    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> ParsedEvent:
         choices = array(chunk.get("choices"))
         pieces = [_piece(choice, choices, self._asked, self._kind) for choice in choices]
-        payload = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
+        update = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
         if self._kind == "vllm" and _strip(
             choices, self._asked
         ):  # the pieces have what is taken out
             event = b"data: " + orjson.dumps(chunk) + b"\n\n"
-        return Part(payload, event, ends=any(p.finish_reason for p in pieces))
+        return ParsedEvent(update, event, ends=any(p.finish_reason for p in pieces))
 
-    def add(self, payload: Any) -> None:
-        model, pieces, usage = payload
+    def add(self, update: Any) -> None:
+        model, pieces, usage = update
         self._model, self._usage = model or self._model, usage or self._usage
         for piece in pieces:
-            self._building(piece.which).add(piece)
+            self._buffer(piece.which).add(piece)
 
-    def answer(self) -> Answer:
+    def reply(self) -> ParsedReply:
         choices = (
             b.choice(index, self._asked, self._kind) for index, b in sorted(self._choices.items())
         )
-        return Answer(tuple(choices), self._model, b"", usage=usage_of(self._usage))
+        return ParsedReply(tuple(choices), self._model, b"", usage=usage_of(self._usage))

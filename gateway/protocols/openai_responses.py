@@ -13,9 +13,16 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI, Errors, kind_of
+from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of
 from gateway.errors import BadRequest, GatewayError
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Choice, Kind, Part, Request
+from gateway.protocols.base import (
+    NOT_THE_PROTOCOL,
+    Choice,
+    EngineKind,
+    ParsedEvent,
+    ParsedReply,
+    Request,
+)
 from gateway.protocols.reply_fields import (
     array,
     dumps,
@@ -59,45 +66,48 @@ _PARTS = {
 
 
 class OpenAIResponses:
-    """The dialect."""
+    """The adapter."""
 
     name = "openai.responses"
     path = "/v1/responses"
-    errors: Errors = OPENAI
+    errors: ErrorFormat = OPENAI_ERRORS
 
-    def request(self, body: bytes) -> Request:
-        said = object_of(body)
-        given = said.get("input")
+    def parse_request(self, body: bytes) -> Request:
+        payload = object_of(body)
+        given = payload.get("input")
         # None: a provider's stored prompt or conversation may stand for it.
         if not (given is None or isinstance(given, str)) and not (
             isinstance(given, list) and all(isinstance(item, dict) for item in given)
         ):
             raise BadRequest("input: must be a string or a list of items", "input")
-        if said.get("background"):
+        if payload.get("background"):
             raise BadRequest(
                 "background: a reply nobody waits for cannot be recorded; leave it out",
                 "background",
             )
-        return Request(model_of(said), stream_of(said), 1, body, said)
+        return Request(model_of(payload), stream_of(payload), 1, body, payload)
 
-    def engine_body(self, request: Request, kind: Kind) -> bytes:
+    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
         return request.body
 
-    def answer(self, request: Request, kind: Kind, body: bytes) -> Answer:
+    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
         try:
-            said = mapping(loads(body))
-            if "output" not in said and (error := error_of(said)) is not None:
-                return Answer((), None, body, failure=error_text(error))
-            output = [mapping(item) for item in said["output"]]
-            choice = Choice(0, dumps({"output": output}), finish_of(said, output))
-            return Answer(
-                (choice,), text_or_none(said.get("model")), body, usage=usage_of(said.get("usage"))
+            payload = mapping(loads(body))
+            if "output" not in payload and (error := error_of(payload)) is not None:
+                return ParsedReply((), None, body, failure=error_text(error))
+            output = [mapping(item) for item in payload["output"]]
+            choice = Choice(0, dumps({"output": output}), finish_of(payload, output))
+            return ParsedReply(
+                (choice,),
+                text_or_none(payload.get("model")),
+                body,
+                usage=usage_of(payload.get("usage")),
             )
         except NOT_THE_PROTOCOL as error:
-            return Answer((), None, body, unread=f"the reply is no response: {error!r}")
+            return ParsedReply((), None, body, unread=f"the reply is no response: {error!r}")
 
-    def fold(self, request: Request, kind: Kind) -> OpenAIResponsesFold:
-        return OpenAIResponsesFold()
+    def accumulator(self, request: Request, kind: EngineKind) -> OpenAIResponsesAccumulator:
+        return OpenAIResponsesAccumulator()
 
 
 def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) -> str | None:
@@ -148,8 +158,8 @@ class _Item:
         return item
 
 
-class OpenAIResponsesFold:
-    """A streamed reply: see `protocol.Fold`."""
+class OpenAIResponsesAccumulator:
+    """A streamed reply: see `base.ReplyAccumulator`."""
 
     def __init__(self) -> None:
         self._model: str | None = None
@@ -158,32 +168,32 @@ class OpenAIResponsesFold:
         self._output: list[dict[str, Any]] = []
         self._next = 0  # sequence number of the event behind the last one read
 
-    def read(self, event: bytes, data: bytes) -> Part:
+    def read(self, event: bytes, data: bytes) -> ParsedEvent:
         if data == DONE:
-            return Part(None, event, last=True)
-        said = mapping(loads(data))
-        if isinstance(said.get("sequence_number"), int):
-            self._next = said["sequence_number"] + 1
-        kind = said.get("type")
-        if kind == "error" or (kind is None and "error" in said):
-            return Part(None, event, failure=error_text(said.get("error") or said))
+            return ParsedEvent(None, event, last=True)
+        payload = mapping(loads(data))
+        if isinstance(payload.get("sequence_number"), int):
+            self._next = payload["sequence_number"] + 1
+        kind = payload.get("type")
+        if kind == "error" or (kind is None and "error" in payload):
+            return ParsedEvent(None, event, failure=error_text(payload.get("error") or payload))
         kind = text(kind)
         if kind in _LAST:
             response = {"status": kind.removeprefix("response."), "output": []} | mapping(
-                said["response"]
+                payload["response"]
             )
             output, model = (
                 [mapping(i) for i in array(response["output"])],
                 text_or_none(response.get("model")),
             )
             failure = error_text(response.get("error")) if kind == "response.failed" else None
-            return Part(
+            return ParsedEvent(
                 ("response", model, response, output), event, ends=True, last=True, failure=failure
             )
-        return Part(_payload(kind, said), event)
+        return ParsedEvent(_update(kind, payload), event)
 
-    def add(self, payload: Any) -> None:
-        match payload:
+    def add(self, update: Any) -> None:
+        match update:
             case ("piece", index, place, piece):
                 self._item(index).pieces.setdefault(place, []).append(piece)
             case ("part piece", index, where, at, part, field, piece):
@@ -205,37 +215,37 @@ class OpenAIResponsesFold:
     def _item(self, index: int) -> _Item:
         return self._items.setdefault(index, _Item({}))
 
-    def answer(self) -> Answer:
+    def reply(self) -> ParsedReply:
         output = [item.whole() for _, item in sorted(self._items.items())]
         if self._response is None:
             choices = (Choice(0, dumps({"output": output}), None),) if output else ()
-            return Answer(choices, self._model, b"")
+            return ParsedReply(choices, self._model, b"")
         output = self._output or output  # some providers leave it empty in the last event
         choice = Choice(0, dumps({"output": output}), finish_of(self._response, output))
-        return Answer((choice,), self._model, b"", usage=usage_of(self._response.get("usage")))
+        return ParsedReply((choice,), self._model, b"", usage=usage_of(self._response.get("usage")))
 
     def unfinished(self) -> int:
         return int(self._response is None)
 
     def error(self, error: GatewayError) -> bytes:
-        said = {
+        payload = {
             "type": "error",
-            "code": kind_of(error).code,
+            "code": http_error_of(error).code,
             "message": error.message,
             "param": error.param,
             "sequence_number": self._next,
         }
-        return b"event: error\ndata: " + orjson.dumps(said) + b"\n\n"
+        return b"event: error\ndata: " + orjson.dumps(payload) + b"\n\n"
 
 
-def _payload(kind: str, said: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _update(kind: str, payload: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """What an event adds to the output; None: nothing. Some providers leave out an index that is 0."""
-    index = number(said.get("output_index", 0))
+    index = number(payload.get("output_index", 0))
     if (field := _ITEM_DELTAS.get(kind)) is not None:
-        return "piece", index, ("", 0, field), text(said["delta"])
+        return "piece", index, ("", 0, field), text(payload["delta"])
     if (delta := _PART_DELTAS.get(kind)) is not None:
         where, part_type, field = delta
-        at = number(said.get(f"{where}_index", 0))
+        at = number(payload.get(f"{where}_index", 0))
         return (
             "part piece",
             index,
@@ -243,15 +253,21 @@ def _payload(kind: str, said: Mapping[str, Any]) -> tuple[Any, ...] | None:
             at,
             {"type": part_type, field: ""},
             field,
-            text(said["delta"]),
+            text(payload["delta"]),
         )
     if (holder := _PARTS.get(kind)) is not None:
-        return "part", index, holder, number(said.get(f"{holder}_index", 0)), mapping(said["part"])
+        return (
+            "part",
+            index,
+            holder,
+            number(payload.get(f"{holder}_index", 0)),
+            mapping(payload["part"]),
+        )
     match kind:
-        case "response.output_item.added" if said.get("item") is not None:
-            return "item", index, mapping(said["item"])
+        case "response.output_item.added" if payload.get("item") is not None:
+            return "item", index, mapping(payload["item"])
         case "response.output_item.done":
-            return "done", index, mapping(said["item"])
+            return "done", index, mapping(payload["item"])
         case "response.created":
-            return "begun", text_or_none(mapping(said["response"]).get("model"))
+            return "begun", text_or_none(mapping(payload["response"]).get("model"))
     return None

@@ -1,6 +1,6 @@
 """Reading values of an engine's reply that must have a type. Pure; all raise TypeError when they have another one.
 
-What a reply says goes into records and sums, so a fold checks it where it is read: what was read can always be added.
+What a reply says goes into records and sums, so an accumulator checks it where it is read: what was read can always be added.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def number(value: object) -> int:
     return value
 
 
-def place_of(choice: dict[str, Any], choices: list[Any]) -> int:
+def choice_index(choice: dict[str, Any], choices: list[Any]) -> int:
     """The index of a choice; without one, its place in the list."""
     index = choice.get("index")
     if index is None:
@@ -95,7 +95,7 @@ def array_or_none(value: object) -> list[Any] | None:
     return None if value is None else array(value)
 
 
-def error_of(said: dict[str, Any]) -> Any:
+def error_of(payload: dict[str, Any]) -> Any:
     """The error that an engine tells with a status of 200, and nothing else of a reply; None when there is none."""
-    error = said.get("error")
-    return None if not error or said.get("choices") or said.get("output") else error
+    error = payload.get("error")
+    return None if not error or payload.get("choices") or payload.get("output") else error

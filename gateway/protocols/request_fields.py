@@ -47,40 +47,40 @@ def with_whole_characters(body: bytes) -> bytes:
 def object_of(body: bytes) -> dict[str, Any]:
     """The request's JSON object. Raises BadRequest."""
     try:
-        said = orjson.loads(body)
+        payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"body: not JSON: {error}", "body") from error
-    if not isinstance(said, dict):
+    if not isinstance(payload, dict):
         raise BadRequest("body: must be a JSON object", "body")
-    return said
+    return payload
 
 
-def model_of(said: dict[str, Any]) -> str | None:
+def model_of(payload: dict[str, Any]) -> str | None:
     """The model that is asked for. Raises BadRequest."""
-    model = said.get("model")
+    model = payload.get("model")
     if not (model is None or isinstance(model, str)):
         raise BadRequest("model: must be a string", "model")
     return model
 
 
-def check_messages(said: dict[str, Any]) -> None:
+def check_messages(payload: dict[str, Any]) -> None:
     """Raises BadRequest unless the request has a list of messages."""
-    messages = said.get("messages")
+    messages = payload.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise BadRequest("messages: must be a list of message objects", "messages")
 
 
-def stream_of(said: dict[str, Any]) -> bool:
+def stream_of(payload: dict[str, Any]) -> bool:
     """Whether the reply is to be streamed. Raises BadRequest."""
-    stream = said.get("stream")
+    stream = payload.get("stream")
     if not (stream is None or isinstance(stream, bool)):
         raise BadRequest("stream: must be true or false", "stream")
     return bool(stream)
 
 
-def n_of(said: dict[str, Any]) -> int:
+def n_of(payload: dict[str, Any]) -> int:
     """How many choices are asked for. Raises BadRequest."""
-    n = said.get("n")
+    n = payload.get("n")
     if n is None:
         return 1
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
@@ -95,19 +95,19 @@ def with_fields(request: Request, added: dict[str, Any]) -> bytes:
     """
     if not added:
         return request.body
-    if added.keys() & request.said.keys() or not request.said:
-        return dumps({**request.said, **added})
+    if added.keys() & request.payload.keys() or not request.payload:
+        return dumps({**request.payload, **added})
     return request.body.rstrip(b" \t\r\n")[:-1] + b"," + orjson.dumps(added)[1:]
 
 
 def renamed(body: bytes, model: str) -> bytes:
     """The body with another model. Not by `dumps`: numbers of any length stay what they are. Raises BadRequest."""
     try:
-        said = json.loads(body)
-        if not isinstance(said, dict):
+        payload = json.loads(body)
+        if not isinstance(payload, dict):
             return body
         return json.dumps(
-            said | {"model": model}, ensure_ascii=False, separators=(",", ":")
+            payload | {"model": model}, ensure_ascii=False, separators=(",", ":")
         ).encode()
     except ValueError:
         return body  # the engine says what is wrong with it

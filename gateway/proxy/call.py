@@ -1,4 +1,4 @@
-"""The hot path: one model call from the client's bytes to its reply, for any dialect.
+"""The hot path: one model call from the client's bytes to its reply, for any protocol.
 
 1. Refuse what can be refused before an engine is asked: bad input, no room.
 2. Ask an engine. A plain reply is read whole; a stream is passed on event by event up to the first finish reason.
@@ -17,21 +17,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.asgi.client_disconnect import Client, Receive
-from gateway.asgi.error_replies import ending_of, reply_of
-from gateway.asgi.in_flight_limits import Held, Memory
+from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from gateway.asgi.error_replies import outcome_of, reply_of
+from gateway.asgi.in_flight_limits import InFlightLimits, ReplyReservation
 from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, send_reply
 from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.tags import tags_of
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
-from gateway.capture.engine_tokens import NOT_TOLD, Captured
+from gateway.capture.engine_tokens import NOT_TOLD, CapturedTokens
 from gateway.capture.steps import (
     Call,
     Engine,
+    aborted_before_output_steps,
     had_text,
     steps_of,
     unreadable_steps,
-    unseen_steps,
     with_unread,
 )
 from gateway.capture.stream import EventStream
@@ -52,7 +52,7 @@ from gateway.errors import (
     UpstreamTimeout,
 )
 from gateway.metrics import Metrics
-from gateway.protocols.base import Answer, Dialect, Kind
+from gateway.protocols.base import EngineKind, ParsedReply, ProtocolAdapter
 from gateway.protocols.defaults import with_defaults
 from gateway.protocols.request_fields import with_whole_characters
 from gateway.proxy.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
@@ -71,7 +71,7 @@ IDEMPOTENCY = (
 )
 MAX_NAMED = 32
 """Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
-NO_TOKENS: Mapping[Kind, str] = {
+NO_TOKENS: Mapping[EngineKind, str] = {
     "captured": NOT_TOLD,
     "vllm": "a vLLM without our middleware tells no tokens over this protocol",
     "text": "the provider tells no tokens",
@@ -81,7 +81,7 @@ ROOM_A_STEP = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Services:
     """What the routes work with."""
 
     settings: Settings
@@ -91,19 +91,19 @@ class Parts:
     upstream: Upstream
     clock: Clock
     metrics: Metrics
-    memory: Memory
+    in_flight: InFlightLimits
     failed: FailedCalls
     limits: KeyLimits
 
 
 @asynccontextmanager
-async def held_body(receive: Receive, parts: Parts) -> AsyncIterator[bytes]:
+async def held_body(receive: Receive, services: Services) -> AsyncIterator[bytes]:
     """The request's body, which counts as held within the block. Raises as `read_body` does."""
-    body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+    body = await read_body(receive, services.settings.gateway.max_body_bytes, services.in_flight)
     try:
         yield body
     finally:
-        parts.memory.give_back(len(body))
+        services.in_flight.release(len(body))
 
 
 def _number(text: str | None) -> int | None:
@@ -130,11 +130,11 @@ def _sent_as(response: Response) -> Headers:
 
 
 class CallEndpoint:
-    """Model calls of a dialect."""
+    """Model calls of one protocol."""
 
-    def __init__(self, parts: Parts, dialect: Dialect) -> None:
-        self._parts, self._dialect = parts, dialect
-        self._prompts = PromptLimit(parts.settings.gateway, parts.upstream)
+    def __init__(self, services: Services, adapter: ProtocolAdapter) -> None:
+        self._services, self._adapter = services, adapter
+        self._prompts = PromptLimit(services.settings.gateway, services.upstream)
 
     async def serve(
         self,
@@ -145,69 +145,81 @@ class CallEndpoint:
         prompt: str | None = None,
     ) -> None:
         """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
-        memory = self._parts.memory
+        in_flight = self._services.in_flight
         try:
-            memory.begin()
+            in_flight.begin()
         except Overloaded as error:
-            self._parts.metrics.ended["refused"].inc()
-            await send_reply(send, reply_of(error, self._dialect.errors))
+            self._services.metrics.ended["refused"].inc()
+            await send_reply(send, reply_of(error, self._adapter.errors))
             return
         try:
             await self._serve(scope, receive, send, trajectory, prompt)
         finally:
-            memory.end()
+            in_flight.end()
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
     ) -> None:
-        parts, held = self._parts, 0
+        services, held = self._services, 0
         headers = header_map(scope)
-        attempt = parts.failed.attempt(self._dialect.name, headers, trajectory, prompt)
-        reply = parts.memory.replies.hold()
+        attempt = services.failed.attempt(self._adapter.name, headers, trajectory, prompt)
+        reply = services.in_flight.replies.reserve()
         try:
-            caller = parts.door.authenticate(
+            caller = services.door.authenticate(
                 headers, "agent"
             )  # before the body: a stranger's is not read
             attempt.caller = caller
-            with parts.limits.call(caller.key) as counted:
-                body = await read_body(receive, parts.settings.gateway.max_body_bytes, parts.memory)
+            with services.limits.call(caller.key) as counted:
+                body = await read_body(
+                    receive, services.settings.gateway.max_body_bytes, services.in_flight
+                )
                 held = len(body)
                 attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
                 if call.request.n > 1:  # every choice's step has the body
                     held += self._hold_copies(call)
-                client, query = Client(receive), scope["query_string"]
+                client, query = DisconnectWatcher(receive), scope["query_string"]
                 try:
                     async with client:
                         await self._prompts.check(
                             call.request, call.protocol, call.origin, credentials_of(headers)
                         )
-                    with parts.journal.reserve(call.request.n * (2 * len(call.body) + ROOM_A_STEP)):
-                        made = Exchange(
-                            parts, self._dialect, call, attempt, client, send, reply, query, counted
+                    with services.journal.reserve(
+                        call.request.n * (2 * len(call.body) + ROOM_A_STEP)
+                    ):
+                        made = ProxiedCall(
+                            services,
+                            self._adapter,
+                            call,
+                            attempt,
+                            client,
+                            send,
+                            reply,
+                            query,
+                            counted,
                         )
                         ending = await made.run()
                 finally:
-                    client.done()
+                    client.stop()
         except ClientGone:
             ending = "refused"
         except GatewayError as error:
-            ending = ending_of(error)
-            await send_reply(send, reply_of(error, self._dialect.errors))
-            parts.failed.note(attempt, failure_of(error))
+            ending = outcome_of(error)
+            await send_reply(send, reply_of(error, self._adapter.errors))
+            services.failed.record(attempt, failure_of(error))
         finally:
-            parts.memory.give_back(held)
+            services.in_flight.release(held)
             reply.release()
-        parts.metrics.ended[ending].inc()
+        services.metrics.ended[ending].inc()
 
     def _hold_copies(self, call: Call) -> int:
         """Take room for a body for each further choice. Raises BodyTooLarge or Overloaded; gives the bytes taken."""
-        size, limit = len(call.body), self._parts.settings.gateway.max_in_flight_bytes
+        size, limit = len(call.body), self._services.settings.gateway.max_in_flight_bytes
         if call.request.n * size > limit:
             raise BodyTooLarge(
                 f"n: {call.request.n} steps with a body of {size} bytes each exceed gateway.max_in_flight_bytes={limit}",
                 "n",
             )
-        self._parts.memory.take((call.request.n - 1) * size)
+        self._services.in_flight.reserve((call.request.n - 1) * size)
         return (call.request.n - 1) * size
 
     def _accept(
@@ -219,48 +231,48 @@ class CallEndpoint:
         prompt: str | None,
     ) -> Call:
         """The call that a request is. Raises BadRequest or WrongKey."""
-        parts, dialect = self._parts, self._dialect
-        received_at = parts.clock.micros()
+        services, adapter = self._services, self._adapter
+        received_at = services.clock.micros()
         try:
-            request = dialect.request(body)
+            request = adapter.parse_request(body)
         except BadRequest:
             if (whole := with_whole_characters(body)) == body:
                 raise
             body = whole  # the engine gets what is recorded
-            request = dialect.request(body)
-        request = with_defaults(request, dialect.name, parts.settings.gateway.default_max_tokens)
-        origin = parts.door.origin(caller, headers, trajectory, prompt, request.said)
+            request = adapter.parse_request(body)
+        request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
+        origin = services.door.origin(caller, headers, trajectory, prompt, request.payload)
         return Call(
             origin=origin,
             call_id=new_call_id(origin.trajectory_key),
-            protocol=dialect.name,
+            protocol=adapter.name,
             request=request,
             body=body,
-            gateway_id=parts.settings.gateway.gateway_id,
+            gateway_id=services.settings.gateway.gateway_id,
             received_at=received_at,
             idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
             retry_count=_number(headers.get("x-stainless-retry-count")),
             user_agent=headers.get("user-agent"),
-            tags=tags_of(headers, request.said),
+            tags=tags_of(headers, request.payload),
         )
 
 
-class Exchange:
+class ProxiedCall:
     """One accepted call with one client. `run` ends it and says how, see Metrics.calls."""
 
     def __init__(
         self,
-        parts: Parts,
-        dialect: Dialect,
+        services: Services,
+        adapter: ProtocolAdapter,
         call: Call,
         attempt: Attempt,
-        client: Client,
+        client: DisconnectWatcher,
         send: Send,
-        held: Held,
+        held: ReplyReservation,
         query: bytes,
         counted: Counted,
     ) -> None:
-        self._parts, self._dialect, self._call, self._attempt = parts, dialect, call, attempt
+        self._services, self._adapter, self._call, self._attempt = services, adapter, call, attempt
         self._held, self._counted = held, counted
         self._client, self._send = client, send
         headers = attempt.headers
@@ -268,11 +280,11 @@ class Exchange:
         self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {
             "content-type": "application/json"
         }
-        self._path = with_query(dialect.path, query)
+        self._path = with_query(adapter.path, query)
         self._returned: list[tuple[bytes, bytes]] = []
         self._asked: Worker | None = None
         self._engine = Engine()
-        self._captured = Captured()
+        self._captured = CapturedTokens()
         self._stream: EventStream | None = None
 
     async def run(self) -> str:
@@ -287,7 +299,7 @@ class Exchange:
                     if response.status >= 400:
                         await self._pass_error(response)
                         return "upstream_error"
-                    self._captured = Captured(NO_TOKENS[worker.kind])
+                    self._captured = CapturedTokens(NO_TOKENS[worker.kind])
                     if self._call.request.stream and _is_stream(response):
                         await self._pass_stream(response)
                     else:
@@ -296,7 +308,7 @@ class Exchange:
                             if worker.kind == "captured"
                             else None
                         )
-                        body = self._captured.trail(await response.read(self._held), own)
+                        body = self._captured.split_trailer(await response.read(self._held), own)
                         sent_as = _sent_as(response)
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
@@ -311,8 +323,8 @@ class Exchange:
 
     def _ask(self) -> Any:
         call = self._call
-        return self._parts.upstream.ask(
-            "POST", self._path, lambda worker: self._dialect.engine_body(call.request, worker.kind), self._forwarded,
+        return self._services.upstream.ask(
+            "POST", self._path, lambda worker: self._adapter.engine_body(call.request, worker.kind), self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
             on_asking=self._asking, credentials=self._credentials,
         )  # fmt: skip
@@ -351,49 +363,49 @@ class Exchange:
         if (kind := response.header("content-type")) is not None:
             headers.append((b"content-type", kind.encode("latin-1")))
         if response.encoding is None:
-            body = self._dialect.errors.engine(response.status, said)
+            body = self._adapter.errors.engine_error(response.status, said)
         else:
             headers.append((b"content-encoding", response.encoding.encode("latin-1")))
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
         await self._tell({"type": "http.response.body", "body": body})
-        self._parts.failed.note(self._attempt, engine_failure(response.status, said))
+        self._services.failed.record(self._attempt, engine_failure(response.status, said))
 
     async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
-        answer, unread = (
-            self._dialect.answer(self._call.request, worker.kind, body),
+        parsed, unread = (
+            self._adapter.parse_reply(self._call.request, worker.kind, body),
             Unread(len(body)),
         )
-        if answer.unread is not None:
-            unread.add(body, answer.unread)
-        steps = [] if answer.failure is not None else self._steps(answer, "ok", unread)
+        if parsed.unread is not None:
+            unread.add(body, parsed.unread)
+        steps = [] if parsed.failure is not None else self._steps(parsed, "ok", unread)
         if steps:
             await self._record(steps)
         try:
             async with self._client:
                 await self._start(
-                    200, self._headers(sent_as, len(answer.body), [s.step_id for s in steps])
+                    200, self._headers(sent_as, len(parsed.body), [s.step_id for s in steps])
                 )
-                await self._tell({"type": "http.response.body", "body": answer.body})
+                await self._tell({"type": "http.response.body", "body": parsed.body})
         except ClientGone:
             return "aborted"
-        if answer.failure is None:
+        if parsed.failure is None:
             return self._answered(steps)
-        self._parts.failed.note(self._attempt, engine_failure(200, answer.body))
+        self._services.failed.record(self._attempt, engine_failure(200, parsed.body))
         return "upstream_error"
 
     async def _pass_stream(self, response: Response) -> None:
         """Everything up to the first finish goes through; the rest is held in the stream."""
-        fold = self._dialect.fold(self._call.request, response.worker.kind)
+        accumulator = self._adapter.accumulator(self._call.request, response.worker.kind)
         self._stream = stream = EventStream(
-            fold, self._captured, response.worker.kind == "captured"
+            accumulator, self._captured, response.worker.kind == "captured"
         )
         sent_as = [*_sent_as(response), (b"cache-control", b"no-cache")]
         await self._start(200, self._headers(sent_as, None, self._call.step_ids))
         try:
             async for piece in response.pieces():
-                await self._held.take(len(piece))
+                await self._held.extend(len(piece))
                 if out := stream.feed(piece):
                     await self._tell({"type": "http.response.body", "body": out, "more_body": True})
                 if stream.ended:
@@ -404,9 +416,9 @@ class Exchange:
             stream.fail(error)
 
     async def _finish_stream(self, stream: EventStream) -> str:
-        answer = stream.whole()
-        steps = self._steps(answer, "ok" if stream.failure is None else "error", stream.unread)
-        if stream.failure is not None and answer is not None:
+        parsed = stream.whole()
+        steps = self._steps(parsed, "ok" if stream.failure is None else "error", stream.unread)
+        if stream.failure is not None and parsed is not None:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
         failure: Failure | None = None
         try:
@@ -424,19 +436,19 @@ class Exchange:
             return "aborted"
         finally:
             if failure is not None:
-                self._parts.failed.note(self._attempt, failure)
+                self._services.failed.record(self._attempt, failure)
         return failed or self._answered(steps)
 
-    def _steps(self, answer: Answer | None, status: StepStatus, unread: Unread) -> list[Step]:
-        now = self._parts.clock.micros()
-        if answer is None or (unread and not answer.choices):
+    def _steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
+        now = self._services.clock.micros()
+        if parsed is None or (unread and not parsed.choices):
             steps = unreadable_steps(self._call, self._captured, self._engine, status, now)
         else:
-            steps = steps_of(self._call, answer, self._captured, self._engine, status, now)
+            steps = steps_of(self._call, parsed, self._captured, self._engine, status, now)
         return with_unread(steps, unread)
 
     def _answered(self, steps: Sequence[Step]) -> str:
-        self._parts.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
+        self._services.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
         return "answered"
 
     # -- records
@@ -445,17 +457,19 @@ class Exchange:
         stream = self._stream
         steps = self._steps(stream.sent(), "aborted", stream.unread) if stream is not None else []
         if not steps:
-            steps = unseen_steps(self._call, self._engine, self._parts.clock.micros())
+            steps = aborted_before_output_steps(
+                self._call, self._engine, self._services.clock.micros()
+            )
         try:
             await self._record(steps)
         except NotRecorded:
             return  # counted and logged; there is nobody to tell
 
     async def _record(self, steps: Sequence[Step]) -> None:
-        parts = self._parts
+        services = self._services
         self._counted.tokens = tokens_of(steps)
-        receipt = await parts.log.record(steps)
+        receipt = await services.log.record(steps)
         for step in steps:
-            parts.metrics.recorded[step.status].inc()
+            services.metrics.recorded[step.status].inc()
         if receipt == "spooled":
-            parts.metrics.steps_spooled.inc(len(steps))
+            services.metrics.steps_spooled.inc(len(steps))

@@ -13,27 +13,32 @@ from gateway.asgi.messages import App, Scope, Send, send_reply
 from gateway.asgi.request_encoding import decoded
 from gateway.errors import NotFound, NoWebSocket, WrongMethod
 from gateway.proxy.call import CallEndpoint
-from gateway.proxy.passthrough import PassEndpoint
-from gateway.proxy.paths import ITEMS, how_to_call, place_of, proxied, tidied
+from gateway.proxy.passthrough import PassthroughEndpoint
+from gateway.proxy.paths import ITEMS, how_to_call, normalized, parse_target, proxy_prefix
 
 
 class ModelCalls:
     """ASGI middleware: serves the calls, passes everything else on.
 
-    calls: by tail; passed: by method and tail. base_path: what stands before every path, see gateway.base_path.
+    calls: by tail; passthrough: by method and tail. base_path: what stands before every path, see gateway.base_path.
     """
 
     def __init__(
         self,
         app: App,
         calls: Mapping[str, CallEndpoint],
-        passed: Mapping[tuple[str, str], PassEndpoint],
+        passthrough: Mapping[tuple[str, str], PassthroughEndpoint],
         base_path: str = "",
     ) -> None:
-        self._app, self._calls, self._passed, self._base_path = app, calls, passed, base_path
+        self._app, self._calls, self._passthrough, self._base_path = (
+            app,
+            calls,
+            passthrough,
+            base_path,
+        )
         self._tails: dict[str, list[str]] = {}
         for tail in sorted(
-            {*calls, *(t for _, t in passed if t not in ITEMS)}, key=len, reverse=True
+            {*calls, *(t for _, t in passthrough if t not in ITEMS)}, key=len, reverse=True
         ):
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
 
@@ -49,22 +54,22 @@ class ModelCalls:
         if self._base_path and f"{path}/".startswith(f"{self._base_path}/"):
             path = path[len(self._base_path) :] or "/"
             scope = {**scope, "path": path}
-        place = place_of(path, self._tails)
-        if place is None and (tidy := tidied(path)) != path:
-            path, scope, place = tidy, {**scope, "path": tidy}, place_of(tidy, self._tails)
-        if (prefix := proxied(path, place)) is not None:
+        target = parse_target(path, self._tails)
+        if target is None and (tidy := normalized(path)) != path:
+            path, scope, target = tidy, {**scope, "path": tidy}, parse_target(tidy, self._tails)
+        if (prefix := proxy_prefix(path, target)) is not None:
             asked = f"{scope['method']} {path}: {prefix!r} is the prefix of a proxy and names no trajectory"
             await send_reply(send, reply_of(NotFound(f"{asked}. {how_to_call(self._base_path)}")))
             return
-        if place is not None:
-            if scope["method"] == "POST" and (call := self._calls.get(place.tail)) is not None:
-                await call.serve(scope, receive, send, place.trajectory, place.prompt)
+        if target is not None:
+            if scope["method"] == "POST" and (call := self._calls.get(target.tail)) is not None:
+                await call.serve(scope, receive, send, target.trajectory, target.prompt)
                 return
-            passed = self._passed.get((scope["method"], place.tail))
-            if passed is not None:
-                await passed.serve(scope, receive, send, place)
+            passthrough = self._passthrough.get((scope["method"], target.tail))
+            if passthrough is not None:
+                await passthrough.serve(scope, receive, send, target)
                 return
-            if not place.item:
+            if not target.item:
                 await send_reply(send, _refusal(scope))
                 return
         await self._app(scope, receive, send)

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from ulid import ULID
 
-from gateway.asgi.error_replies import kind_of
+from gateway.asgi.error_replies import http_error_of
 from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.sessions import Origin
 from gateway.capture.steps import Call
@@ -69,7 +69,7 @@ class Attempt:
 
 def failure_of(error: GatewayError) -> Failure:
     """The gateway's own error."""
-    kind = kind_of(error)
+    kind = http_error_of(error)
     return Failure("gateway", kind.status, kind.type, error.message)
 
 
@@ -116,7 +116,7 @@ class FailedCalls:
         """A call that has just come. headers: names in lower case."""
         return Attempt(protocol, headers, self._clock.micros(), self._clock.monotonic(), key, group)
 
-    def note(self, attempt: Attempt, failure: Failure) -> None:
+    def record(self, attempt: Attempt, failure: Failure) -> None:
         """Tell the log, if the call's key was checked. It never waits; call it behind the reply where you send that."""
         if attempt.caller is None:
             return

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from gateway.asgi.client_disconnect import Client, Receive
-from gateway.asgi.error_replies import Errors, Reply, reply_of
-from gateway.asgi.in_flight_limits import Held
+from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
+from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.attribution.resolver import Caller
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
-from gateway.proxy.call import Parts, held_body
+from gateway.proxy.call import Services, held_body
 from gateway.proxy.forwarding import FORWARDED, credentials_of, returned, with_query
-from gateway.proxy.paths import Place
+from gateway.proxy.paths import CallTarget
 
 
-class PassEndpoint:
+class PassthroughEndpoint:
     """A method and a path of the engines. errors: of the protocol it belongs to."""
 
-    def __init__(self, parts: Parts, method: str, path: str, errors: Errors) -> None:
-        self._parts, self.method, self._path, self._errors = parts, method, path, errors
+    def __init__(self, services: Services, method: str, path: str, errors: ErrorFormat) -> None:
+        self._services, self.method, self._path, self._errors = services, method, path, errors
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send, place: Place) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
         """Serve one, as an ASGI application does."""
-        memory = self._parts.memory
-        held = memory.replies.hold()
+        in_flight = self._services.in_flight
+        held = in_flight.replies.reserve()
         try:
             try:
-                memory.replies.check()
-                reply = await self._asked(scope, receive, held, place)
+                in_flight.replies.check()
+                reply = await self._asked(scope, receive, held, target)
             except ClientGone:
                 return
             except GatewayError as error:
@@ -39,21 +39,23 @@ class PassEndpoint:
         finally:
             held.release()
 
-    async def _asked(self, scope: Scope, receive: Receive, held: Held, place: Place) -> Reply:
-        parts, headers = self._parts, header_map(scope)
-        caller = parts.door.authenticate(headers, "agent")
-        with parts.limits.call(caller.key) as counted:
-            async with held_body(receive, parts) as body:
-                client = Client(receive)
+    async def _asked(
+        self, scope: Scope, receive: Receive, held: ReplyReservation, target: CallTarget
+    ) -> Reply:
+        services, headers = self._services, header_map(scope)
+        caller = services.door.authenticate(headers, "agent")
+        with services.limits.call(caller.key) as counted:
+            async with held_body(receive, services) as body:
+                client = DisconnectWatcher(receive)
                 try:
                     async with client:
                         path = with_query(
-                            self._path + quote(place.item, safe="/:@!$&'()*+,;="),
+                            self._path + quote(target.item, safe="/:@!$&'()*+,;="),
                             scope["query_string"],
                         )
-                        reply = await self._passed(caller, headers, path, body, held, place)
+                        reply = await self._passed(caller, headers, path, body, held, target)
                 finally:
-                    client.done()
+                    client.stop()
             # a GET repeats a reply whose tokens counted when it was made
             if counted.counts_tokens and self.method == "POST" and reply.status < 400:
                 counted.tokens = tokens_of_reply(reply.body)
@@ -65,23 +67,23 @@ class PassEndpoint:
         headers: dict[str, str],
         path: str,
         body: bytes,
-        held: Held,
-        place: Place,
+        held: ReplyReservation,
+        target: CallTarget,
     ) -> Reply:
-        parts = self._parts
-        origin = parts.door.origin(caller, headers, place.trajectory, place.prompt, {})
-        model = place.item if place.tail == "/models/" else None
+        services = self._services
+        origin = services.door.origin(caller, headers, target.trajectory, target.prompt, {})
+        model = target.item if target.tail == "/models/" else None
         if self.method == "POST":
             try:
-                said = object_of(body)
+                payload = object_of(body)
             except BadRequest:
                 body = with_whole_characters(body)
-                said = object_of(body)
-            model = model_of(said)
+                payload = object_of(body)
+            model = model_of(payload)
         forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         if body:
             forwarded["content-type"] = "application/json"
-        async with parts.upstream.ask(
+        async with services.upstream.ask(
             self.method, path, body or None, forwarded,
             key=origin.trajectory_key, run_id=origin.run_id, model=model, credentials=credentials_of(headers),
         ) as response:  # fmt: skip
@@ -90,7 +92,7 @@ class PassEndpoint:
             if response.encoding is not None:
                 told.append((b"content-encoding", response.encoding.encode("latin-1")))
             elif response.status >= 400:
-                content = self._errors.engine(response.status, content)
+                content = self._errors.engine_error(response.status, content)
             if (kind := response.header("content-type")) is not None:
                 told.append((b"content-type", kind.encode("latin-1")))
             return Reply(

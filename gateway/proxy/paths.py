@@ -17,7 +17,7 @@ NAMED = ("/register_trajectory", "/complete_trajectory")
 """Control requests whose path names a trajectory."""
 
 
-class Place(NamedTuple):
+class CallTarget(NamedTuple):
     """A path taken apart. tail: the protocol's own path, e.g. /chat/completions; of an item up to its id. item: the id."""
 
     tail: str
@@ -26,13 +26,13 @@ class Place(NamedTuple):
     item: str = ""
 
 
-def place_of(path: str, tails: Mapping[str, Sequence[str]]) -> Place | None:
+def parse_target(path: str, tails: Mapping[str, Sequence[str]]) -> CallTarget | None:
     """The call that a path is; None: it is none. tails: by their last segment, longer ones first."""
     for tail in tails.get(path.rsplit("/", 1)[-1], ()):
         if path.endswith(tail):
-            place = _before(path[: -len(tail)], tail)
-            if place is not None:
-                return place
+            target = _before(path[: -len(tail)], tail)
+            if target is not None:
+                return target
             break  # not the shorter one: /x/chat/completions is no completion of a trajectory x
     for tail in ITEMS:
         before, found, item = path.partition(tail)
@@ -41,26 +41,26 @@ def place_of(path: str, tails: Mapping[str, Sequence[str]]) -> Place | None:
     return None
 
 
-def _before(before: str, tail: str, item: str = "") -> Place | None:
+def _before(before: str, tail: str, item: str = "") -> CallTarget | None:
     before = before.removesuffix("/v1")
     if not before:
-        return Place(tail, item=item)
+        return CallTarget(tail, item=item)
     match before.split("/"):
         case ["", trajectory, prompt] if trajectory and prompt:
-            return Place(tail, trajectory, prompt, item)
+            return CallTarget(tail, trajectory, prompt, item)
     return None
 
 
-def tidied(path: str) -> str:
+def normalized(path: str) -> str:
     """The path as it was meant: no doubled or trailing slash, one /v1."""
     path = re.sub(r"/{2,}", "/", path)
     return re.sub(r"(?:/v1)+(?=/v1(?:/|$))", "", path.rstrip("/") or "/")
 
 
-def proxied(path: str, place: Place | None) -> str | None:
+def proxy_prefix(path: str, target: CallTarget | None) -> str | None:
     """The proxy's prefix that stands where a trajectory should; None: none does."""
-    if place is not None:
-        first = place.trajectory
+    if target is not None:
+        first = target.trajectory
     else:
         first = path.split("/", 2)[1] if path.endswith(NAMED) and path.count("/") > 2 else None
     return first if first is not None and first.lower() in PROXY_PREFIXES else None

@@ -76,38 +76,38 @@ class PromptLimit:
         self._limit, self._upstream = settings.max_prompt_tokens, upstream
 
     async def check(
-        self, request: Request, dialect: str, origin: Origin, credentials: Mapping[str, str]
+        self, request: Request, protocol: str, origin: Origin, credentials: Mapping[str, str]
     ) -> None:
         """Raises BadRequest for an over-long prompt; NoWorker, UpstreamFailed or UpstreamTimeout when no engine could count it.
 
-        dialect: name. origin, credentials: of the call, so that the engine which counts is the one that will serve it.
+        protocol: name. origin, credentials: of the call, so that the engine which counts is the one that will serve it.
         """
         limit = self._limit
         if limit is None or not may_exceed(request.body, limit):
             return
-        if dialect in COUNTED:
+        if protocol in COUNTED:
             refuse_longer(
-                await self._count(COUNTED[dialect], request.said, request, origin, credentials),
+                await self._count(COUNTED[protocol], request.payload, request, origin, credentials),
                 limit,
                 "messages",
             )
-        elif dialect == "openai.completions":
-            for prompt in long_texts(request.said.get("prompt"), limit):
-                said = {**request.said, "prompt": prompt}
+        elif protocol == "openai.completions":
+            for prompt in long_texts(request.payload.get("prompt"), limit):
+                payload = {**request.payload, "prompt": prompt}
                 refuse_longer(
-                    await self._count(TEXT, said, request, origin, credentials), limit, "prompt"
+                    await self._count(TEXT, payload, request, origin, credentials), limit, "prompt"
                 )
 
     async def _count(
         self,
         counting: Counting,
-        said: Mapping[str, Any],
+        payload: Mapping[str, Any],
         request: Request,
         origin: Origin,
         credentials: Mapping[str, str],
     ) -> int | None:
         """What the engine counts; None when it cannot, or refuses to: then its own bound is left."""
-        body = dumps({name: said[name] for name in counting.fields if name in said})
+        body = dumps({name: payload[name] for name in counting.fields if name in payload})
         async with self._upstream.ask(
             "POST", counting.path, body, {"content-type": "application/json"},
             key=origin.trajectory_key, run_id=origin.run_id, model=request.model, credentials=credentials,

@@ -18,7 +18,7 @@ from functools import partial
 import orjson
 from aiohttp import web
 
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from gateway.testing.chat import ChatVoice
 from gateway.testing.completions import CompletionsVoice
 from gateway.testing.messages import MessagesVoice
@@ -37,7 +37,7 @@ class ScriptedEngine:
     """requests: every body that came in. aborted: how many replies the gateway broke off. probes: how often it was asked what it is."""
 
     script: Callable[[Json], Script]
-    kind: Kind = "captured"
+    kind: EngineKind = "captured"
     requests: list[Json] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0

@@ -20,7 +20,7 @@ from gateway.durability.log import MemoryBus
 from gateway.durability.spool import read_segment
 from gateway.engines.registry import WorkerTable
 from gateway.main import listen
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Script
 from schemas.codec.single_object import Codec
@@ -99,7 +99,7 @@ def play(
     codec: Codec,
     scenario: Callable[[Trial], Awaitable[None]],
     script: Script | Callable[[Any], Script],
-    kind: Kind = "captured",
+    kind: EngineKind = "captured",
     **gateway: Any,
 ) -> None:
     """Run an async scenario in a trial of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""

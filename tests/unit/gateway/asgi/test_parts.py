@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.asgi.client_disconnect import Client
-from gateway.asgi.sse import ENDS, Splitter, data_of
+from gateway.asgi.client_disconnect import DisconnectWatcher
+from gateway.asgi.sse import ENDS, EventSplitter, data_of
 from gateway.errors import ClientGone
 
 # ---------------------------------------------------------------- server-sent events
@@ -27,7 +27,7 @@ def test_events_come_out_whole_however_they_come_in(
 ) -> None:
     ends = [data.draw(st.sampled_from(ENDS)) for _ in lines]
     stream = b"".join(b"data: " + line + end for line, end in zip(lines, ends, strict=True))
-    splitter, out, at = Splitter(), [], 0
+    splitter, out, at = EventSplitter(), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, 9))
         out += splitter.feed(stream[at : at + size])
@@ -52,7 +52,7 @@ def test_leaving_cancels_what_is_awaited_and_only_that() -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        client = Client(receive)
+        client = DisconnectWatcher(receive)
         async with client:
             await asyncio.sleep(0)
         assert not client.gone
@@ -74,12 +74,12 @@ def test_a_cancellation_from_elsewhere_stays_one() -> None:
             return {}
 
         async def work() -> None:
-            client = Client(receive)
+            client = DisconnectWatcher(receive)
             try:
                 async with client:
                     await asyncio.sleep(60)
             finally:
-                client.done()
+                client.stop()
 
         task = asyncio.create_task(work())
         await asyncio.sleep(0)

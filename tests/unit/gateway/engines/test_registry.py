@@ -30,7 +30,7 @@ from gateway.engines.engine import MUTE, Lane
 from gateway.engines.http1 import Address, Pool
 from gateway.engines.registry import Worker
 from gateway.errors import NoWorker, UpstreamFailed
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Script
 from schemas.records import WorkerStatus
@@ -68,7 +68,7 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
     [("captured", None), ("vllm", "Use chat or completions"), ("text", "text only")],
 )
 def test_an_engine_that_tells_no_tokens_is_announced(
-    kind: Kind, advice: str | None, listed: bool
+    kind: EngineKind, advice: str | None, listed: bool
 ) -> None:
     async def body() -> list[str]:
         engine = ScriptedEngine(lambda _: Script([HI]), kind)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from support.wire import ASK
 
-from gateway.asgi.in_flight_limits import Replies
+from gateway.asgi.in_flight_limits import ReplyLimit
 from gateway.engines.http1 import Connection, Pool
 from gateway.errors import Overloaded
 from gateway.testing.gateway import Trial
@@ -149,15 +149,15 @@ def test_a_total_bound_holds_where_it_is_set() -> None:
 
 def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() -> None:
     async def body() -> None:
-        replies = Replies(100)
-        first, second, third = replies.hold(), replies.hold(), replies.hold()
-        await first.take(60)
-        await second.take(60)  # the first that exceeds it
+        replies = ReplyLimit(100)
+        first, second, third = replies.reserve(), replies.reserve(), replies.reserve()
+        await first.extend(60)
+        await second.extend(60)  # the first that exceeds it
         with pytest.raises(Overloaded, match="max_in_flight_reply_bytes=100"):
             replies.check()
-        waiting = [asyncio.create_task(held.take(50)) for held in (first, third)]
-        await second.take(1000)
-        left = asyncio.create_task(replies.hold().take(10))
+        waiting = [asyncio.create_task(held.extend(50)) for held in (first, third)]
+        await second.extend(1000)
+        left = asyncio.create_task(replies.reserve().extend(10))
         await asyncio.sleep(0)
         left.cancel()  # its client leaves
         assert not any(task.done() for task in waiting) and replies.held == 1120

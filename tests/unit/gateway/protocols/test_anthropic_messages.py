@@ -13,7 +13,7 @@ import pytest
 from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.dialects import (
+from support.adapters import (
     ADD,
     LOOK,
     broken,
@@ -26,7 +26,12 @@ from support.dialects import (
 )
 
 from gateway import errors
-from gateway.protocols.anthropic_messages import ANTHROPIC, AnthropicMessages, finish_of, type_of
+from gateway.protocols.anthropic_messages import (
+    ANTHROPIC_ERRORS,
+    AnthropicMessages,
+    finish_of,
+    type_of,
+)
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in
 from gateway.testing.messages import MessagesVoice
@@ -34,7 +39,7 @@ from gateway.testing.script import Json, Say, Script
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-DIALECT, VOICE = AnthropicMessages(), MessagesVoice()
+ADAPTER, VOICE = AnthropicMessages(), MessagesVoice()
 ASK: Json = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 BODY = orjson.dumps(ASK)
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
@@ -89,7 +94,7 @@ def sse(*said: Json) -> bytes:
 )
 def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
     with pytest.raises(errors.BadRequest) as caught:
-        DIALECT.request(orjson.dumps(ASK | change))
+        ADAPTER.parse_request(orjson.dumps(ASK | change))
     assert caught.value.param == param
 
 
@@ -107,9 +112,9 @@ def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
         "unknown": {"of": "tomorrow"},
     }  # fmt: skip
     body = b" " + orjson.dumps(odd, option=orjson.OPT_INDENT_2) + b"\n"
-    request = DIALECT.request(body)
+    request = ADAPTER.parse_request(body)
     assert (request.model, request.stream, request.n) == ("policy", False, 1)
-    assert DIALECT.engine_body(request, kind) == body
+    assert ADAPTER.engine_body(request, kind) == body
 
 
 # ---------------------------------------------------------------- replies
@@ -117,7 +122,7 @@ def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
 
 def test_plain_reply() -> None:
     body = plain(VOICE, ASK, [CALLS])
-    answer = DIALECT.answer(DIALECT.request(BODY), "captured", body)
+    answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "captured", body)
     (choice,) = answer.choices
     assert (answer.body, answer.model, choice.index, choice.finish_reason) == (
         body,
@@ -147,14 +152,17 @@ def test_plain_reply() -> None:
 def test_stop_reasons(reason: str | None, finish: str) -> None:
     assert finish_of(reason) == finish
     body = orjson.dumps({"role": "assistant", "content": [], "stop_reason": reason})
-    assert DIALECT.answer(DIALECT.request(BODY), "text", body).choices[0].finish_reason == finish
+    assert (
+        ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body).choices[0].finish_reason
+        == finish
+    )
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"{}", b'{"content": "x"}', b'{"content": [], "stop_reason": 3}']
 )
 def test_what_is_no_message_passes_unread(body: bytes) -> None:
-    answer = DIALECT.answer(DIALECT.request(BODY), "text", body)
+    answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body)
     assert (answer.body, answer.choices) == (body, ())
     assert (answer.unread or "").startswith("the reply is no message")
 
@@ -162,10 +170,12 @@ def test_what_is_no_message_passes_unread(body: bytes) -> None:
 @given(says(), st.lists(st.integers(0, 10_000), max_size=8))
 def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> None:
     data = written(VOICE, ASK, [say])
-    got = streamed(DIALECT, BODY, "captured", data, cuts)
+    got = streamed(ADAPTER, BODY, "captured", data, cuts)
     assert (got.client, got.failure) == (data, None)
-    (choice,) = DIALECT.answer(DIALECT.request(BODY), "captured", plain(VOICE, ASK, [say])).choices
-    (same,) = got.answer.choices
+    (choice,) = ADAPTER.parse_reply(
+        ADAPTER.parse_request(BODY), "captured", plain(VOICE, ASK, [say])
+    ).choices
+    (same,) = got.reply.choices
     message = json.loads(choice.message_json)
     if message["content"] == [{"type": "text", "text": ""}]:
         message["content"] = []  # of an empty text vLLM streams no block
@@ -174,9 +184,9 @@ def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> N
 
 def test_everything_before_the_end_goes_out_at_once() -> None:
     data = written(VOICE, ASK, [THOUGHT])
-    got = streamed(DIALECT, BODY, "captured", data)
+    got = streamed(ADAPTER, BODY, "captured", data)
     assert got.held.startswith(b"event: message_delta") and data.endswith(got.held)
-    (choice,) = got.answer.choices
+    (choice,) = got.reply.choices
     assert json.loads(choice.message_json)["content"] == [
         {"type": "thinking", "thinking": "Let me", "signature": "5c5c5c"},
         {"type": "text", "text": "Yes."},
@@ -209,9 +219,9 @@ def test_events_of_other_providers_pass() -> None:
         {"type": "message_delta", "delta": {"stop_reason": "refusal"}, "usage": {}},
         {"type": "message_stop"},
     )
-    got = streamed(DIALECT, BODY, "text", b": keep-alive\n\n" + data)
-    assert (got.client, got.failure, got.answer.model) == (b": keep-alive\n\n" + data, None, "m")
-    (choice,) = got.answer.choices
+    got = streamed(ADAPTER, BODY, "text", b": keep-alive\n\n" + data)
+    assert (got.client, got.failure, got.reply.model) == (b": keep-alive\n\n" + data, None, "m")
+    (choice,) = got.reply.choices
     assert choice.finish_reason == "content_filter"
     assert json.loads(choice.message_json)["content"] == [
         {"type": "text", "text": "hi", "citations": [{"url": "u"}]}
@@ -221,9 +231,9 @@ def test_events_of_other_providers_pass() -> None:
 def test_a_call_that_was_cut_off_keeps_what_came() -> None:
     whole = written(VOICE, ASK, [Say([4], [None], [-0.1], [LOOK], "tool_calls")])
     data = whole[: whole.index(b"event: content_block_stop")].replace(b'k1\\"}', b"k")
-    got = streamed(DIALECT, BODY, "captured", data)
+    got = streamed(ADAPTER, BODY, "captured", data)
     assert got.failure is not None and "had not ended" in got.failure
-    (choice,) = got.answer.choices
+    (choice,) = got.reply.choices
     assert choice.finish_reason is None
     (block,) = json.loads(choice.message_json)["content"]
     assert block == {
@@ -238,20 +248,22 @@ def test_a_call_that_was_cut_off_keeps_what_came() -> None:
 def test_an_aborted_message_ends_as_one() -> None:
     say = Say([7], ["Hel"], [-0.5], finish_reason="abort")
     for choice in (
-        streamed(DIALECT, BODY, "captured", written(VOICE, ASK, [say])).answer.choices[0],
-        DIALECT.answer(DIALECT.request(BODY), "captured", plain(VOICE, ASK, [say])).choices[0],
+        streamed(ADAPTER, BODY, "captured", written(VOICE, ASK, [say])).reply.choices[0],
+        ADAPTER.parse_reply(
+            ADAPTER.parse_request(BODY), "captured", plain(VOICE, ASK, [say])
+        ).choices[0],
     ):
         assert choice.finish_reason == "abort"
 
 
 def test_nothing_was_said_before_the_first_block() -> None:
     first = written(VOICE, ASK, [HI]).partition(b"event: content_block_start")[0]
-    assert streamed(DIALECT, BODY, "captured", first).answer.choices == ()
+    assert streamed(ADAPTER, BODY, "captured", first).reply.choices == ()
 
 
 @given(broken(VOICE, ASK))
-def test_no_event_can_break_the_fold(said: list[Any]) -> None:
-    takes_or_refuses(DIALECT, BODY, "captured", said)
+def test_no_event_can_break_the_accumulator(said: list[Any]) -> None:
+    takes_or_refuses(ADAPTER, BODY, "captured", said)
 
 
 # ---------------------------------------------------------------- errors
@@ -269,8 +281,8 @@ def test_no_event_can_break_the_fold(said: list[Any]) -> None:
 )  # fmt: skip
 def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": "m"}}
-    assert json.loads(ANTHROPIC.body(error)) == body
-    event = DIALECT.fold(DIALECT.request(BODY), "text").error(error)
+    assert json.loads(ANTHROPIC_ERRORS.body(error)) == body
+    event = ADAPTER.accumulator(ADAPTER.parse_request(BODY), "text").error(error)
     assert (
         event.startswith(b"event: error\ndata: ") and json.loads(event.split(b"data: ")[1]) == body
     )
@@ -291,18 +303,18 @@ def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> Non
 def test_an_engines_errors_become_anthropics(
     status: int, body: bytes, kind: str, message: str
 ) -> None:
-    said = json.loads(ANTHROPIC.engine(status, body))
+    said = json.loads(ANTHROPIC_ERRORS.engine_error(status, body))
     assert said == {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def test_an_error_that_is_anthropics_stays_as_it_is() -> None:
     body = b'{"type": "error", "error": {"type": "overloaded_error", "message": "m"}, "request_id": "r"}'
-    assert ANTHROPIC.engine(529, body) is body
+    assert ANTHROPIC_ERRORS.engine_error(529, body) is body
 
 
 @given(json_values(), st.integers(400, 599))
 def test_any_engine_error_can_be_written(said: Any, status: int) -> None:
-    shown = json.loads(ANTHROPIC.engine(status, orjson.dumps(said)))
+    shown = json.loads(ANTHROPIC_ERRORS.engine_error(status, orjson.dumps(said)))
     assert shown["type"] == "error" and isinstance(shown["error"]["message"], str)
     assert (
         type_of(status) in {"api_error", shown["error"]["type"]}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from gateway.errors import BadRequest
-from gateway.protocols.base import Kind
+from gateway.protocols.base import EngineKind
 from gateway.protocols.request_fields import renamed
 from gateway.testing.gateway import Trial, play
 from gateway.testing.script import Say, Script
@@ -61,7 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def serving(home: Path, kind: Kind, **limits: Any) -> Iterator[str]:
+def serving(home: Path, kind: EngineKind, **limits: Any) -> Iterator[str]:
     """URL of a whole gateway in a thread, its engine scripted."""
     said: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 

@@ -10,14 +10,14 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.dialects import broken, takes_or_refuses
+from support.adapters import broken, takes_or_refuses
 
 from gateway.attribution.sessions import Origin
-from gateway.capture.engine_tokens import Captured
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.steps import Call, Engine, steps_of
 from gateway.capture.stream import EventStream
 from gateway.errors import BadRequest
-from gateway.protocols.base import Answer, Choice, Kind, Request
+from gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import packed_tokens
 from gateway.testing.chat import ChatVoice, plain
@@ -34,11 +34,11 @@ CHAT = OpenAIChat()
 
 
 def a_request(**more: Any) -> Request:
-    return CHAT.request(orjson.dumps(ASK | more))
+    return CHAT.parse_request(orjson.dumps(ASK | more))
 
 
-def a_stream(kind: Kind = "captured", **more: Any) -> EventStream:
-    return EventStream(CHAT.fold(a_request(stream=True, **more), kind), Captured())
+def a_stream(kind: EngineKind = "captured", **more: Any) -> EventStream:
+    return EventStream(CHAT.accumulator(a_request(stream=True, **more), kind), CapturedTokens())
 
 
 # ---------------------------------------------------------------- requests
@@ -46,7 +46,7 @@ def a_stream(kind: Kind = "captured", **more: Any) -> EventStream:
 
 def test_the_clients_own_bytes_stay_as_they_are() -> None:
     body = b'{ "messages": [],  "seed": 123456789012345678901234567890, "top_p": 1.0e0 }\n'
-    request = CHAT.request(body)
+    request = CHAT.parse_request(body)
     assert (
         CHAT.engine_body(request, "captured") is body and CHAT.engine_body(request, "text") is body
     )
@@ -86,7 +86,7 @@ def test_a_plain_vllm_is_asked_for_tokens_unless_the_client_does(
 )  # fmt: skip
 def test_bad_requests_name_the_field(body: bytes, field: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        CHAT.request(body)
+        CHAT.parse_request(body)
     assert caught.value.param == field
 
 
@@ -154,8 +154,8 @@ def test_a_captured_stream_goes_through_and_tells_us_everything(
         )
         incoming += event.data
         own += event.data
-    captured = Captured()
-    stream = EventStream(CHAT.fold(a_request(stream=True, **more), "captured"), captured)
+    captured = CapturedTokens()
+    stream = EventStream(CHAT.accumulator(a_request(stream=True, **more), "captured"), captured)
     out = in_pieces(data, stream, incoming)
     assert stream.ended and stream.failure is None and b'"finish_reason":"' not in out
     for i in range(len(stream.sent().choices)):
@@ -192,8 +192,8 @@ def test_a_stream_that_ends_too_early_is_a_failure() -> None:
 
 
 def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
-    captured = Captured()
-    stream = EventStream(CHAT.fold(a_request(stream=True), "captured"), captured)
+    captured = CapturedTokens()
+    stream = EventStream(CHAT.accumulator(a_request(stream=True), "captured"), captured)
     out = stream.feed(
         b': clawstream eHg=\n\ndata: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
     )
@@ -204,7 +204,7 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
 
 
 @given(broken(ChatVoice(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
-def test_no_event_breaks_the_fold(events: list[Any], kind: Kind) -> None:
+def test_no_event_breaks_the_accumulator(events: list[Any], kind: EngineKind) -> None:
     takes_or_refuses(CHAT, orjson.dumps(ASK | {"stream": True}), kind, events)
 
 
@@ -215,7 +215,7 @@ def test_no_event_breaks_the_fold(events: list[Any], kind: Kind) -> None:
     "body", [b"", b"{", b"[]", b"{}", b'{"choices":3}', b'{"choices":[{}]}', b'{"choices":[1]}']
 )
 def test_what_is_no_reply_passes_unread(body: bytes) -> None:
-    answer = CHAT.answer(a_request(), "captured", body)
+    answer = CHAT.parse_reply(a_request(), "captured", body)
     assert (answer.body, answer.choices) == (body, ())
     assert (answer.unread or "").startswith("the reply is no chat completion")
 
@@ -223,15 +223,15 @@ def test_what_is_no_reply_passes_unread(body: bytes) -> None:
 @pytest.mark.parametrize("say", [HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])])
 def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
     request, script = a_request(), Script([say])
-    told = CHAT.answer(
+    told = CHAT.parse_reply(
         request, "vllm", orjson.dumps(plain(json.loads(CHAT.engine_body(request, "vllm")), script))
     )
     own = orjson.dumps(plain(ASK, script))
-    captured = Captured()
-    body = captured.trail(
+    captured = CapturedTokens()
+    body = captured.split_trailer(
         engine_frames.trail(own, map(engine_frames.encode, whole_frames(script, 1))), str(len(own))
     )
-    answer = CHAT.answer(request, "captured", body)
+    answer = CHAT.parse_reply(request, "captured", body)
     assert answer.body == own and orjson.loads(told.body) == plain(ASK, script)
     assert answer.choices[0].message_json == told.choices[0].message_json
     assert (
@@ -249,9 +249,9 @@ def a_call(**more: Any) -> Call:
     return Call(**fields | more)
 
 
-def one_step(captured: Captured, choice: Choice) -> Any:
+def one_step(captured: CapturedTokens, choice: Choice) -> Any:
     (step,) = steps_of(
-        a_call(), Answer((choice,), "m", b""), captured, Engine("w", "r/1.0"), "ok", 2
+        a_call(), ParsedReply((choice,), "m", b""), captured, Engine("w", "r/1.0"), "ok", 2
     )
     return step
 
@@ -271,13 +271,13 @@ def one_step(captured: Captured, choice: Choice) -> Any:
 )
 def test_step_without_tokens_says_why(said: dict[str, Any], reason: str) -> None:
     tokens = packed_tokens(**{"prompt_ids": [1], "ids": [5, 6], "logprobs": [-1.0, -2.0]} | said)
-    step = one_step(Captured(), Choice(0, b"{}", "stop", tokens))
+    step = one_step(CapturedTokens(), Choice(0, b"{}", "stop", tokens))
     assert step.tokens_absent_reason.startswith(reason)
     assert step.response_logprobs is None or said.keys() == {"prompt_ids"}
 
 
 def test_no_tokens_at_all_are_tokens_too() -> None:
-    step = one_step(Captured(), Choice(0, b"{}", "stop", packed_tokens([1], [], [])))
+    step = one_step(CapturedTokens(), Choice(0, b"{}", "stop", packed_tokens([1], [], [])))
     assert (step.response_token_ids, step.response_logprobs, step.tokens_absent_reason) == (
         b"",
         b"",
@@ -286,8 +286,8 @@ def test_no_tokens_at_all_are_tokens_too() -> None:
     assert unpack_ids(step.prompt_token_ids) == [1]
 
 
-def told(spans: Any, finish: str = "stop") -> Captured:
-    captured = Captured()
+def told(spans: Any, finish: str = "stop") -> CapturedTokens:
+    captured = CapturedTokens()
     choice = engine_frames.Choice(0, pack_ids([5, 6]), pack_logprobs([-1.0, -2.0]), finish, spans)
     captured.add([engine_frames.Frame(0, pack_ids([1]), (choice,))])
     return captured
@@ -315,7 +315,7 @@ def test_what_the_engine_broke_off_is_an_error_whatever_the_protocol_says() -> N
 
 
 def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
-    captured = Captured()
+    captured = CapturedTokens()
     for g in (0, 1):
         choices = tuple(
             engine_frames.Choice(i, pack_ids([10 * g + i]), pack_logprobs([-1.0]), "stop")

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
-from support.dialects import broken, plain, says, streamed, takes_or_refuses, written
+from support.adapters import broken, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
-from gateway.capture.engine_tokens import Captured
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.stream import EventStream
-from gateway.protocols.base import Answer, Choice, Kind
+from gateway.protocols.base import Choice, EngineKind, ParsedReply
 from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
 from gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
 from gateway.testing.completions import CompletionsVoice
@@ -29,7 +29,7 @@ from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-DIALECT, VOICE = OpenAICompletions(), CompletionsVoice()
+ADAPTER, VOICE = OpenAICompletions(), CompletionsVoice()
 ASK: Json = {"model": "policy", "prompt": "hi"}
 BODY = orjson.dumps(ASK)
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
@@ -44,15 +44,15 @@ def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
     return partial(play_in, tmp_path, CODEC, kind=request.param)
 
 
-def asked(ask: Json, kind: Kind = "vllm") -> Json:
+def asked(ask: Json, kind: EngineKind = "vllm") -> Json:
     """What an engine is asked for a client's request."""
-    said: Json = orjson.loads(DIALECT.engine_body(DIALECT.request(orjson.dumps(ask)), kind))
+    said: Json = orjson.loads(ADAPTER.engine_body(ADAPTER.parse_request(orjson.dumps(ask)), kind))
     return said
 
 
-def answered(ask: Json, says: Sequence[Say], kind: Kind = "vllm", **more: Any) -> Answer:
-    return DIALECT.answer(
-        DIALECT.request(orjson.dumps(ask)), kind, plain(VOICE, asked(ask, kind), says, **more)
+def answered(ask: Json, says: Sequence[Say], kind: EngineKind = "vllm", **more: Any) -> ParsedReply:
+    return ADAPTER.parse_reply(
+        ADAPTER.parse_request(orjson.dumps(ask)), kind, plain(VOICE, asked(ask, kind), says, **more)
     )
 
 
@@ -81,7 +81,7 @@ def told(choice: Choice) -> tuple[list[int], list[int], list[float], str | None]
 )  # fmt: skip
 def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
     with pytest.raises(errors.BadRequest) as caught:
-        DIALECT.request(orjson.dumps(ASK | change))
+        ADAPTER.parse_request(orjson.dumps(ASK | change))
     assert caught.value.param == param
 
 
@@ -95,17 +95,17 @@ def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
     ],
 )  # fmt: skip
 def test_a_choice_for_each_prompt_and_each_n(change: Json, choices: int) -> None:
-    assert DIALECT.request(orjson.dumps(ASK | change)).n == choices
+    assert ADAPTER.parse_request(orjson.dumps(ASK | change)).n == choices
 
 
 def test_only_a_stock_vllm_is_asked_for_tokens() -> None:
     body = b' {"prompt": "hi",\n "unknown": {"of": "tomorrow"}} '
-    request = DIALECT.request(body)
-    assert DIALECT.engine_body(request, "captured") == DIALECT.engine_body(request, "text") == body
+    request = ADAPTER.parse_request(body)
+    assert ADAPTER.engine_body(request, "captured") == ADAPTER.engine_body(request, "text") == body
     added = (
         b' {"prompt": "hi",\n "unknown": {"of": "tomorrow"},"return_token_ids":true,"logprobs":0}'
     )
-    assert DIALECT.engine_body(request, "vllm") == added
+    assert ADAPTER.engine_body(request, "vllm") == added
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_what_was_asked_for_is_not_asked_again(change: Json, added: Json) -> Non
 def test_a_client_sees_what_it_asked_for_and_we_see_all(change: Json, stream: bool) -> None:
     ask = ASK | {"n": 2} | change
     if stream:
-        got = streamed(DIALECT, orjson.dumps(ask), "vllm", written(VOICE, asked(ask), [HI, YO]))
-        body, answer = got.client, got.answer
+        got = streamed(ADAPTER, orjson.dumps(ask), "vllm", written(VOICE, asked(ask), [HI, YO]))
+        body, answer = got.client, got.reply
         assert body == written(VOICE, ask, [HI, YO])
     else:
         answer = answered(ask, [HI, YO])
@@ -157,13 +157,13 @@ def test_a_client_sees_what_it_asked_for_and_we_see_all(change: Json, stream: bo
 
 @pytest.mark.parametrize("kind", ["captured", "text"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_another_engine_says_passes_as_it_is(kind: Kind, stream: bool) -> None:
+def test_what_another_engine_says_passes_as_it_is(kind: EngineKind, stream: bool) -> None:
     ask = ASK | {"return_token_ids": True, "logprobs": 1, "stream_options": {"include_usage": True}}
     if stream:
         data = written(VOICE, ask, [HI])
-        got = streamed(DIALECT, orjson.dumps(ask), kind, data)
+        got = streamed(ADAPTER, orjson.dumps(ask), kind, data)
         assert got.client == data
-        (choice,) = got.answer.choices
+        (choice,) = got.reply.choices
     else:
         answer = answered(ask, [HI], kind)
         assert answer.body == plain(VOICE, ask, [HI])
@@ -175,9 +175,9 @@ def test_what_another_engine_says_passes_as_it_is(kind: Kind, stream: bool) -> N
 def test_an_echoed_prompt_is_no_sampled_token(stream: bool) -> None:
     def choice_of(ask: Json) -> Choice:
         if stream:
-            got = streamed(DIALECT, orjson.dumps(ask), "vllm", written(VOICE, asked(ask), [HI]))
+            got = streamed(ADAPTER, orjson.dumps(ask), "vllm", written(VOICE, asked(ask), [HI]))
             assert got.client == written(VOICE, ask, [HI])
-            return got.answer.choices[0]
+            return got.reply.choices[0]
         return answered(ask, [HI]).choices[0]
 
     echo = choice_of(ASK | {"echo": True})
@@ -193,10 +193,10 @@ def test_a_vllm_that_tells_nothing_is_said_so() -> None:
     assert told(choice)[3] is not None
     said = orjson.loads(plain(VOICE, asked(ASK), [HI]))
     said["choices"][0]["logprobs"] = None
-    (choice,) = DIALECT.answer(DIALECT.request(BODY), "vllm", orjson.dumps(said)).choices
+    (choice,) = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", orjson.dumps(said)).choices
     assert told(choice) == ([1, 2, 3], [7, 8, 9], [], NO_LOGPROBS)
     said["choices"][0]["token_ids"] = None
-    (choice,) = DIALECT.answer(DIALECT.request(BODY), "vllm", orjson.dumps(said)).choices
+    (choice,) = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", orjson.dumps(said)).choices
     assert told(choice) == ([1, 2, 3], [], [], NO_IDS)
 
 
@@ -204,7 +204,7 @@ def test_a_vllm_that_tells_nothing_is_said_so() -> None:
     "body", [b"", b"{", b"[]", b"{}", b'{"choices": 3}', b'{"choices": [{"index": 0, "text": 1}]}', b'{"choices": [{"index": "x", "text": ""}]}']
 )  # fmt: skip
 def test_what_is_no_completion_passes_unread(body: bytes) -> None:
-    answer = DIALECT.answer(DIALECT.request(BODY), "vllm", body)
+    answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", body)
     assert (answer.body, answer.choices) == (body, ())
     assert (answer.unread or "").startswith("the reply is no completion")
 
@@ -216,19 +216,19 @@ def test_what_is_no_completion_passes_unread(body: bytes) -> None:
     st.sampled_from([{}, {"logprobs": 0}, {"return_token_ids": True}]),
 )
 def test_streamed_equals_plain_however_it_is_cut(
-    said: list[Say], cuts: list[int], kind: Kind, change: Json
+    said: list[Say], cuts: list[int], kind: EngineKind, change: Json
 ) -> None:
     ask = ASK | {"n": len(said)} | change
-    got = streamed(DIALECT, orjson.dumps(ask), kind, written(VOICE, asked(ask, kind), said), cuts)
+    got = streamed(ADAPTER, orjson.dumps(ask), kind, written(VOICE, asked(ask, kind), said), cuts)
     assert (got.client, got.failure) == (written(VOICE, ask, said), None)
     whole = answered(ask, said, kind)
-    assert got.answer.choices == whole.choices
+    assert got.reply.choices == whole.choices
     assert whole.body == plain(VOICE, ask, said)
 
 
 def test_from_the_first_finish_on_it_waits() -> None:
     data = written(VOICE, ASK | {"n": 2}, [HI, YO])
-    got = streamed(DIALECT, orjson.dumps(ASK | {"n": 2}), "captured", data)
+    got = streamed(ADAPTER, orjson.dumps(ASK | {"n": 2}), "captured", data)
     first = orjson.loads(got.held.split(b"\n\n")[0].removeprefix(b"data: "))
     assert first["choices"][0]["finish_reason"] == "length" and data.endswith(got.held)
 
@@ -251,8 +251,10 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     ask = ASK | {"n": 3}
     events = [e.data for e in VOICE.events(ask, Script(said))]
     first, second, third = events[:3], events[3:5], events[5:]
-    captured = Captured()
-    stream = EventStream(DIALECT.fold(DIALECT.request(orjson.dumps(ask)), "captured"), captured)
+    captured = CapturedTokens()
+    stream = EventStream(
+        ADAPTER.accumulator(ADAPTER.parse_request(orjson.dumps(ask)), "captured"), captured
+    )
     sent = stream.feed(comment(*(told(i, 0, s) for i, s in enumerate(said))) + b"".join(first))
     sent += stream.feed(comment(told(1, 1, HI), told(2, 1, YO)) + b"".join(second))
     sent += stream.feed(comment(told(1, 2, HI)) + b"".join(third))
@@ -260,7 +262,7 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
     assert len(stream.whole().choices) == 3
     assert sent + stream.held() == b"".join(events)
     assert [
-        unpack_ids(captured.tokens(i, DIALECT.request(orjson.dumps(ask))).ids or b"")
+        unpack_ids(captured.tokens(i, ADAPTER.parse_request(orjson.dumps(ask))).ids or b"")
         for i in range(3)
     ] == [
         [4],
@@ -271,17 +273,17 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
 
 def test_an_engines_error_event_is_a_failure() -> None:
     data = written(VOICE, ASK, [HI]).split(b"\n\n")[0] + b"\n\n" + VOICE.failure()
-    got = streamed(DIALECT, BODY, "captured", data)
+    got = streamed(ADAPTER, BODY, "captured", data)
     assert (got.client, got.failure) == (data, "scripted")
-    assert [c.finish_reason for c in got.answer.choices] == [None]
+    assert [c.finish_reason for c in got.reply.choices] == [None]
 
 
 @given(
     broken(VOICE, ASK | {"return_token_ids": True, "logprobs": 0}),
     st.sampled_from(["captured", "vllm", "text"]),
 )
-def test_no_event_can_break_the_fold(said: list[Any], kind: Kind) -> None:
-    takes_or_refuses(DIALECT, BODY, kind, said)
+def test_no_event_can_break_the_accumulator(said: list[Any], kind: EngineKind) -> None:
+    takes_or_refuses(ADAPTER, BODY, kind, said)
 
 
 # ---------------------------------------------------------------- through the gateway, with the official client

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
-from support.dialects import ADD, LOOK, broken, plain, says, streamed, takes_or_refuses, written
+from support.adapters import ADD, LOOK, broken, plain, says, streamed, takes_or_refuses, written
 
 from gateway import errors
 from gateway.protocols.openai_responses import OpenAIResponses, finish_of
@@ -24,7 +24,7 @@ from gateway.testing.script import Json, Say, Script
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-DIALECT, VOICE = OpenAIResponses(), ResponsesVoice()
+ADAPTER, VOICE = OpenAIResponses(), ResponsesVoice()
 ASK: Json = {"model": "policy", "input": "hi"}
 BODY = orjson.dumps(ASK)
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
@@ -89,7 +89,7 @@ def same_in_both(message_json: bytes) -> Any:
 )  # fmt: skip
 def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
     with pytest.raises(errors.BadRequest) as caught:
-        DIALECT.request(orjson.dumps(ASK | change))
+        ADAPTER.parse_request(orjson.dumps(ASK | change))
     assert caught.value.param == param
 
 
@@ -111,13 +111,13 @@ def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "t", "client_metadata": {"a": "b"},
     }  # fmt: skip
     body = b" " + orjson.dumps(odd, option=orjson.OPT_INDENT_2) + b"\n"
-    request = DIALECT.request(body)
+    request = ADAPTER.parse_request(body)
     assert (request.model, request.stream, request.n) == ("policy", False, 1)
-    assert DIALECT.engine_body(request, kind) == body
+    assert ADAPTER.engine_body(request, kind) == body
 
 
 def test_a_stored_prompt_may_stand_for_the_input() -> None:
-    assert DIALECT.request(b'{"prompt": {"id": "p"}, "background": false}').model is None
+    assert ADAPTER.parse_request(b'{"prompt": {"id": "p"}, "background": false}').model is None
 
 
 # ---------------------------------------------------------------- replies
@@ -125,7 +125,7 @@ def test_a_stored_prompt_may_stand_for_the_input() -> None:
 
 def test_plain_reply() -> None:
     body = plain(VOICE, ASK, [CALLS])
-    answer = DIALECT.answer(DIALECT.request(BODY), "vllm", body)
+    answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", body)
     (choice,) = answer.choices
     assert (answer.body, answer.model, choice.index, choice.finish_reason) == (
         body,
@@ -175,12 +175,15 @@ def test_plain_reply() -> None:
 def test_statuses(response: Json, finish: str | None) -> None:
     assert finish_of(response, response.get("output", [])) == finish
     body = orjson.dumps({"output": []} | response)
-    assert DIALECT.answer(DIALECT.request(BODY), "text", body).choices[0].finish_reason == finish
+    assert (
+        ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body).choices[0].finish_reason
+        == finish
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"output": 3}', b'{"output": ["x"]}'])
 def test_what_is_no_response_passes_unread(body: bytes) -> None:
-    answer = DIALECT.answer(DIALECT.request(BODY), "text", body)
+    answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body)
     assert (answer.body, answer.choices) == (body, ())
     assert (answer.unread or "").startswith("the reply is no response")
 
@@ -188,10 +191,12 @@ def test_what_is_no_response_passes_unread(body: bytes) -> None:
 @given(says(), st.lists(st.integers(0, 10_000), max_size=8))
 def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> None:
     data = written(VOICE, ASK, [say])
-    got = streamed(DIALECT, BODY, "captured", data, cuts)
-    assert (got.client, got.failure, got.answer.model) == (data, None, "policy")
-    (choice,) = DIALECT.answer(DIALECT.request(BODY), "captured", plain(VOICE, ASK, [say])).choices
-    (same,) = got.answer.choices
+    got = streamed(ADAPTER, BODY, "captured", data, cuts)
+    assert (got.client, got.failure, got.reply.model) == (data, None, "policy")
+    (choice,) = ADAPTER.parse_reply(
+        ADAPTER.parse_request(BODY), "captured", plain(VOICE, ASK, [say])
+    ).choices
+    (same,) = got.reply.choices
     assert same.finish_reason == choice.finish_reason
     assert same_in_both(same.message_json) == same_in_both(choice.message_json)
 
@@ -200,21 +205,21 @@ def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> N
 def test_what_came_before_the_end_is_put_together(say: Say) -> None:
     whole = written(VOICE, ASK, [say])
     cut = whole[: whole.index(b"event: response.completed")]
-    parts = streamed(DIALECT, BODY, "captured", cut)
+    parts = streamed(ADAPTER, BODY, "captured", cut)
     assert parts.failure is not None and "had not ended" in parts.failure
-    (choice,) = streamed(DIALECT, BODY, "captured", whole).answer.choices
+    (choice,) = streamed(ADAPTER, BODY, "captured", whole).reply.choices
     if not (output := json.loads(choice.message_json)["output"]):
-        assert parts.answer.choices == ()
+        assert parts.reply.choices == ()
         return
-    (part,) = parts.answer.choices
+    (part,) = parts.reply.choices
     assert part.finish_reason is None and json.loads(part.message_json)["output"] == output
 
 
 def test_everything_before_the_last_event_goes_out_at_once() -> None:
     data = written(VOICE, ASK, [THOUGHT])
-    got = streamed(DIALECT, BODY, "captured", data)
+    got = streamed(ADAPTER, BODY, "captured", data)
     assert got.held.startswith(b"event: response.completed") and data.endswith(got.held)
-    assert got.answer.choices[0].finish_reason == "length"
+    assert got.reply.choices[0].finish_reason == "length"
 
 
 def test_items_in_the_middle_are_put_together_from_their_deltas() -> None:
@@ -235,9 +240,9 @@ def test_items_in_the_middle_are_put_together_from_their_deltas() -> None:
         {"type": "response.web_search_call.searching", "output_index": 4},
         {"type": "response.of_tomorrow"},
     )  # fmt: skip
-    got = streamed(DIALECT, BODY, "text", data)
+    got = streamed(ADAPTER, BODY, "text", data)
     assert got.client.startswith(data)
-    (choice,) = got.answer.choices
+    (choice,) = got.reply.choices
     assert json.loads(choice.message_json)["output"] == [
         {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "I think"}]},
         {
@@ -264,9 +269,9 @@ def test_other_ways_to_end(last: Json, finish: str, failure: str | None) -> None
     item = {"type": "response.output_item.added", "item": {"type": "message", "content": []}}
     text = {"type": "response.output_text.delta", "delta": "Hi"}
     data = sse(item, text, last) + b"data: [DONE]\n\n"
-    got = streamed(DIALECT, BODY, "text", data)
+    got = streamed(ADAPTER, BODY, "text", data)
     assert (got.client, got.failure) == (data, failure)
-    (choice,) = got.answer.choices
+    (choice,) = got.reply.choices
     assert choice.finish_reason == finish
     assert json.loads(choice.message_json)["output"][0]["content"] == [
         {"type": "output_text", "text": "Hi"}
@@ -279,17 +284,17 @@ def test_an_engines_error_event_is_a_failure() -> None:
         (sse({"type": "error", "error": {"message": "boom", "code": None}}), "boom"),
         (b'data: {"error": {"message": "bang"}}\n\n', "bang"),
     ):
-        assert streamed(DIALECT, BODY, "text", event).failure == message
+        assert streamed(ADAPTER, BODY, "text", event).failure == message
 
 
 def test_logprobs_that_were_asked_for_stay() -> None:
     ask = ASK | {"include": ["message.output_text.logprobs"]}
     data = written(VOICE, ask, [HI])
-    got = streamed(DIALECT, orjson.dumps(ask), "vllm", data)
+    got = streamed(ADAPTER, orjson.dumps(ask), "vllm", data)
     assert got.client == data
     for message_json in (
-        got.answer.choices[0].message_json,
-        DIALECT.answer(DIALECT.request(BODY), "vllm", plain(VOICE, ask, [HI]))
+        got.reply.choices[0].message_json,
+        ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", plain(VOICE, ask, [HI]))
         .choices[0]
         .message_json,
     ):
@@ -298,15 +303,15 @@ def test_logprobs_that_were_asked_for_stay() -> None:
 
 
 @given(broken(VOICE, ASK))
-def test_no_event_can_break_the_fold(said: list[Any]) -> None:
-    takes_or_refuses(DIALECT, BODY, "captured", said)
+def test_no_event_can_break_the_accumulator(said: list[Any]) -> None:
+    takes_or_refuses(ADAPTER, BODY, "captured", said)
 
 
 def test_our_error_is_the_next_event_of_the_stream() -> None:
-    fold = DIALECT.fold(DIALECT.request(BODY), "text")
+    accumulator = ADAPTER.accumulator(ADAPTER.parse_request(BODY), "text")
     data = b'{"type": "response.in_progress", "sequence_number": 6}'
-    fold.read(b"data: " + data + b"\n\n", data)
-    event = fold.error(errors.UpstreamFailed("it died", "x"))
+    accumulator.read(b"data: " + data + b"\n\n", data)
+    event = accumulator.error(errors.UpstreamFailed("it died", "x"))
     assert event.startswith(b"event: error\ndata: ") and event.endswith(b"\n\n")
     assert json.loads(event.split(b"data: ")[1]) == {
         "type": "error", "code": "upstream_failed", "message": "it died", "param": "x", "sequence_number": 7,

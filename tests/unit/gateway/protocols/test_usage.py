@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.protocols.anthropic_messages import AnthropicMessagesFold
-from gateway.protocols.openai_responses import OpenAIResponsesFold
+from gateway.protocols.anthropic_messages import AnthropicMessagesAccumulator
+from gateway.protocols.openai_responses import OpenAIResponsesAccumulator
 from gateway.protocols.usage import merged, usage_of
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in
@@ -62,20 +62,22 @@ def test_what_was_counted_comes_before_what_was_said() -> None:
 
 
 def test_a_streamed_message_says_its_usage_in_two_events() -> None:
-    fold = AnthropicMessagesFold()
+    accumulator = AnthropicMessagesAccumulator()
     for data in (
         b'{"type":"message_start","message":{"content":[],"usage":{"input_tokens":4,"output_tokens":1,"cache_read_input_tokens":6}}}',
         b'{"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":12,"input_tokens":null}}',
     ):
-        fold.add(fold.read(b"", data).payload)
-    assert fold.answer().usage == Usage(prompt_tokens=10, cached_tokens=6, completion_tokens=12)
+        accumulator.add(accumulator.read(b"", data).update)
+    assert accumulator.reply().usage == Usage(
+        prompt_tokens=10, cached_tokens=6, completion_tokens=12
+    )
 
 
 def test_a_streamed_response_says_its_usage_in_its_last_event() -> None:
-    fold = OpenAIResponsesFold()
+    accumulator = OpenAIResponsesAccumulator()
     data = b'{"type":"response.completed","response":{"output":[],"usage":{"input_tokens":4,"output_tokens":1}}}'
-    fold.add(fold.read(b"", data).payload)
-    assert fold.answer().usage == Usage(prompt_tokens=4, completion_tokens=1)
+    accumulator.add(accumulator.read(b"", data).update)
+    assert accumulator.reply().usage == Usage(prompt_tokens=4, completion_tokens=1)
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

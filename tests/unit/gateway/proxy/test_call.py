@@ -13,7 +13,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from openai.types import CompletionUsage
 
-from gateway.capture.engine_tokens import NOT_TOLD, Captured
+from gateway.capture.engine_tokens import NOT_TOLD, CapturedTokens
 from gateway.capture.stream import EventStream
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import NO_PROMPT
@@ -181,9 +181,11 @@ def test_tool_calls_pass_and_are_recorded(play: Play, stream: bool) -> None:
 
 
 def test_tool_call_deltas_in_pieces_are_assembled() -> None:
-    dialect = OpenAIChat()
-    fold = dialect.fold(dialect.request(orjson.dumps(ASK | {"stream": True})), "captured")
-    stream = EventStream(fold, Captured())
+    adapter = OpenAIChat()
+    accumulator = adapter.accumulator(
+        adapter.parse_request(orjson.dumps(ASK | {"stream": True})), "captured"
+    )
+    stream = EventStream(accumulator, CapturedTokens())
     pieces: list[dict[str, Any]] = [
         {"role": "assistant", "content": None},
         {"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}]},

@@ -17,7 +17,7 @@ from gateway.auth.api_keys import ApiKey, create_key, digest_of, read_keys
 from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
 from gateway.errors import KeyLimited, Unprocessable
-from gateway.proxy.paths import Place, place_of, proxied, tidied
+from gateway.proxy.paths import CallTarget, normalized, parse_target, proxy_prefix
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in
 from gateway.testing.script import Say, Script
@@ -37,20 +37,20 @@ def play(tmp_path: Path) -> Play:
 
 
 @pytest.mark.parametrize(
-    ("path", "place"),
+    ("path", "target"),
     [
-        ("/v1/chat/completions", Place("/chat/completions")),
-        ("/t/g/chat/completions", Place("/chat/completions", "t", "g")),
-        ("/t/g/v1/completions", Place("/completions", "t", "g")),
-        ("/v1/models/a/b", Place("/models/", item="a/b")),
-        ("/t/g/v1/responses/r", Place("/responses/", "t", "g", "r")),
+        ("/v1/chat/completions", CallTarget("/chat/completions")),
+        ("/t/g/chat/completions", CallTarget("/chat/completions", "t", "g")),
+        ("/t/g/v1/completions", CallTarget("/completions", "t", "g")),
+        ("/v1/models/a/b", CallTarget("/models/", item="a/b")),
+        ("/t/g/v1/responses/r", CallTarget("/responses/", "t", "g", "r")),
         ("/t/v1/chat/completions", None),
         ("/openai/deployments/d/chat/completions", None),
         ("/v1/models/a/../b", None),
     ],
 )
-def test_places(path: str, place: Place | None) -> None:
-    assert place_of(path, TAILS) == place
+def test_places(path: str, target: CallTarget | None) -> None:
+    assert parse_target(path, TAILS) == target
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_places(path: str, place: Place | None) -> None:
     ],
 )
 def test_paths_are_taken_as_they_were_meant(path: str, tidy: str) -> None:
-    assert tidied(path) == tidy
+    assert normalized(path) == tidy
 
 
 def test_a_proxys_prefix_is_no_trajectory() -> None:
     for path in ("/api/openai/v1/chat/completions", "/OpenAI/x/chat/completions", "/v1/x/models"):
-        assert proxied(path, place_of(path, TAILS)) is not None
+        assert proxy_prefix(path, parse_target(path, TAILS)) is not None
     for path in ("/api-7/openai/v1/chat/completions", "/api/hello", "/complete_trajectory/api"):
-        assert proxied(path, place_of(path, TAILS)) is None
-    assert proxied("/api/x/complete_trajectory", None) == "api"
+        assert proxy_prefix(path, parse_target(path, TAILS)) is None
+    assert proxy_prefix("/api/x/complete_trajectory", None) == "api"
 
 
 def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 from gateway.app import create_app
 from gateway.durability.log import MemoryBus
 from gateway.engines.registry import WorkerTable
-from gateway.protocols.base import Dialect
+from gateway.protocols.base import ProtocolAdapter
 from gateway.protocols.defaults import with_defaults
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
@@ -264,7 +264,7 @@ def test_prompts_of_completions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body", "name"),
+    ("adapter", "body", "name"),
     [
         (OpenAIChat(), b'{"messages":[]}', "max_tokens"),
         (OpenAIChat(), b'{"messages":[],"max_tokens":null}', "max_tokens"),
@@ -272,26 +272,28 @@ def test_prompts_of_completions() -> None:
         (OpenAIResponses(), b'{"input":"a"}', "max_output_tokens"),
     ],
 )
-def test_a_reply_without_a_bound_gets_the_default(dialect: Dialect, body: bytes, name: str) -> None:
-    request = dialect.request(body)
-    made = with_defaults(request, dialect.name, 77)
-    assert orjson.loads(made.body) == made.said == {**orjson.loads(body), name: 77}
-    assert with_defaults(request, dialect.name, None) is request
+def test_a_reply_without_a_bound_gets_the_default(
+    adapter: ProtocolAdapter, body: bytes, name: str
+) -> None:
+    request = adapter.parse_request(body)
+    made = with_defaults(request, adapter.name, 77)
+    assert orjson.loads(made.body) == made.payload == {**orjson.loads(body), name: 77}
+    assert with_defaults(request, adapter.name, None) is request
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_clients_own_bound_stays(name: str) -> None:
-    request = OpenAIChat().request(b'{"messages":[],"%s":5}' % name.encode())
+    request = OpenAIChat().parse_request(b'{"messages":[],"%s":5}' % name.encode())
     assert with_defaults(request, "openai.chat", 77) is request
     assert with_defaults(request, "anthropic.messages", 77) is request
 
 
-@pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()])
-def test_the_model_default_is_the_engines_own(dialect: Dialect) -> None:
+@pytest.mark.parametrize("adapter", [OpenAIChat(), OpenAICompletions()])
+def test_the_model_default_is_the_engines_own(adapter: ProtocolAdapter) -> None:
     said = {"prompt": "a", "messages": [], "temperature": 0.5}
-    request = dialect.request(orjson.dumps({"model": "default", **said}))
-    made = with_defaults(request, dialect.name, 5)
-    assert (made.model, orjson.loads(made.body), made.said) == (
+    request = adapter.parse_request(orjson.dumps({"model": "default", **said}))
+    made = with_defaults(request, adapter.name, 5)
+    assert (made.model, orjson.loads(made.body), made.payload) == (
         None,
         said | {"max_tokens": 5},
         said | {"max_tokens": 5},

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import orjson
 from hypothesis import strategies as st
 
-from gateway.asgi.sse import Splitter, data_of
-from gateway.capture.engine_tokens import Captured
+from gateway.asgi.sse import EventSplitter, data_of
+from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.stream import EventStream
-from gateway.protocols.base import NOT_THE_PROTOCOL, Answer, Dialect, Kind
+from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply, ProtocolAdapter
 from gateway.testing.script import Json, Say, Script, Voice
 
 LOOK: Json = {
@@ -31,16 +31,16 @@ class Streamed(NamedTuple):
     """What went to the client, what was read of it, and what was wrong."""
 
     client: bytes
-    answer: Answer
+    reply: ParsedReply
     failure: str | None
     held: bytes
 
 
 def streamed(
-    dialect: Dialect, body: bytes, kind: Kind, data: bytes, cuts: Iterable[int] = ()
+    adapter: ProtocolAdapter, body: bytes, kind: EngineKind, data: bytes, cuts: Iterable[int] = ()
 ) -> Streamed:
     """A stream through the gateway's reader, in pieces cut at these places."""
-    stream = EventStream(dialect.fold(dialect.request(body), kind), Captured())
+    stream = EventStream(adapter.accumulator(adapter.parse_request(body), kind), CapturedTokens())
     places = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
     sent = b"".join(stream.feed(data[a:b]) for a, b in itertools.pairwise(places))
     stream.close()
@@ -95,7 +95,7 @@ def json_values() -> st.SearchStrategy[Any]:
 @st.composite
 def broken(draw: st.DrawFn, voice: Voice, request: Json) -> list[Any]:
     """The events of a real stream, some of them with a value somewhere in them replaced, lost or doubled."""
-    stream = Splitter().feed(written(voice, request, [draw(says())]))
+    stream = EventSplitter().feed(written(voice, request, [draw(says())]))
     events: list[Any] = [
         orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"
     ]
@@ -115,19 +115,21 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(inner)
 
 
-def takes_or_refuses(dialect: Dialect, body: bytes, kind: Kind, events: Iterable[Any]) -> None:
+def takes_or_refuses(
+    adapter: ProtocolAdapter, body: bytes, kind: EngineKind, events: Iterable[Any]
+) -> None:
     """An event is refused where it is read, or it can be added and answered: nothing else may be raised."""
-    fold = dialect.fold(dialect.request(body), kind)
+    accumulator = adapter.accumulator(adapter.parse_request(body), kind)
     for said in events:
         data = orjson.dumps(said)
         try:
-            part = fold.read(b"data: " + data + b"\n\n", data)
+            parsed = accumulator.read(b"data: " + data + b"\n\n", data)
         except NOT_THE_PROTOCOL:
             continue
-        assert isinstance(part.shown, bytes)
-        if part.payload is not None:
-            fold.add(part.payload)
-        for choice in fold.answer().choices:
+        assert isinstance(parsed.client_bytes, bytes)
+        if parsed.update is not None:
+            accumulator.add(parsed.update)
+        for choice in accumulator.reply().choices:
             assert isinstance(orjson.loads(choice.message_json), dict)
             assert choice.finish_reason is None or isinstance(choice.finish_reason, str)
-        fold.unfinished()
+        accumulator.unfinished()
