@@ -26,7 +26,10 @@ hypothesis_settings.register_profile(
     "searching", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 hypothesis_settings.register_profile(
-    "unhurried", hypothesis_settings.get_profile("searching"), derandomize=True
+    "unhurried",
+    hypothesis_settings.get_profile("searching"),
+    derandomize=True,
+    max_examples=25,
 )
 hypothesis_settings.load_profile("unhurried")
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
+from support.examples import examples
 from support.interleavings import (
     AGENT,
     LIMITS,
@@ -68,7 +69,7 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
     return plain, disturbed(duplicated(gapped, gaps, buried, rng), rng, limits)
 
 
-@how(max_examples=100)
+@how(max_examples=examples(100))
 @given(seed=SEED, length=st.integers(1, 60))
 def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
     seed: int, length: int
@@ -151,7 +152,7 @@ def check_revisions(log: list[Entry], journal: list[Journaled], run: str) -> Non
             assert {d.missed_batch_seq for d in told} <= {batch.batch_seq}
 
 
-@how(max_examples=40)
+@how(max_examples=examples(40))
 @given(seed=SEED)
 def test_full_rounds_give_the_same_groups_however_they_come(seed: int) -> None:
     """Several runs with the same keys, group ids that come back, rounds named and counted, buckets, sessions of agents, choices."""

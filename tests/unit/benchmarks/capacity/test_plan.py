@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
+from support.examples import examples
 
 from benchmarks.capacity.lag import JOBS, Fleet, Outage, Scenario, simulate
 from benchmarks.capacity.plan import Assumptions, fleet, parsed, plan, scenarios
@@ -76,7 +77,7 @@ def test_who_serves_less_than_comes_never_drains() -> None:
     )
 
 
-@how(max_examples=20)
+@how(max_examples=examples(20))
 @given(seed=st.integers(0, 1000), skew=st.floats(0, 0.3), kills=st.floats(0, 60))
 def test_chance_is_the_seeds_and_more_failures_never_help(
     seed: int, skew: float, kills: float

@@ -17,6 +17,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
+from support.examples import examples
 
 from gateway.errors import BadRequest
 from gateway.protocols.base import EngineKind
@@ -27,10 +28,13 @@ from schemas.codec.single_object import Codec
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FEW = settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 MANY = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
 )
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "hi"}]},

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from gateway.redaction.body import redacted_body
 from gateway.redaction.rules import RULES
@@ -99,7 +100,7 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces, max_size=10).map("".join) | unicode, st.booleans(), st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_string_says_what_its_text_would(text: str, ascii_only: bool, slashes: bool) -> None:
     """However JSON writes it: what may be passed over in the JSON text is no secret in the string."""
     raw = json.dumps([text], ensure_ascii=ascii_only)

@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from gateway.redaction import checks
 from gateway.redaction.iban_lengths import IBAN_LENGTHS
@@ -256,7 +257,7 @@ def test_work_is_linear_in_the_text(unit: str) -> None:
     raise AssertionError(f"{small:.6f} s, {large:.6f} s")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 9), st.integers(65_400, 65_700), st.sampled_from(SECRETS[:3]))
 def test_a_secret_at_the_border_of_two_slices_is_found(
     shift: int, at: int, secret: tuple[str, str]

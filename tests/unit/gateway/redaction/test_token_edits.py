@@ -12,6 +12,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -169,7 +170,9 @@ texts = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 harmless = st.lists(st.sampled_from([w for w in WORDS if w not in SECRETS]), max_size=12).map(
     "".join
 )
-slow = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+slow = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60)
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

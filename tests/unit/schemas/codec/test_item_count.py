@@ -14,6 +14,7 @@ import pytest
 from fastavro.utils import generate_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder, decode_all
@@ -176,7 +177,7 @@ def changed(schema: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     return {**schema, "fields": fields}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_what_others_wrote_is_read_as_fastavro_reads_it(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([s["name"] for s in archived()])).rpartition(".")[2]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from schemas.codec.single_object import Codec
 from schemas.records import (
@@ -211,7 +212,7 @@ def check(journal: list[Journaled]) -> None:
             assert len({min(m.oldest_sync_index or 0 for m in g.members) for g in d.groups}) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
 def test_crash_after_any_step_changes_nothing(
     seed: int, length: int, channel: Any, ended: bool
@@ -232,7 +233,7 @@ def test_crash_after_any_step_changes_nothing(
         assert resumed == [d for step in steps[at + 1 :] for d in step]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=SEED, length=LENGTH, ended=st.booleans())
 def test_cut_at_any_decision_decides_each_trajectory_once(
     seed: int, length: int, ended: bool
@@ -266,7 +267,7 @@ def kept(ledger: Ledger) -> bytes:
     return b"".join(written(ledger, MARK, CODEC))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
 def test_checkpoint_and_the_rest_are_the_whole_journal(
     seed: int, length: int, channel: Any, ended: bool
@@ -309,7 +310,7 @@ def test_checkpoint_that_is_damaged_or_of_another_release_is_refused() -> None:
             read(cut, CODEC)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=SEED, length=LENGTH)
 def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: int) -> None:
     rng = random.Random(seed)

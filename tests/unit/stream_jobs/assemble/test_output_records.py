@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from runtime.kafka import Record
 from schemas.codec.single_object import Codec
@@ -188,7 +189,7 @@ REWARD = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(STEP, max_size=5), st.lists(REWARD, max_size=5), TEXT, st.sampled_from([0, 2**62]))
 def test_candidate_never_takes_more_than_is_counted(
     steps: list[CandidateStep], rewards: list[RewardValue], text: str, high: int

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from schemas.records import Tick
 from stream_jobs.assemble.changelog import StateLog
@@ -115,7 +116,7 @@ def merged(
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.DataObject) -> None:
     logs = data.draw(inputs())
@@ -143,7 +144,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.Da
     assert content(other) == content(plain)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> None:
     records = merged(data.draw, data.draw(inputs()))
@@ -168,7 +169,7 @@ def _fields(state: Assembly) -> dict[str, Any]:
     return {name: getattr(state, name) for name in Assembly.__slots__}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_reading_again_changes_nothing(data: st.DataObject) -> None:
     records = merged(data.draw, data.draw(inputs()))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from clawstream.cli.common_options import instant
 from clawstream.ops.replay.fold import Moment, Out, Replay
@@ -146,7 +147,7 @@ def last(outs: Iterable[Out]) -> dict[str, Candidate]:
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(logs())
 def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(
     given_logs: tuple[Log, Log],

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, Packed, _place
 from stream_jobs.admit.decisions.rounds import ClosedRounds, Owed, Rounds
@@ -20,7 +21,7 @@ NUMBERS = st.tuples(
 NAMES = st.text(max_size=3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(NAMES, st.none() | NUMBERS), max_size=60))
 def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> None:
     packed, plain = Packed(), dict[str, tuple[int, int, int]]()
@@ -68,7 +69,7 @@ def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
             Packed.of_bytes(memoryview(cut))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 99), st.integers(-1, 2)),
@@ -130,7 +131,7 @@ def test_rounds_that_do_not_begin_at_0_are_packed_too(first: int) -> None:
     assert list(store.others) == ["g"], "not the last of them is owed"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=20))
 def test_rounds_are_a_set_of_numbers(numbers: list[int]) -> None:
     rounds, plain = Rounds(), set[int]()

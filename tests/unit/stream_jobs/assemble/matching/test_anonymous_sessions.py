@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
@@ -479,7 +480,7 @@ def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
     return out
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
     data: st.DataObject,
@@ -507,7 +508,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
     assert trees[0] == trees[1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_rollouts_that_say_the_same_are_told_apart_by_number(data: st.DataObject) -> None:
     """Which of two equal beginnings a call goes on from can't be known, but none is gone on from twice while another is free."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
@@ -180,7 +181,7 @@ def test_payload_is_put_together_over_a_retried_step() -> None:
     ] == pack_ids([6, 7])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_duplicates_and_crashes_mark_the_same(data: st.DataObject) -> None:
     log = [

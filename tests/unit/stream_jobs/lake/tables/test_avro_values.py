@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder
@@ -78,7 +79,7 @@ def test_what_is_read_is_what_was_written(cls: type) -> None:
     schema = expanded(shipped(cls.__name__))
     read = reader_of(schema, schema)
 
-    @settings(max_examples=25)
+    @settings(max_examples=examples(25))
     @given(records_of(cls), st.data())
     def holds(record: Any, data: st.DataObject) -> None:
         value = CODEC.encode(record)
@@ -107,7 +108,7 @@ def test_fields_that_are_left_out_are_stepped_over() -> None:
     table = catalog()["trajectories"]
     read = table.reads(expanded(shipped("Trajectory")))
 
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(records_of(next(c for c in TOP_LEVEL if c.__name__ == "Trajectory")))
     def holds(record: Any) -> None:
         assert table.record is not None
