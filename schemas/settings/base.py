@@ -1,0 +1,19 @@
+"""The base class and the field types of all settings sections."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""Accepts a number, too: `worker_id=1` on a command line is YAML for an integer."""
+
+
+class Section(BaseModel):
+    """A frozen group of settings. Unknown keys are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

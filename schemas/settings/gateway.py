@@ -1,0 +1,212 @@
+"""The gateway, its upstream engines and redaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from schemas.settings.base import Count, Name, Port, Positive, Section
+
+
+class UpstreamSettings(Section):
+    """An engine or provider that does not report on the workers topic. A bare URL stands for one with all defaults."""
+
+    url: str = Field(description="its base URL, with or without /v1")
+    kind: Literal["auto", "captured", "vllm", "text"] = Field(
+        "auto", description="do not probe what it can tell of tokens"
+    )
+    api_key: str | None = Field(None, repr=False, description="it wants a key")
+    api_key_env: str | None = Field(
+        None, description="the key is in this environment variable, so not in a file"
+    )
+    api_key_header: Literal["authorization", "x-api-key"] | None = Field(
+        None,
+        description="default: x-api-key on Anthropic's paths of a provider, else authorization: Bearer",
+    )
+    forward_credentials: bool = Field(
+        False, description="agents bring their own keys of this provider"
+    )
+    models: tuple[str, ...] = Field((), description="it serves only these")
+    model_map: Mapping[str, str] = Field(
+        {}, description="it has another name for a model that agents ask for"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> UpstreamSettings:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("url is not http(s)://HOST[:PORT][/PATH]")
+        if parts.port == 0 or parts.username is not None or parts.query or parts.fragment:
+            raise ValueError(
+                "url holds more than host and path; a key belongs into api_key or api_key_env"
+            )
+        if self.api_key is not None and self.api_key_env is not None:
+            raise ValueError("api_key and api_key_env are both set")
+        return self
+
+
+class RedactionSettings(Section):
+    """Secrets and personal data are taken out of what the gateway keeps; see docs/redaction.md."""
+
+    enabled: bool = Field(False, description="agents handle real secrets or people's data")
+    rules: tuple[str, ...] = Field(
+        (
+            *(
+                "private_key",
+                "url_login",
+                "aws_secret",
+                "aws_key",
+                "api_key",
+                "jwt",
+                "bearer",
+                "secret",
+            ),
+            *("email", "iban", "card", "ssn", "phone"),
+        ),
+        description="fewer or other kinds, e.g. ipv4, or `file.py:function`, `module:function` of your own",
+    )
+    style: Literal["hashed", "plain"] = Field(
+        "hashed", description="plain: equal values cannot be told from different ones"
+    )
+    tokenizers: Mapping[str, Path] = Field(
+        {},
+        description="model name (or *) to its tokenizer.json; default gateway.tokenizer_path; without one no ids are kept",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: where it leads is not known here
+
+
+class GatewaySettings(Section):
+    """Where agents point their base_url."""
+
+    gateway_id: Name = Field("gateway-0", description="several gateways: one name each")
+    host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
+    port: Port = Field(8100, description="the port is taken")
+    public_url: str | None = Field(
+        None, description="behind a load balancer: the URL that agents are given"
+    )
+    base_path: Annotated[str, Field(pattern=r"^(/[^/?#\s]+)*$")] = Field(
+        "",
+        description="a proxy before it keeps its own prefix in the path: that prefix, e.g. /api/openai",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="browsers call it: origins whose pages may, e.g. https://app.example, or * for all",
+    )
+    upstreams: tuple[UpstreamSettings, ...] = Field(
+        (), description="engines that do not report on the workers topic"
+    )
+    acks: Literal["all", "none"] = Field(
+        "all", description="none: reply before the step is on Kafka; a crash may lose it"
+    )
+    produce_timeout_s: Positive = Field(
+        5.0, description="wait for Kafka's acknowledgement before the step is spooled"
+    )
+    spool_dir: Path | None = Field(
+        None, description="persistent volume for the spool; default <data_dir>/spool"
+    )
+    spool_max_bytes: Count = Field(1 << 30, description="longer Kafka outages")
+    spool_max_age_s: Positive | None = Field(
+        None,
+        description="older segments wait for `clawstream spool drain`; default half of jobs.closed_horizon_s",
+    )
+    blob_uri: str | None = Field(
+        None,
+        description="object store or shared disk for large fields, any fsspec URL; default <data_dir>/blobs",
+    )
+    blob_options: Mapping[str, str] = Field(
+        {}, description="fsspec options of blob_uri, e.g. credentials"
+    )
+    max_body_bytes: Count = Field(32 << 20, description="very long prompts or many images")
+    max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
+    max_in_flight_bytes: Count = Field(
+        256 << 20,
+        description="memory: bodies of calls beyond it get 503; a call takes about six times its body",
+    )
+    max_reply_bytes: Count = Field(
+        64 << 20, description="larger replies that are not streamed; each is held in memory"
+    )
+    max_in_flight_reply_bytes: Count = Field(
+        256 << 20,
+        description="memory: replies of all calls; beyond it new calls get 503, and all replies but one wait",
+    )
+    client_timeout_s: Positive = Field(
+        60.0,
+        description="agents on slow links: how long one may take nothing, or need to send a request",
+    )
+    upstream_timeout_s: Positive = Field(
+        600.0,
+        description="engines that are silent for longer: plain replies of very long generations",
+    )
+    upstream_total_timeout_s: Positive | None = Field(
+        None,
+        description="bound a whole reply too, e.g. streams of agents that never stop; default: none",
+    )
+    worker_wait_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="wait for a ready engine before 503"
+    )
+    probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
+    session_secret: str | None = Field(
+        None, description="several gateways on several machines: the same for all"
+    )
+    auth: Literal["open", "required"] | None = Field(
+        None,
+        description="whether a key is needed; default: open on loopback, required on any other host",
+    )
+    api_keys_file: Path | None = Field(
+        None, description="shared by several gateways; default <data_dir>/api-keys.json"
+    )
+    session_rewards: bool = Field(
+        False,
+        description="environments that hold nothing but a session key may give a reward when they complete",
+    )
+    reward_min: float = Field(
+        -1e6, allow_inf_nan=False, description="smallest reward that is believed"
+    )
+    reward_max: float = Field(
+        1e6, allow_inf_nan=False, description="largest reward that is believed"
+    )
+    max_prompt_tokens: Count | None = Field(
+        None,
+        description="refuse longer prompts sooner than the engine's own bound does; long ones cost a request for counting",
+    )
+    default_max_tokens: Count | None = Field(
+        None, description="bound of replies whose client named none"
+    )
+    tokenizer_path: Path | None = Field(
+        None,
+        description="directory with tokenizer.json: text of submitted steps, and for compute_reward",
+    )
+    redaction: RedactionSettings = RedactionSettings()
+    compute_reward: str | None = Field(
+        None,
+        description="what POST /compute_reward calls: `name@version`, `file.py:function@version` or `module:function@version`",
+    )
+
+    @property
+    def auth_required(self) -> bool:
+        """Whether every request needs a key. A host that others can reach is never open by oversight."""
+        return self.auth == "required" if self.auth is not None else not _is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GatewaySettings:
+        if self.reward_min > self.reward_max:
+            raise ValueError(
+                f"reward_min {self.reward_min:g} is above reward_max {self.reward_max:g}"
+            )
+        return self

@@ -1,0 +1,57 @@
+"""The Delta Lake writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from schemas.settings.base import Count, Positive, Section
+
+
+class LakeSettings(Section):
+    """The Delta Lake writer."""
+
+    uri: str | None = Field(
+        None, description="another disk or an object store; default <data_dir>/lake"
+    )
+    storage_options: Mapping[str, str] = Field(
+        {}, description="credentials and options of the object store"
+    )
+    flush_interval_s: Positive = Field(2.0, description="fresher tables against more small files")
+    flush_rows: Count = Field(8000, description="memory against more commits")
+    dedupe_window: Count = Field(
+        200_000, description="ids a table remembers to drop re-sent records"
+    )
+    care_interval_s: Positive = Field(
+        600.0,
+        description="how often small files become large ones, beside the writer, and what is too old goes",
+    )
+    history_days: Positive = Field(
+        2.0,
+        description="how far back SQL can ask for a table as it was; files and log entries stay as long",
+    )
+    retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
+        {},
+        description="table to the age at which its rows are deleted; one that is not named keeps them for ever",
+    )
+    sql_memory_mb: Annotated[int, Field(ge=64)] = Field(
+        4096, description="SQL over more data at once; one query's limit"
+    )
+    sql_timeout_s: Positive = Field(300.0, description="SQL that takes longer; one query's limit")
+    writers: Annotated[int, Field(ge=1, le=999)] = Field(
+        1,
+        description="more rows a second than one process writes; each takes the partitions p with p % writers == writer",
+    )
+    writer: Annotated[int, Field(ge=0)] = Field(
+        0, description="several writers: each its own number, from 0"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LakeSettings:
+        if self.writer >= self.writers:
+            raise ValueError(
+                f"writer {self.writer} is not one of writers {self.writers}, which count from 0"
+            )
+        return self

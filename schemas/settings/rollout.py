@@ -1,0 +1,53 @@
+"""The rollout worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.settings.base import Count, Name, Port, Positive, Section
+
+ENGINE_STOP_S = 10.0
+"""So long an engine may take to end before it is killed; a second more is for the worker's own end."""
+
+
+class RolloutSettings(Section):
+    """A rollout worker and its vLLM server."""
+
+    worker_id: Name = Field("worker-0", description="several workers: one name each")
+    attach_url: str | None = Field(
+        None, description="a vLLM server that runs already, instead of starting one"
+    )
+    model_path: Path | None = Field(
+        None, description="directory the engine boots with; default trainer.model_path"
+    )
+    host: str = Field("127.0.0.1", description="gateways on other machines")
+    port: Port = Field(8200, description="the port is taken")
+    public_url: str | None = Field(
+        None, description="the URL that gateways are told; needed where rollout.host is 0.0.0.0"
+    )
+    served_model_name: str = Field("policy", description="the name that agents ask for")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="float32 for exact agreement; versions are published in it, for auto in the model's own",
+    )
+    max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
+    max_num_seqs: Count = Field(256, description="requests in one engine step")
+    kv_cache_mb: Count = Field(1024, description="memory for the KV cache on CPU")
+    tool_parser: str | None = Field(None, description="vLLM tool-call parser")
+    tool_parser_plugin: Path | None = Field(
+        None, description="file that registers a parser of your own"
+    )
+    reasoning_parser: str | None = Field(None, description="vLLM reasoning parser")
+    extra_args: tuple[str, ...] = Field((), description="any further vLLM argument")
+    heartbeat_s: Positive = Field(2.0, description="how soon a dead worker is noticed")
+    startup_timeout_s: Positive = Field(600.0, description="large models")
+    drain_timeout_s: Positive | None = Field(
+        None,
+        description="longest wait for calls in flight when stopping; default what up.stop_timeout_s leaves",
+    )
+    serve_base: bool = Field(
+        False, description="serve the boot weights before the first version exists"
+    )

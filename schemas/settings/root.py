@@ -1,0 +1,198 @@
+"""The root of all settings: the sections, the checks across sections, and derived values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from schemas.ids import RUN_ID
+from schemas.rule_spec import is_own, name_in, of_run
+from schemas.settings.admit import AdmitSettings
+from schemas.settings.base import Name, Section
+from schemas.settings.demo import DemoSettings
+from schemas.settings.gateway import GatewaySettings
+from schemas.settings.jobs import FunctionSettings, JobsSettings
+from schemas.settings.kafka import BrokerSettings, KafkaSettings
+from schemas.settings.lake import LakeSettings
+from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
+from schemas.settings.trainer import TrainerSettings
+from schemas.settings.up import UpSettings
+
+
+class Settings(Section):
+    """Everything. The name of a field, with dots, is the name on the command line."""
+
+    run_id: Name = Field(
+        "default", pattern=f"^{RUN_ID.pattern}$", description="experiments side by side"
+    )
+    data_dir: Path = Field(Path("data"), description="where everything is kept")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="more or fewer lines"
+    )
+    kafka: KafkaSettings = KafkaSettings()
+    broker: BrokerSettings = BrokerSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    functions: FunctionSettings = FunctionSettings()
+    jobs: JobsSettings = JobsSettings()
+    admit: AdmitSettings = AdmitSettings()
+    lake: LakeSettings = LakeSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    up: UpSettings = UpSettings()
+    demo: DemoSettings = DemoSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if 2 * self.jobs.trajectory_timeout_s > self.kafka.steps_retention_s:
+            raise ValueError(
+                f"jobs.trajectory_timeout_s={self.jobs.trajectory_timeout_s:g} is above half of "
+                f"kafka.steps_retention_s={self.kafka.steps_retention_s:g}: payload could be gone before its trajectory closes"
+            )
+        for name, value in (
+            ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
+            ("jobs.bucket_inactivity_s", self.jobs.bucket_inactivity_s),
+            ("jobs.agent_inactivity_s", self.jobs.agent_inactivity_s),
+            ("jobs.orphan_after_s", self.jobs.orphan_after_s),
+            ("gateway.spool_max_age_s", self.spool_max_age_s),
+            ("admit.policy.reward_deadline_s", self.admit.policy.reward_deadline_s),
+            ("admit.policy.group_deadline_s", self.admit.policy.group_deadline_s),
+        ):
+            if self.jobs.closed_horizon_s <= value:
+                raise ValueError(
+                    f"jobs.closed_horizon_s={self.jobs.closed_horizon_s:g} must exceed {name}={value:g}"
+                )
+        if (
+            self.rollout.drain_timeout_s is not None
+            and self.rollout.drain_timeout_s > self._drain_room_s
+        ):
+            raise ValueError(
+                f"rollout.drain_timeout_s={self.rollout.drain_timeout_s:g} must be at least {ENGINE_STOP_S + 1:g} below "
+                f"up.stop_timeout_s={self.up.stop_timeout_s:g}: the worker would be killed while it waits"
+            )
+        for table, days in self.lake.retention_days.items():
+            if days * 86400 <= self.spool_max_age_s:
+                raise ValueError(
+                    f"lake.retention_days.{table}={days:g} must exceed gateway.spool_max_age_s={self.spool_max_age_s:g}: a record "
+                    "that comes out of a spool would be written again"
+                )
+        self._check_awaited()
+        if self.trainer.sync_every != self.admit.policy.sync_every:
+            raise ValueError(
+                f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
+                f"{self.admit.policy.sync_every}: staleness is judged for the version that will train a batch"
+            )
+        return self
+
+    @property
+    def names_functions(self) -> bool:
+        """Whether a function of the user's own is named anywhere."""
+        jobs, gateway = self.jobs, self.gateway
+        named = [
+            *jobs.reward_functions.values(),
+            *jobs.quality_functions.values(),
+            gateway.redaction.rules,
+        ]
+        return any(is_own(spec) for specs in named for spec in specs) or is_own(
+            gateway.compute_reward or ""
+        )
+
+    def _check_awaited(self) -> None:
+        """Refuse a policy that decides before the configured functions have answered."""
+        policy = self.admit.policy
+        if policy.required_rewards == () and (counted := self._counted_rewards()):
+            raise ValueError(
+                f"admit.policy.required_rewards is empty, but jobs.reward_functions gives run {self.run_id} "
+                f"{', '.join(counted)}: groups would be decided before these rewards come. Leave it out, so that "
+                "all of them are required, or name those that groups wait for"
+            )
+        if policy.require_assessment is False and self._assessment_decides():
+            raise ValueError(
+                "admit.policy.require_assessment is false, but min_quality or min_step_quality is set beside "
+                f"jobs.quality_functions of run {self.run_id}: trajectories would be admitted before they are "
+                "assessed. Leave it out"
+            )
+
+    def _counted_rewards(self) -> tuple[str, ...]:
+        """The rewards of the run's configured functions that count in the training reward, as `rule/NAME`."""
+        weights = self.admit.policy.reward_weights
+        names = dict.fromkeys(
+            f"rule/{name_in(spec)}" for spec in of_run(self.jobs.reward_functions, self.run_id)
+        )
+        return tuple(name for name in names if not weights or name in weights)
+
+    def _assessment_decides(self) -> bool:
+        policy = self.admit.policy
+        has_threshold = policy.min_quality is not None or policy.min_step_quality is not None
+        return has_threshold and bool(of_run(self.jobs.quality_functions, self.run_id))
+
+    @property
+    def required_rewards(self) -> tuple[str, ...]:
+        """What each member of a group needs: as set, else the reward of every configured function that counts."""
+        said = self.admit.policy.required_rewards
+        return self._counted_rewards() if said is None else said
+
+    @property
+    def require_assessment(self) -> bool:
+        """Whether groups wait for the quality rules: as set, else where a threshold and rules are configured."""
+        said = self.admit.policy.require_assessment
+        return self._assessment_decides() if said is None else said
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """The cluster everything talks to."""
+        if self.kafka.bootstrap_servers:
+            return self.kafka.bootstrap_servers
+        step = 10
+        return ",".join(
+            f"127.0.0.1:{self.broker.port + step * i}" for i in range(self.broker.nodes)
+        )
+
+    @property
+    def replication(self) -> tuple[int, int]:
+        """Copies of each topic, and how many must have a record before it is acknowledged."""
+        embedded = self.broker.nodes if self.kafka.bootstrap_servers is None else 1
+        factor = self.kafka.replication_factor or min(3, embedded)
+        return factor, self.kafka.min_insync_replicas or max(1, factor - 1)
+
+    @property
+    def broker_dir(self) -> Path:
+        return self.broker.data_dir or self.data_dir / "broker"
+
+    @property
+    def lake_uri(self) -> str:
+        return self.lake.uri or str((self.data_dir / "lake").absolute())
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.gateway.spool_dir or self.data_dir / "spool"
+
+    @property
+    def api_keys_file(self) -> Path:
+        return self.gateway.api_keys_file or self.data_dir / "api-keys.json"
+
+    @property
+    def spool_max_age_s(self) -> float:
+        """A trajectory whose records wait longer may be forgotten before they come."""
+        return self.gateway.spool_max_age_s or self.jobs.closed_horizon_s / 2
+
+    @property
+    def blob_uri(self) -> str:
+        return self.gateway.blob_uri or str((self.data_dir / "blobs").absolute())
+
+    @property
+    def _drain_room_s(self) -> float:
+        return max(1.0, self.up.stop_timeout_s - ENGINE_STOP_S - 1)
+
+    @property
+    def rollout_drain_timeout_s(self) -> float:
+        return self.rollout.drain_timeout_s or self._drain_room_s
+
+    @property
+    def weights_dir(self) -> Path:
+        return (self.trainer.weights_dir or self.data_dir / "weights").absolute()
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return (self.trainer.checkpoint_dir or self.data_dir / "checkpoints").absolute()
