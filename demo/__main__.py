@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from clawstream.cli.common_options import Config, Words, plain_errors, settings_of
+from clawstream.cli.common_options import Config, Overrides, plain_errors, settings_of
 from demo.main import main
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
-def demo(words: Words = None, config: Config = None) -> None:
+def demo(overrides: Overrides = None, config: Config = None) -> None:
     """Make a tiny model, let an agent use it, train it until it has learned the task, and report."""
     with plain_errors():
-        main(settings_of(config, words, fresh=True))
+        main(settings_of(config, overrides, fresh=True))
 
 
 app()

@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from demo.task import Task, make_task, score
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
 
@@ -70,7 +70,7 @@ class Player:
         }
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(
-                *bonded(
+                *die_with_parent(
                     [
                         sys.executable,
                         "-P",

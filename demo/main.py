@@ -25,7 +25,7 @@ from demo.feed import LoopState, follow
 from demo.live import Live
 from demo.pacing import may_launch
 from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from runtime.process.lifecycle import run_async
 from runtime.process.supervisor import Supervisor
 from runtime.topics.records import create_topics
@@ -67,7 +67,7 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
     code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
     with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *bonded([sys.executable, "-c", code]), stdout=log, stderr=log
+            *die_with_parent([sys.executable, "-c", code]), stdout=log, stderr=log
         )
         try:
             if await process.wait() != 0:

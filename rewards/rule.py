@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rewards.built_in import BUILT_IN, RewardFunction
-from schemas.rule_spec import Named, function_of
+from schemas.rule_spec import NamedFunction, function_of
 from schemas.user_function import Find
 
-Rule = Named[RewardFunction]
+Rule = NamedFunction[RewardFunction]
 """A reward function under the name and version that its rewards carry."""
 
 

@@ -26,7 +26,7 @@ class _Lossy:
             self._stream.flush()
 
 
-class Seldom(logging.Filter):
+class LogThrottle(logging.Filter):
     """Lets loggers whose names begin with `prefix` say the same thing only every `interval_s`."""
 
     def __init__(self, prefix: str, interval_s: float) -> None:

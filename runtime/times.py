@@ -12,7 +12,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
-def moment_of(text: str, now: datetime) -> datetime:
+def parse_instant(text: str, now: datetime) -> datetime:
     """ISO 8601, UTC unless it says otherwise; digits: milliseconds since the epoch; `30m`, `2h`, `7d`: so long before `now`.
 
     In UTC, from 1970 to the year 9999. Raises ValueError, which says how a moment is written.

@@ -7,7 +7,7 @@ import os
 import socket
 
 
-def whoami() -> str:
+def current_user() -> str:
     """user@host. An account without a name, as in a container, is its number."""
     try:
         user = getpass.getuser()

@@ -39,7 +39,7 @@ def name_in(spec: str) -> str:
 
 
 @dataclass(frozen=True)  # no slots: with them a generic alias cannot make one
-class Named(Generic[F]):
+class NamedFunction(Generic[F]):
     """A function with its name and version."""
 
     name: str
@@ -57,7 +57,7 @@ class Named(Generic[F]):
 
 def function_of(
     spec: str, setting: str, built_in: Mapping[str, F], kind: str, find: Find
-) -> Named[F]:
+) -> NamedFunction[F]:
     """Resolve a function that a setting names.
 
     Args:
@@ -86,9 +86,9 @@ def function_of(
             raise SettingsError(
                 f"{where}: no built-in {kind} {name!r}; there are {', '.join(sorted(built_in))}"
             )
-        return Named(name, version, built_in[name])
+        return NamedFunction(name, version, built_in[name])
     try:
-        return Named(name, version, find(target))  # type: ignore[arg-type]
+        return NamedFunction(name, version, find(target))  # type: ignore[arg-type]
     except FunctionNotFound as e:
         raise SettingsError(f"{where}: {e}; see docs/reward-functions.md") from e
 

@@ -45,7 +45,7 @@ import psutil
 from benchmarks.gateway.http_load import Outcome, load
 from gateway.auth.api_keys import create_key
 from runtime.broker.embedded import EmbeddedBroker
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 PEERS = Path(".venv-peers/bin")
 LITELLM_KEY = "sk-" + "0123456789abcdef" * 4
@@ -137,7 +137,7 @@ def running(
     """A process of ours, stopped at the end, and killed when this process ends in any other way."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            bonded(command),
+            die_with_parent(command),
             stdout=out,
             stderr=out,
             env={**os.environ, **(environment or {})},

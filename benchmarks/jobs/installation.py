@@ -18,7 +18,7 @@ import psutil
 from benchmarks.gateway.benchmark import running
 from benchmarks.jobs.load import GROUP_SIZE, RULE, RUN, Load
 from runtime.kafka import Record
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from runtime.topics.records import cluster_of, create_topics
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
@@ -153,7 +153,7 @@ class Installation:
             servers,
             self.settings.kafka.topic_prefix,
         ]
-        subprocess.run(bonded(command), check=True)
+        subprocess.run(die_with_parent(command), check=True)
 
     def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:
         """(topic, partition) to its end."""

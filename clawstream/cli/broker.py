@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Words, fail, group, settings_of
+from clawstream.cli.common_options import Config, Overrides, fail, group, settings_of
 
 app = group("The embedded Apache Kafka.")
 Nodes = Annotated[
@@ -14,28 +14,28 @@ Nodes = Annotated[
 ]
 
 
-def _with_nodes(words: list[str] | None, nodes: int | None) -> list[str]:
-    return [*(words or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
+def _with_nodes(overrides: list[str] | None, nodes: int | None) -> list[str]:
+    return [*(overrides or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
 
 
 @app.command("run")
-def broker_run(words: Words = None, config: Config = None, nodes: Nodes = None) -> None:
+def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes = None) -> None:
     """Run the broker in the foreground, for a supervisor or a container."""
     from runtime.broker.embedded import run_foreground
     from runtime.logs import configure
 
-    settings = settings_of(config, _with_nodes(words, nodes))
+    settings = settings_of(config, _with_nodes(overrides, nodes))
     configure("broker", settings.log_level)
     raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
 
 
 @app.command("prepare")
-def broker_prepare(words: Words = None, config: Config = None) -> None:
+def broker_prepare(overrides: Overrides = None, config: Config = None) -> None:
     """Fetch Kafka's jars and make the start cache, unless they are there: starts then take half the processor time."""
     from runtime.broker.jars import ensure_jars, find_java
     from runtime.broker.start_cache import make_start_cache, start_cache
 
-    settings = settings_of(config, words).broker
+    settings = settings_of(config, overrides).broker
     cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
     made = make_start_cache(cache)
     typer.echo(f"Kafka's jars: {cache.jars_dir}")
@@ -44,7 +44,7 @@ def broker_prepare(words: Words = None, config: Config = None) -> None:
 
 @app.command("start")
 def broker_start(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     nodes: Nodes = None,
     wait: Annotated[
@@ -57,7 +57,7 @@ def broker_start(
 
     from runtime.broker.embedded import start
 
-    settings = settings_of(config, _with_nodes(words, nodes))
+    settings = settings_of(config, _with_nodes(overrides, nodes))
     patience_s = inf if wait is None else wait
     for node in start(
         settings.broker,
@@ -69,11 +69,11 @@ def broker_start(
 
 
 @app.command("stop")
-def broker_stop(words: Words = None, config: Config = None) -> None:
+def broker_stop(overrides: Overrides = None, config: Config = None) -> None:
     """Stop the broker that was started in the background."""
     from runtime.broker.embedded import stop
 
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     pids = stop(settings.broker_dir)
     typer.echo(
         f"stopped {', '.join(map(str, pids))}"
@@ -83,11 +83,11 @@ def broker_stop(words: Words = None, config: Config = None) -> None:
 
 
 @app.command("status")
-def broker_status(words: Words = None, config: Config = None) -> None:
+def broker_status(overrides: Overrides = None, config: Config = None) -> None:
     """Which nodes run; exit code 1 when none does."""
     from runtime.broker.embedded import status
 
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     nodes = status(settings.broker_dir)
     for node in nodes:
         typer.echo(

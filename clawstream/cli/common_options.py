@@ -1,4 +1,4 @@
-"""What every command line shares: settings from words, errors as one line, the cluster, modules of processes by name."""
+"""What every command line shares: settings from overrides, errors as one line, the cluster, modules of processes by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 5.0
 _OF_A_PROCESS = ("gateway.", "rollout.")
 """Settings whose secrets one process alone needs, so that other commands do not miss them."""
 
-Words = Annotated[
+Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings, e.g. trainer.lr=1e-6.")
 ]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
@@ -33,21 +33,21 @@ def group(help_text: str) -> typer.Typer:
     return typer.Typer(help=help_text, no_args_is_help=True, rich_markup_mode=None)
 
 
-def settings_of(config: Path | None, words: list[str] | None, fresh: bool = False) -> Settings:
+def settings_of(config: Path | None, overrides: list[str] | None, fresh: bool = False) -> Settings:
     """The settings, on top of those that the data directory remembers; a wrong one ends the command with code 2.
 
     Secrets are not remembered: those of Kafka and the lake that are missing now are named on standard error.
     fresh: Nothing that was before counts.
     """
     from runtime.process.config import load as read
-    from runtime.process.remembered_settings import recalled, withheld_from
+    from runtime.process.remembered_settings import load_remembered, missing_secrets
     from schemas.errors import SettingsError
 
     try:
         if fresh:
-            return read(config, words or ())
-        settings = recalled(config, words or ())
-        for path in withheld_from(settings):
+            return read(config, overrides or ())
+        settings = load_remembered(config, overrides or ())
+        for path in missing_secrets(settings):
             if not path.startswith(_OF_A_PROCESS):
                 _tell_withheld(path)
         return settings
@@ -71,10 +71,10 @@ def instant(text: str | None, name: str) -> int | None:
     """Milliseconds since the epoch of what an option says, None as None. Ends the command with code 2 when it is no moment."""
     from datetime import UTC, datetime
 
-    from runtime.times import millis, moment_of
+    from runtime.times import millis, parse_instant
 
     try:
-        return None if text is None else millis(moment_of(text, datetime.now(UTC)))
+        return None if text is None else millis(parse_instant(text, datetime.now(UTC)))
     except ValueError as e:
         fail(f"{name} {e}", 2)
 
@@ -111,15 +111,15 @@ def load(module: str) -> ModuleType:
         fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
 
 
-def run(target: str, config: Path | None, words: list[str] | None, fresh: bool = False) -> None:
+def run(target: str, config: Path | None, overrides: list[str] | None, fresh: bool = False) -> None:
     """Call `module:function`, the start of a process, with the settings. fresh: as in `settings_of`."""
-    from runtime.process.remembered_settings import withheld_from
+    from runtime.process.remembered_settings import missing_secrets
 
-    settings = settings_of(config, words, fresh)
+    settings = settings_of(config, overrides, fresh)
     module, _, function = target.partition(":")
     own = f"{module.partition('.')[0]}."
     if own in _OF_A_PROCESS:
-        for path in withheld_from(settings):
+        for path in missing_secrets(settings):
             if path.startswith(own):
                 _tell_withheld(path)
     getattr(load(module), function)(settings)

@@ -7,14 +7,22 @@ from typing import Annotated, Literal
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, cluster_of, fail, load, settings_of
-from runtime.user import whoami
+from clawstream.cli.common_options import (
+    Config,
+    Form,
+    Overrides,
+    cluster_of,
+    fail,
+    load,
+    settings_of,
+)
+from runtime.user import current_user
 
 EXAMPLES = 5
 
 
 def curate(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     where: Annotated[
         str, typer.Option("--where", "-w", help='SQL condition, e.g. "quality < 0.3".')
@@ -42,11 +50,11 @@ def curate(
     """Mark what a query over the lake finds. Counts, and marks nothing, until --send."""
     if not where:
         fail('--where is missing: say which, e.g. --where "quality < 0.3"', 2)
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     module, sql = load("clawstream.query.curation"), load("clawstream.query.connection")
     try:
         mark = module.Mark(
-            by or whoami(),
+            by or current_user(),
             quality,
             None if trainable is None else trainable == "true",
             tuple(tag) if tag else None,

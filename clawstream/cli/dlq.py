@@ -16,7 +16,7 @@ import typer
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 app = group("Dead letters: records that a process could not handle.")
 
-LETTERS, OFFICE = "clawstream.ops.dead_letters.letters", "clawstream.ops.dead_letters.redrive"
+ENTRIES, REDRIVE = "clawstream.ops.dead_letters.entries", "clawstream.ops.dead_letters.redrive"
 HEX_BYTES = 256
 ASK_ABOVE = 1
 """More records than this are sent only with --yes."""
@@ -90,7 +90,7 @@ def _split(given: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
 @app.command("list")
 def dlq_list(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     topic: Topic = None,
     process: Process = None,
@@ -103,44 +103,46 @@ def dlq_list(
     form: Form = "table",
 ) -> None:
     """The open dead letters, one line each, with how many there are by reason."""
-    settings, after = settings_of(config, words), _since(since)
-    letters = load(LETTERS)
-    found = _read(settings, letters)
-    chosen = letters.Filter(topic, process, reason, run, after, every)
-    some = [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
+    settings, after = settings_of(config, overrides), _since(since)
+    entries = load(ENTRIES)
+    found = _read(settings, entries)
+    chosen = entries.EntryFilter(topic, process, reason, run, after, every)
+    some = [x for x in found.values() if chosen.matches(x, settings.kafka.topics)]
     ambiguous = {n for n, count in Counter(s.short for s in found).items() if count > 1}
     if form == "json":
-        typer.echo(json.dumps([_plain_letter(x, ambiguous) for x in some], ensure_ascii=False))
+        typer.echo(json.dumps([_entry_as_dict(x, ambiguous) for x in some], ensure_ascii=False))
         return
     typer.echo(_table(some, ambiguous))
     typer.echo(_summary(some))
 
 
-def _read(settings: Settings, letters: ModuleType) -> dict[Any, Any]:
+def _read(settings: Settings, entries: ModuleType) -> dict[Any, Any]:
     from runtime.topics.records import Decoder
 
     cluster, topics = cluster_of(settings), settings.kafka.topics
-    read: dict[Any, Any] = letters.read_letters(cluster, Decoder(cluster, topics.schemas), topics)
+    read: dict[Any, Any] = entries.read_entries(cluster, Decoder(cluster, topics.schemas), topics)
     return read
 
 
-def _name(letter: Any, ambiguous: set[str]) -> str:
-    name: str = letter.spot.full if letter.spot.short in ambiguous else letter.spot.short
+def _name(entry: Any, ambiguous: set[str]) -> str:
+    name: str = (
+        entry.record_id.full if entry.record_id.short in ambiguous else entry.record_id.short
+    )
     return name
 
 
-def _plain_letter(letter: Any, ambiguous: set[str]) -> dict[str, Any]:
+def _entry_as_dict(entry: Any, ambiguous: set[str]) -> dict[str, Any]:
     return {
-        "id": _name(letter, ambiguous),
-        **letter.spot._asdict(),
-        "state": letter.state,
-        "reason": letter.reason,
-        "run": letter.run,
-        "record": letter.kind,
-        "key": letter.key.decode(errors="replace") if letter.key is not None else None,
-        "bytes": letter.size,
-        "timestamp": _time(letter.timestamp_ms * 1000),
-        "burials": [
+        "id": _name(entry, ambiguous),
+        **entry.record_id._asdict(),
+        "state": entry.state,
+        "reason": entry.reason,
+        "run": entry.run,
+        "record": entry.kind,
+        "key": entry.key.decode(errors="replace") if entry.key is not None else None,
+        "bytes": entry.size,
+        "timestamp": _time(entry.timestamp_ms * 1000),
+        "occurrences": [
             {
                 "process": b.process,
                 "reason": b.reason,
@@ -148,13 +150,13 @@ def _plain_letter(letter: Any, ambiguous: set[str]) -> dict[str, Any]:
                 "at": b.at,
                 "created": _time(b.created_at),
             }
-            for b in letter.burials
+            for b in entry.occurrences
         ],
-        "resolutions": [_plain_resolution(r) for r in letter.resolutions],
+        "resolutions": [_resolution_as_dict(r) for r in entry.resolutions],
     }
 
 
-def _plain_resolution(done: Any) -> dict[str, Any]:
+def _resolution_as_dict(done: Any) -> dict[str, Any]:
     sent = (
         f"{done.topic}-{done.sent_partition}-{done.sent_offset}"
         if done.sent_offset is not None
@@ -169,14 +171,14 @@ def _plain_resolution(done: Any) -> dict[str, Any]:
     }
 
 
-def _table(letters: Sequence[Any], ambiguous: set[str]) -> str:
+def _table(entries: Sequence[Any], ambiguous: set[str]) -> str:
     names = ("id", "state", "reason", "process", "run", "record", "buried", "detail")
     rows = [
         (
-            _name(x, ambiguous), x.state, x.reason, "+".join(dict.fromkeys(b.process for b in x.burials)), x.run or "-",
-            x.kind or "-", _time(x.burials[0].created_at), x.burials[0].detail[:60],
+            _name(x, ambiguous), x.state, x.reason, "+".join(dict.fromkeys(b.process for b in x.occurrences)), x.run or "-",
+            x.kind or "-", _time(x.occurrences[0].created_at), x.occurrences[0].detail[:60],
         )
-        for x in letters
+        for x in entries
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     return "\n".join(
@@ -185,38 +187,40 @@ def _table(letters: Sequence[Any], ambiguous: set[str]) -> str:
     )
 
 
-def _summary(letters: Sequence[Any]) -> str:
-    states = Counter(x.state for x in letters)
-    reasons = Counter(x.reason for x in letters if x.state == "open")
+def _summary(entries: Sequence[Any]) -> str:
+    states = Counter(x.state for x in entries)
+    reasons = Counter(x.reason for x in entries if x.state == "open")
     by_reason = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
     done = "".join(f"; {n} {state}" for state, n in states.most_common() if state != "open")
     return f"{states['open']} open{f': {by_reason}' if by_reason else ''}{done}"
 
 
-def _look(settings: Settings, letters: ModuleType, name: str) -> tuple[Any, Any, Any, str]:
-    """The letter of that id, its record, and what the record says; None: why it can't be read."""
+def _look(settings: Settings, entries: ModuleType, name: str) -> tuple[Any, Any, Any, str]:
+    """The entry of that id, its record, and what the record says; None: why it can't be read."""
     from runtime.topics.records import Decoder
     from schemas.errors import Undecodable, UnknownSchema
 
     cluster, topics = cluster_of(settings), settings.kafka.topics
     decoder = Decoder(cluster, topics.schemas)
-    letter = letters.letter_of(letters.read_letters(cluster, decoder, topics), name)
-    original = next(letters.originals(cluster, decoder, topics, [letter]))
+    entry = entries.find_entry(entries.read_entries(cluster, decoder, topics), name)
+    original = next(entries.originals(cluster, decoder, topics, [entry]))
     try:
-        return letter, original, decoder.decode(original.value), ""
+        return entry, original, decoder.decode(original.value), ""
     except (Undecodable, UnknownSchema) as e:
-        return letter, original, None, str(e)
+        return entry, original, None, str(e)
 
 
 @app.command("show")
-def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = "table") -> None:
+def dlq_show(
+    name: Id, overrides: Overrides = None, config: Config = None, form: Form = "table"
+) -> None:
     """All that is known of a dead letter: why, with the traceback, and what the record says."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     from schemas.codec.record_json import to_json
 
-    letters = load(LETTERS)
-    letter, original, event, why = _look(settings, letters, name)
-    shown = _plain_letter(letter, {letter.spot.short} if "@" in name else set())
+    entries = load(ENTRIES)
+    entry, original, event, why = _look(settings, entries, name)
+    shown = _entry_as_dict(entry, {entry.record_id.short} if "@" in name else set())
     if event is not None:
         shown["record_json"] = to_json(event)
     else:
@@ -231,7 +235,7 @@ def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = 
         typer.echo(json.dumps(shown, ensure_ascii=False))
         return
     for title, said in shown.items():
-        if title in ("burials", "resolutions"):
+        if title in ("occurrences", "resolutions"):
             for one in said:
                 typer.echo(
                     f"{title[:-1]}: {', '.join(f'{n} {v}' for n, v in one.items() if v is not None)}"
@@ -251,7 +255,7 @@ def dlq_show(name: Id, words: Words = None, config: Config = None, form: Form = 
 @app.command("repair")
 def dlq_repair(
     name: Id,
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     changes: Annotated[
         list[str] | None,
@@ -270,28 +274,28 @@ def dlq_repair(
     force: Force = False,
 ) -> None:
     """Change a record and send it to its topic, under the key that belongs to it."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     from schemas.codec.record_json import changed
 
-    letters, office = load(LETTERS), load(OFFICE)
+    entries, redrive = load(ENTRIES), load(REDRIVE)
     cluster_of(settings)
     if out is not None:
-        _, original, event, _ = _look(settings, letters, name)
+        _, original, event, _ = _look(settings, entries, name)
         _written(
-            out, json.dumps(office.editable(original, event), indent=1, ensure_ascii=False) + "\n"
+            out, json.dumps(redrive.editable(original, event), indent=1, ensure_ascii=False) + "\n"
         )
         typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
         return
     said = _edited(edit) if edit is not None else None
-    with office.Office(settings) as desk:
-        letter = letters.letter_of(desk.letters, name)
+    with redrive.Redriver(settings) as redriver:
+        entry = entries.find_entry(redriver.entries, name)
         if said is None:
-            original = desk.original(letter)
-            said = office.editable(original, desk.event_of(original))
+            original = redriver.original(entry)
+            said = redrive.editable(original, redriver.event_of(original))
         if not said["type"]:
             fail(f"{name} can't be read: write the record with --out, edit it, send it with --edit")
-        sent = desk.repair(
-            letter, said["type"], changed(said["record"], changes or ()), force, note
+        sent = redriver.repair(
+            entry, said["type"], changed(said["record"], changes or ()), force, note
         )
     typer.echo(_told(sent, name))
 
@@ -333,7 +337,7 @@ def dlq_replay(
 ) -> None:
     """Send records again as they were, after what made them fail is mended: some by id, by filter, or all."""
     asked = _Asked(given, config, (topic, process, reason, run), since, every, yes)
-    _act(asked, lambda desk, some: desk.replay(some, force, note))
+    _act(asked, lambda redriver, some: redriver.replay(some, force, note))
 
 
 @app.command("dismiss")
@@ -351,7 +355,7 @@ def dlq_dismiss(
 ) -> None:
     """Say that nothing is to be done: they are listed no more as open. Their bytes stay."""
     asked = _Asked(given, config, (topic, process, reason, run), since, every, yes)
-    _act(asked, lambda desk, some: desk.dismiss(some, note))
+    _act(asked, lambda redriver, some: redriver.dismiss(some, note))
 
 
 class _Asked(NamedTuple):
@@ -366,28 +370,28 @@ class _Asked(NamedTuple):
 
 
 def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
-    """Do it to the letters of these names, or of this filter, and tell of each; exit code 1 when one could not be sent."""
-    names, words = _split(asked.given)
-    settings, after = settings_of(asked.config, words), _since(asked.since)
+    """Do it to the entries of these names, or of this filter, and tell of each; exit code 1 when one could not be sent."""
+    names, overrides = _split(asked.given)
+    settings, after = settings_of(asked.config, overrides), _since(asked.since)
     if bool(names) == any((*asked.marks, asked.since, asked.every)):
         fail(
             "name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all",
             2,
         )
-    letters, office = load(LETTERS), load(OFFICE)
+    entries, redrive = load(ENTRIES), load(REDRIVE)
     cluster_of(settings)
-    chosen = letters.Filter(*asked.marks, after)
+    chosen = entries.EntryFilter(*asked.marks, after)
     if not asked.yes:  # a look takes nothing from another who is at it
-        some = _some(settings, letters, _read(settings, letters), names, chosen)
+        some = _some(settings, entries, _read(settings, entries), names, chosen)
         if len(some) > ASK_ABOVE:
             typer.echo(_summary(some))
             fail(f"these are {len(some)}: --yes does it")
-    with office.Office(settings) as desk:
-        some = _some(settings, letters, desk.letters, names, chosen)
+    with redrive.Redriver(settings) as redriver:
+        some = _some(settings, entries, redriver.entries, names, chosen)
         left = 0
-        for sent in do(desk, some):
+        for sent in do(redriver, some):
             left += sent.why_not is not None
-            typer.echo(_told(sent, sent.letter.spot.short))
+            typer.echo(_told(sent, sent.entry.record_id.short))
     if not names:
         typer.echo(f"{len(some) - left} done, {left} left")
     if left:
@@ -395,20 +399,20 @@ def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
 
 
 def _some(
-    settings: Settings, letters: ModuleType, found: Any, names: list[str], chosen: Any
+    settings: Settings, entries: ModuleType, found: Any, names: list[str], chosen: Any
 ) -> list[Any]:
     if names:
         return list(
-            {x.spot: x for x in (letters.letter_of(found, name) for name in names)}.values()
+            {x.record_id: x for x in (entries.find_entry(found, name) for name in names)}.values()
         )
-    return [x for x in found.values() if chosen.takes(x, settings.kafka.topics)]
+    return [x for x in found.values() if chosen.matches(x, settings.kafka.topics)]
 
 
 def _told(sent: Any, name: str) -> str:
     if sent.why_not is not None:
         return f"{name}: not {sent.action}: {sent.why_not}"
     where = (
-        f" to {sent.letter.spot.topic}-{sent.place.partition}-{sent.place.offset}"
+        f" to {sent.entry.record_id.topic}-{sent.place.partition}-{sent.place.offset}"
         if sent.place is not None
         else ""
     )

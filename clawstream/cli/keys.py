@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Words, group, load, settings_of
+from clawstream.cli.common_options import Config, Overrides, group, load, settings_of
 
 app = group("API keys of the gateway.")
 
 
 def _keys_command(
-    function: str, config: Path | None, words: list[str] | None, **given: object
+    function: str, config: Path | None, overrides: list[str] | None, **given: object
 ) -> None:
     """Print what a function of the gateway's key commands says."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     keys = load("gateway.auth.key_commands")
     typer.echo(getattr(keys, function)(settings, **given))
 
@@ -43,7 +43,7 @@ def keys_create(
     tokens_per_day: Annotated[
         int | None, typer.Option(help="Tokens a day (UTC), prompts and replies, at each gateway.")
     ] = None,
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
 ) -> None:
     """Make an API key and print it, this once: only its hash is kept."""
@@ -52,20 +52,22 @@ def keys_create(
         "calls_at_once": calls_at_once,
         "tokens_per_day": tokens_per_day,
     }
-    _keys_command("create", config, words, name=name, scopes=scope, run_id=run, days=days, **limits)
+    _keys_command(
+        "create", config, overrides, name=name, scopes=scope, run_id=run, days=days, **limits
+    )
 
 
 @app.command("list")
-def keys_list(words: Words = None, config: Config = None) -> None:
+def keys_list(overrides: Overrides = None, config: Config = None) -> None:
     """Names, scopes and runs of all API keys."""
-    _keys_command("listing", config, words)
+    _keys_command("listing", config, overrides)
 
 
 @app.command("revoke")
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="Its name or id.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
 ) -> None:
     """Forget an API key; gateways refuse it a second later."""
-    _keys_command("revoke", config, words, name=name)
+    _keys_command("revoke", config, overrides, name=name)

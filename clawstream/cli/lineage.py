@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Words, group, load, settings_of
+from clawstream.cli.common_options import Config, Form, Overrides, group, load, settings_of
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -38,7 +38,7 @@ def _tell(answer: Any, form: str, lines: Callable[[Any], Iterator[str]]) -> None
 @app.command("weights")
 def lineage_weights(
     version: Annotated[str, typer.Argument(help="<run>/<sync index>.<attempt>")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     ancestors: Annotated[
         bool, typer.Option("--ancestors", help="Also what the versions before it were trained on.")
@@ -47,33 +47,35 @@ def lineage_weights(
 ) -> None:
     """Every batch, group, trajectory and step that a version was trained on, and who sampled them."""
     _tell(
-        _ask(settings_of(config, words), lambda a: a.weights(version, ancestors)), form, _of_version
+        _ask(settings_of(config, overrides), lambda a: a.weights(version, ancestors)),
+        form,
+        _of_version,
     )
 
 
 @app.command("step")
 def lineage_step(
     step_id: Annotated[str, typer.Argument(metavar="ID")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     run: Run = None,
     form: Form = "table",
 ) -> None:
     """Which versions sampled a step, which were trained on it, or why none was."""
-    _tell(_ask(settings_of(config, words), lambda a: a.step(step_id, run)), form, _of_steps)
+    _tell(_ask(settings_of(config, overrides), lambda a: a.step(step_id, run)), form, _of_steps)
 
 
 @app.command("trajectory")
 def lineage_trajectory(
     trajectory_id: Annotated[str, typer.Argument(metavar="ID")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     run: Run = None,
     form: Form = "table",
 ) -> None:
     """Which batch a trajectory is in and which versions were trained on it, or why none was."""
     _tell(
-        _ask(settings_of(config, words), lambda a: a.trajectory(trajectory_id, run)),
+        _ask(settings_of(config, overrides), lambda a: a.trajectory(trajectory_id, run)),
         form,
         _of_trajectories,
     )
@@ -82,12 +84,12 @@ def lineage_trajectory(
 @app.command("run")
 def lineage_run(
     run: Annotated[str, typer.Argument(metavar="RUN")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     form: Form = "table",
 ) -> None:
     """A run in numbers: versions, batches, groups, trajectories, steps."""
-    _tell(_ask(settings_of(config, words), lambda a: a.run(run)), form, _of_run)
+    _tell(_ask(settings_of(config, overrides), lambda a: a.run(run)), form, _of_run)
 
 
 # -- as text

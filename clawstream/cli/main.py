@@ -14,7 +14,7 @@ from clawstream.cli import broker, curate, dlq, keys, lineage, policy, replay, s
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
@@ -62,15 +62,15 @@ app.command("curate")(curate.curate)
 
 
 @app.command()
-def up(words: Words = None, config: Config = None) -> None:
+def up(overrides: Overrides = None, config: Config = None) -> None:
     """Run everything on this machine until Ctrl-C, then stop in order."""
-    run("clawstream.ops.up:run", config, words)
+    run("clawstream.ops.up:run", config, overrides)
 
 
 @app.command()
-def status(words: Words = None, config: Config = None, form: Form = "table") -> None:
+def status(overrides: Overrides = None, config: Config = None, form: Form = "table") -> None:
     """What runs on a data directory, whether it is ready, and how far the run is; exit code 1 when not all is ready."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     import json
     from dataclasses import asdict
 
@@ -97,12 +97,12 @@ def status(words: Words = None, config: Config = None, form: Form = "table") -> 
 
 @app.command()
 def down(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
 ) -> None:
     """Stop what `clawstream up` started on a data directory, in order, and wait until it has ended."""
-    directory = settings_of(config, words).data_dir
+    directory = settings_of(config, overrides).data_dir
     from clawstream.ops.status import wait_until_down
     from runtime.process.supervisor import ask_to_stop
 
@@ -118,51 +118,51 @@ def down(
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
-def gateway(words: Words = None, config: Config = None) -> None:
+def gateway(overrides: Overrides = None, config: Config = None) -> None:
     """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
-    run("gateway.main:main", config, load("gateway.claw_r1.flags").words_of(words or ()))
+    run("gateway.main:main", config, load("gateway.claw_r1.flags").overrides_of(overrides or ()))
 
 
 @jobs.command("assemble")
-def jobs_assemble(words: Words = None, config: Config = None) -> None:
+def jobs_assemble(overrides: Overrides = None, config: Config = None) -> None:
     """Join steps with rewards into trajectories and candidates."""
-    run("stream_jobs.assemble.main:main", config, words)
+    run("stream_jobs.assemble.main:main", config, overrides)
 
 
 @jobs.command("reward")
-def jobs_reward(words: Words = None, config: Config = None) -> None:
+def jobs_reward(overrides: Overrides = None, config: Config = None) -> None:
     """Compute rule rewards of closed trajectories."""
-    run("stream_jobs.reward.main:main", config, words)
+    run("stream_jobs.reward.main:main", config, overrides)
 
 
 @app.command()
-def admit(words: Words = None, config: Config = None) -> None:
+def admit(overrides: Overrides = None, config: Config = None) -> None:
     """Fold candidates into groups and ready batches."""
-    run("stream_jobs.admit.main:main", config, words)
+    run("stream_jobs.admit.main:main", config, overrides)
 
 
 @app.command()
-def lake(words: Words = None, config: Config = None) -> None:
+def lake(overrides: Overrides = None, config: Config = None) -> None:
     """Write every topic to Delta Lake, each record once."""
-    run("stream_jobs.lake.main:main", config, words)
+    run("stream_jobs.lake.main:main", config, overrides)
 
 
 @app.command()
-def train(words: Words = None, config: Config = None) -> None:
+def train(overrides: Overrides = None, config: Config = None) -> None:
     """Learn from ready batches and publish weight versions."""
-    run("trainer.main:main", config, words)
+    run("trainer.main:main", config, overrides)
 
 
 @app.command()
-def rollout(words: Words = None, config: Config = None) -> None:
+def rollout(overrides: Overrides = None, config: Config = None) -> None:
     """Run vLLM and load each weight version into it without restart."""
-    run("rollout.main:main", config, words)
+    run("rollout.main:main", config, overrides)
 
 
 @app.command()
-def lag(words: Words = None, config: Config = None) -> None:
+def lag(overrides: Overrides = None, config: Config = None) -> None:
     """How far every consumer group is behind, in records."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     from clawstream.ops.lag import format_lag
     from clawstream.ops.lag import lag as group_lag
 
@@ -171,14 +171,14 @@ def lag(words: Words = None, config: Config = None) -> None:
 
 @app.command()
 def doctor(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     every: Annotated[
         bool, typer.Option("--all", help="A line for every partition, those that fit too.")
     ] = False,
 ) -> None:
     """Hold every stored position against today's topics, and look for damage in spools; exit code 1 when something is wrong."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
 
@@ -205,7 +205,7 @@ def doctor(
 @app.command()
 def sql(
     query: Annotated[str, typer.Argument(help="DuckDB SQL over the tables of the lake.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     output: Annotated[
         Literal["table", "json", "csv", "parquet"],
@@ -222,7 +222,7 @@ def sql(
     with load(
         "clawstream.query.sandbox_launch"
     ).SqlWorker() as worker:  # it starts up while this process reads its settings
-        settings = settings_of(config, words)
+        settings = settings_of(config, overrides)
         module = load("clawstream.query.sandbox")
         if output == "parquet" and sys.stdout.isatty():
             fail("parquet is for a file: add `> answer.parquet`", 2)

@@ -15,14 +15,14 @@ import typer
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
     load,
     settings_of,
 )
-from runtime.user import whoami
+from runtime.user import current_user
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
 run_app = group("What a run is told: that it ends.")
@@ -37,9 +37,9 @@ _HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
 
 
 @contextmanager
-def _log_of(run: str | None, words: list[str] | None, config: Path | None) -> Iterator[Any]:
+def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -> Iterator[Any]:
     """The policies of a run. A policy that is refused is a wrong argument."""
-    settings = settings_of(config, [*(words or ()), *([f"run_id={run}"] if run else [])])
+    settings = settings_of(config, [*(overrides or ()), *([f"run_id={run}"] if run else [])])
     module, errors = load("stream_jobs.admit.policy_log"), load("stream_jobs.errors")
     try:
         yield module.PolicyLog(settings, cluster_of(settings))
@@ -48,9 +48,11 @@ def _log_of(run: str | None, words: list[str] | None, config: Path | None) -> It
 
 
 @app.command("show")
-def show(words: Words = None, run: Run = None, config: Config = None, form: Form = "table") -> None:
+def show(
+    overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
+) -> None:
     """The policy of a run, and whether admission has come to it."""
-    with _log_of(run, words, config) as log:
+    with _log_of(run, overrides, config) as log:
         entry = log.newest
         if entry is None:
             fail("the run has no policy yet: `clawstream admit` publishes that of the settings")
@@ -69,13 +71,13 @@ def show(words: Words = None, run: Run = None, config: Config = None, form: Form
 
 @app.command("set")
 def set_fields(
-    words: Changes = None, run: Run = None, by: By = None, config: Config = None
+    overrides: Changes = None, run: Run = None, by: By = None, config: Config = None
 ) -> None:
     """Change fields of the policy: those of the settings admit.policy.*, without that prefix. The rest stays as it is."""
     from schemas.settings import Settings
 
     changes, others = dict[str, str](), list[str]()
-    for word in words or ():
+    for word in overrides or ():
         name, _, text = word.partition("=")
         if "." in name or name in Settings.model_fields:
             others.append(word)
@@ -85,7 +87,7 @@ def set_fields(
         fail("nothing to set: say e.g. min_quality=0.5", 2)
     with _log_of(run, others, config) as log:
         checks = (load("trainer.settings_check").check_algorithm,)
-        before, entry = log.newest, log.set(changes, by or whoami(), checks)
+        before, entry = log.newest, log.set(changes, by or current_user(), checks)
         was, now = _plain(before)["policy"], _plain(entry)["policy"]
         typer.echo(_title(entry))
         for name in now:
@@ -95,10 +97,10 @@ def set_fields(
 
 @app.command("history")
 def history(
-    words: Words = None, run: Run = None, config: Config = None, form: Form = "table"
+    overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
 ) -> None:
     """Every policy of a run, oldest first, with what it changed."""
-    with _log_of(run, words, config) as log:
+    with _log_of(run, overrides, config) as log:
         if form == "json":
             typer.echo(json.dumps([_plain(e) for e in log.entries]))
             return
@@ -120,7 +122,7 @@ def history(
 @run_app.command("end")
 def end(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Its id.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; kept on the log.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
@@ -128,7 +130,7 @@ def end(
     """End a run for ever: what is ready becomes a last batch, all else and all that comes is refused."""
     if not yes:
         fail(f"run {run} would take no more trajectories, for ever; say --yes to end it")
-    with _log_of(run, words, config) as log:
+    with _log_of(run, overrides, config) as log:
         typer.echo(f"run {run} ends at offset {log.end(reason)} of {log.topic}-{log.partition}")
 
 

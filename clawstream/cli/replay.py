@@ -10,7 +10,7 @@ import typer
 
 from clawstream.cli.common_options import (
     Config,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
@@ -47,7 +47,7 @@ Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help=
 @app.command("run")
 def replay_run(
     name: Name,
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     source: Annotated[
         Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")
@@ -73,7 +73,7 @@ def replay_run(
     output: Format = "text",
 ) -> None:
     """A run again through assemble, reward and admit. Give other rewards or another policy as settings."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     if at is not None and source != "lake":
         fail("--at needs --from lake", 2)
     span = instant(since, "--since"), instant(until, "--until")
@@ -82,10 +82,10 @@ def replay_run(
 
     configure("replay", settings.log_level)
     cluster_of(settings)
-    order = module.Order(
+    request = module.ReplayRequest(
         name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open
     )
-    report = module.run_replay(settings, order)
+    report = module.run_replay(settings, request)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
 
 
@@ -134,30 +134,30 @@ def _channel(channel: str, said: dict[str, Any]) -> list[str]:
 
 @app.command("check")
 def replay_check(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     channel: Channel = "train",
     output: Format = "text",
 ) -> None:
     """Fold the recorded candidates again under the recorded policies; exit code 1 when other batches come."""
-    _fold("check", config, words, channel, output)
+    _fold("check", config, overrides, channel, output)
 
 
 @app.command("what-if")
 def replay_what_if(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     channel: Channel = "train",
     output: Format = "text",
 ) -> None:
     """Fold the recorded candidates under the policy of the settings: which batches would have come?"""
-    _fold("what_if", config, words, channel, output)
+    _fold("what_if", config, overrides, channel, output)
 
 
 def _fold(
-    what: str, config: Path | None, words: list[str] | None, channel: str, output: str
+    what: str, config: Path | None, overrides: list[str] | None, channel: str, output: str
 ) -> None:
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     module = load("clawstream.ops.replay.verify")
     cluster_of(settings)
     report = getattr(module, what)(settings, channel)
@@ -179,9 +179,9 @@ def _fold(
 
 
 @app.command("list")
-def replay_list(words: Words = None, config: Config = None) -> None:
+def replay_list(overrides: Overrides = None, config: Config = None) -> None:
     """The replays of this data directory."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     for found in load("clawstream.ops.replay.run").list_replays(settings):
         result = found["result"]
         state = (
@@ -195,9 +195,9 @@ def replay_list(words: Words = None, config: Config = None) -> None:
 
 
 @app.command("delete")
-def replay_delete(name: Name, words: Words = None, config: Config = None) -> None:
+def replay_delete(name: Name, overrides: Overrides = None, config: Config = None) -> None:
     """Delete a replay's topics and its plan; what a trainer or lake has made of it stays."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     cluster_of(settings)
     count = load("clawstream.ops.replay.run").delete_replay(settings, name)
     typer.echo(f"deleted {count} topics of replay {name}")

@@ -6,21 +6,21 @@ from typing import Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Words, cluster_of, group, load, settings_of
+from clawstream.cli.common_options import Config, Overrides, cluster_of, group, load, settings_of
 
 app = group("What gateways could not send.")
 
 
 @app.command("drain")
 def spool_drain(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     gateway_id: Annotated[
         str | None, typer.Option("--gateway-id", help="Of this gateway only.")
     ] = None,
 ) -> None:
     """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     spool, lake = load("clawstream.ops.spool_drain"), load("stream_jobs.lake.lookup")
     cluster_of(settings)
     for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):

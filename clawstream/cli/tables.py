@@ -12,7 +12,7 @@ import typer
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
@@ -30,9 +30,9 @@ Name = Annotated[
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
 
 
-def _settings(config: Path | None, words: list[str] | None, sets: list[str] | None) -> Settings:
-    """The settings of words and of `--set`, which every command takes: some have an optional TABLE where words would be."""
-    return settings_of(config, [*(words or ()), *(sets or ())])
+def _settings(config: Path | None, overrides: list[str] | None, sets: list[str] | None) -> Settings:
+    """The settings of overrides and of `--set`, which every command takes: some have an optional TABLE where overrides would be."""
+    return settings_of(config, [*(overrides or ()), *(sets or ())])
 
 
 def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
@@ -46,24 +46,24 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
 
 @app.command("list")
 def tables_list(
-    words: Words = None, config: Config = None, sets: Set = None, output: Form = "table"
+    overrides: Overrides = None, config: Config = None, sets: Set = None, output: Form = "table"
 ) -> None:
     """Rows, files, bytes, version and newest row of each table."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     _print(load("stream_jobs.lake.delta.snapshots").tables(settings), output)
 
 
 @app.command()
 def history(
     table: Annotated[str, typer.Argument(help="Table.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
     output: Form = "table",
 ) -> None:
     """The newest commits of a table."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     entries = load("stream_jobs.lake.delta.snapshots").history(settings, table, limit)
     if output == "table":
         entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
@@ -73,7 +73,7 @@ def history(
 @app.command()
 def repair(
     table: Annotated[str, typer.Argument(help="Table.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
     check: Annotated[
@@ -88,7 +88,7 @@ def repair(
     ] = False,
 ) -> None:
     """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     module = load("stream_jobs.lake.delta.repair")
     if check:
         flaws = module.check(settings, table)
@@ -141,7 +141,7 @@ def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
 
 @app.command()
 def pin(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
     keep: Annotated[
@@ -150,14 +150,14 @@ def pin(
     ] = None,
 ) -> None:
     """Print the versions of all tables now, as JSON: what `sql --at` takes."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     typer.echo(json.dumps(load("stream_jobs.lake.delta.snapshots").pin(settings, keep)))
 
 
 @app.command()
-def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
+def pins(overrides: Overrides = None, config: Config = None, sets: Set = None) -> None:
     """The kept pins."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     for name, found in sorted(load("stream_jobs.lake.delta.snapshots").pins(settings).items()):
         typer.echo(
             f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
@@ -167,12 +167,12 @@ def pins(words: Words = None, config: Config = None, sets: Set = None) -> None:
 @app.command()
 def unpin(
     name: Annotated[str, typer.Argument(help="Of `pin --keep`.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
 ) -> None:
     """Let the files of a kept pin go."""
-    settings = _settings(config, words, sets)
+    settings = _settings(config, overrides, sets)
     load("stream_jobs.lake.delta.snapshots").unpin(settings, name)
 
 

@@ -11,7 +11,7 @@ import typer
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Words,
+    Overrides,
     cluster_of,
     fail,
     group,
@@ -24,9 +24,9 @@ app = group("Kafka topics.")
 
 
 @app.command("create")
-def topics_create(words: Words = None, config: Config = None) -> None:
+def topics_create(overrides: Overrides = None, config: Config = None) -> None:
     """Make every topic that is not there yet, and announce the schemas."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     from runtime.topics.records import create_topics
 
     made = create_topics(cluster_of(settings), settings)
@@ -34,9 +34,9 @@ def topics_create(words: Words = None, config: Config = None) -> None:
 
 
 @app.command("list")
-def topics_list(words: Words = None, config: Config = None) -> None:
+def topics_list(overrides: Overrides = None, config: Config = None) -> None:
     """Topics with their ids, partitions and offsets."""
-    settings = settings_of(config, words)
+    settings = settings_of(config, overrides)
     cluster = cluster_of(settings)
     mine = sorted(t for t in cluster.topics() if t.startswith(settings.kafka.topic_prefix + "."))
     ids = cluster.topic_ids(mine)
@@ -49,7 +49,7 @@ def topics_list(words: Words = None, config: Config = None) -> None:
 @app.command("copy")
 def topics_copy(
     to_prefix: Annotated[str, typer.Option("--to-prefix", help="Prefix of the copies.")],
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     partitions: Annotated[
         int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")
@@ -67,14 +67,14 @@ def topics_copy(
     ] = True,
 ) -> None:
     """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
-    settings = settings_of(config, words)
-    from clawstream.ops.topics.copy import Choice, copy_topics
+    settings = settings_of(config, overrides)
+    from clawstream.ops.topics.copy import RecordFilter, copy_topics
 
     span = instant(since, "--since"), instant(until, "--until")
     if as_run is not None and run is None:
         fail("--as-run needs --run: two runs must not become one", 2)
-    choice = Choice(run, as_run, rewards)
-    done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, choice)
+    record_filter = RecordFilter(run, as_run, rewards)
+    done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, record_filter)
     for topic, count in done["records"].items():
         typer.echo(f"{topic:48} records {count}")
     more = f"ticks {done['ticks']}, left out {done['left_out']}, unreadable {done['unreadable']}"
@@ -86,7 +86,7 @@ def topics_copy(
 
 @app.command("trim")
 def topics_trim(
-    words: Words = None,
+    overrides: Overrides = None,
     config: Config = None,
     before: Annotated[
         str | None,
@@ -104,14 +104,14 @@ def topics_trim(
     form: Form = "table",
 ) -> None:
     """Remove what no living run needs and the lake has: candidates, ready batches; with --before rewards. Without --yes only the plan."""
-    settings = settings_of(config, words)
-    from clawstream.ops.topics.trim import Kept, NotGivenUp, TopicTrim, format_cuts
+    settings = settings_of(config, overrides)
+    from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
 
     before_ms = instant(before, "--before")
     lake, jobs = load("stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
     cluster = cluster_of(settings)
     applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
-    kept = Kept(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
+    kept = TrimInputs(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
     try:
         plan = TopicTrim(cluster, settings, kept)
     except NotGivenUp as e:
@@ -120,12 +120,17 @@ def topics_trim(
         plan.do()
     if form == "json":
         typer.echo(
-            json.dumps([{**asdict(cut), "removed": yes and cut.removes > 0} for cut in plan.cuts])
+            json.dumps(
+                [
+                    {**asdict(trim_range), "removed": yes and trim_range.removes > 0}
+                    for trim_range in plan.ranges
+                ]
+            )
         )
         return
-    typer.echo(format_cuts(plan.cuts))
-    todo = [cut for cut in plan.cuts if cut.removes]
-    what = f"{sum(cut.removes for cut in todo)} offsets of {len(todo)} partitions"
+    typer.echo(format_ranges(plan.ranges))
+    todo = [trim_range for trim_range in plan.ranges if trim_range.removes]
+    what = f"{sum(trim_range.removes for trim_range in todo)} offsets of {len(todo)} partitions"
     if not todo:
         typer.echo("\nnothing can go")
     else:

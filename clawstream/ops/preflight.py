@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from runtime.broker.embedded import status
 from runtime.errors import InUse, PlumbingError
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from runtime.process.config import PREFIX
 from runtime.process.ports import PortTaken, check_free
 from schemas.errors import SettingsError
@@ -86,7 +86,7 @@ def _check_no_broker(settings: Settings) -> None:
 def _check_settings(settings: Settings, names: Sequence[str]) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     done = subprocess.run(
-        bonded([sys.executable, "-P", "-m", "clawstream.ops.preflight", *names]),
+        die_with_parent([sys.executable, "-P", "-m", "clawstream.ops.preflight", *names]),
         input=settings.model_dump_json(), capture_output=True, text=True, env=environ, check=False,
     )  # fmt: skip
     if done.returncode != 0:

@@ -22,7 +22,7 @@ from runtime.kafka import KafkaError
 from runtime.logs import logger
 from runtime.process.lifecycle import run_async
 from runtime.process.readiness import ready
-from runtime.process.remembered_settings import FILE, changes, forget, remember, withheld_from
+from runtime.process.remembered_settings import FILE, changes, forget, missing_secrets, remember
 from runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable
 from runtime.topics.records import cluster_of
 from schemas.errors import SettingsError
@@ -99,7 +99,7 @@ class Installation:
 
     def remember(self) -> None:
         """Have the data directory remember the settings. Raises SettingsError when a secret of before is missing, Unwritable."""
-        if missing := withheld_from(self.settings):
+        if missing := missing_secrets(self.settings):
             raise SettingsError(
                 "\n".join(
                     f"setting {path}: it was given before, and secrets are not remembered; give it again"

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import IO, Any, Self
 
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 for _name in ("pyarrow", "duckdb", "deltalake"):
     if find_spec(_name) is None:
@@ -39,7 +39,7 @@ class SqlWorker:
         reading, writing = os.pipe()
         self.told: IO[bytes] = os.fdopen(reading, "rb")
         self.process = subprocess.Popen(
-            bonded([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
+            die_with_parent([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
             env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
         )  # fmt: skip
         os.close(writing)

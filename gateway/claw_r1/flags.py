@@ -76,7 +76,7 @@ def meant_by(arguments: Sequence[str]) -> Meant:
     return Meant([*words, *flags.words], notices)
 
 
-def words_of(arguments: Sequence[str]) -> list[str]:
+def overrides_of(arguments: Sequence[str]) -> list[str]:
     """`meant_by`, with the notices written to standard error."""
     meant = meant_by(arguments)
     for notice in meant.notices:

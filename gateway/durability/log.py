@@ -100,12 +100,14 @@ class Bus(Protocol):
 class KafkaBus:
     """Kafka, with a cheap state of health: a metadata probe every second and what became of the last acknowledgements.
 
-    The probe also sees when the topic is another one than before: its broker was wiped under us, see `runtime.kafka.Outbox`.
+    The probe also sees when the topic is another one than before: its broker was wiped under us, see `runtime.kafka.LoopProducer`.
     """
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:
         self._cluster, self._topic = cluster, probe_topic
-        self._outbox = cluster.outbox(produce_timeout_s, die, queue_buffering_max_kbytes=QUEUE_KB)
+        self._outbox = cluster.loop_producer(
+            produce_timeout_s, die, queue_buffering_max_kbytes=QUEUE_KB
+        )
         self._topic_id: str | None = None
         self._ok_at = self._failed_at = float("-inf")
         self._uptime_s = 0.0

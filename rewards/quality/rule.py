@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from rewards.quality.built_in import BUILT_IN
 from rewards.quality.score import QualityRule
 from schemas.errors import SettingsError
-from schemas.rule_spec import REVISION_MAX, Named, function_of
+from schemas.rule_spec import REVISION_MAX, NamedFunction, function_of
 from schemas.user_function import Find
 
-Rule = Named[QualityRule]
+Rule = NamedFunction[QualityRule]
 """A quality rule under the name and version that its findings carry."""
 
 
@@ -23,7 +23,7 @@ def rules_of_run(specs: Iterable[str], setting: str, find: Find) -> tuple[Rule, 
     named: list[Rule] = []
     for spec in specs:
         found = (
-            [Named(name, "1", rule) for name, rule in BUILT_IN.items()]
+            [NamedFunction(name, "1", rule) for name, rule in BUILT_IN.items()]
             if spec == ALL
             else [rule_of(spec, setting, find)]
         )

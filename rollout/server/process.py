@@ -23,7 +23,7 @@ import aiohttp
 from rollout.errors import EngineUnavailable, ServerFailed
 from rollout.server.drain import drained
 from rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT, WORKER_NICE
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from runtime.process.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
@@ -128,7 +128,9 @@ class VllmServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *bonded([sys.executable, *server_arguments(self._settings, self._model_dir)]),
+                *die_with_parent(
+                    [sys.executable, *server_arguments(self._settings, self._model_dir)]
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

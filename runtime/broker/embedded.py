@@ -273,8 +273,10 @@ class EmbeddedBroker:
         options = cache.options
         self._on_cache[plan.node] = bool(options)
         command = write_node(plan, cache.java, cache.jars_dir, self._heap_mb, options)
-        at_parents_death = None if self._detach else signal.SIGTERM
-        jvm = self._jvms[plan.node] = Jvm(command, plan.output, at_parents_death=at_parents_death)
+        parent_death_signal = None if self._detach else signal.SIGTERM
+        jvm = self._jvms[plan.node] = Jvm(
+            command, plan.output, parent_death_signal=parent_death_signal
+        )
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
     def _await_ready(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runtime.broker.node_config import NodePlan
 from runtime.errors import PlumbingError
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 KILL_TIMEOUT_S = 10.0
 _METADATA, _METADATA_VERSION = 3, 4
@@ -41,13 +41,17 @@ class Jvm:
     """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
 
     That thread lives as long as the JVM: the kernel's parent-death signal follows the thread that forked.
-    at_parents_death: what the JVM gets then; None: it lives on. Processes that the JVM has started end with it.
+    parent_death_signal: what the JVM gets then; None: it lives on. Processes that the JVM has started end with it.
     """
 
     def __init__(
-        self, command: list[str], output: Path, *, at_parents_death: signal.Signals | None
+        self, command: list[str], output: Path, *, parent_death_signal: signal.Signals | None
     ) -> None:
-        self._command = command if at_parents_death is None else bonded(command, at_parents_death)
+        self._command = (
+            command
+            if parent_death_signal is None
+            else die_with_parent(command, parent_death_signal)
+        )
         self._output = output
         self._spawned = threading.Event()
         self._exited = threading.Event()

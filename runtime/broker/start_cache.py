@@ -163,7 +163,7 @@ def _train(cache: StartCache, directory: Path, niceness: int) -> Path:
     format_new([plan], cache.java, cache.jars_dir, new_cluster_id(), wrapper=_nice(niceness))
     command = write_node(plan, cache.java, cache.jars_dir, _HEAP_MB, [write])
     # Not SIGTERM: it would write the file first, for nobody.
-    jvm = Jvm([*_nice(niceness), *command], plan.output, at_parents_death=signal.SIGKILL)
+    jvm = Jvm([*_nice(niceness), *command], plan.output, parent_death_signal=signal.SIGKILL)
     try:
         _await_ready(plan, jvm)
         jvm.end(_WRITE_TIMEOUT_S)  # it writes the file once it has stopped

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from runtime.logs import logger
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from schemas.rule_spec import NoAnswer
 from schemas.settings import FunctionSettings
 from schemas.user_function import FunctionNotFound
@@ -187,7 +187,7 @@ class _Child:
                 *map(str, folders),
             ]
             self._process = subprocess.Popen(
-                bonded(words),
+                die_with_parent(words),
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,
                 pass_fds=[theirs.fileno()],

@@ -6,7 +6,7 @@ Readers see committed records only. Nothing here knows what a record means.
 
 from runtime.kafka.cluster import READ_TIMEOUT_S, Cluster
 from runtime.kafka.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
-from runtime.kafka.loop_producer import Outbox
+from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import BEGINNING, Reader
 from runtime.kafka.record import Ack, Record
@@ -18,7 +18,7 @@ __all__ = [
     "Cluster",
     "Fenced",
     "KafkaError",
-    "Outbox",
+    "LoopProducer",
     "Producer",
     "Reader",
     "Record",

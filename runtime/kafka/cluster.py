@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
 from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
-from runtime.kafka.loop_producer import Outbox
+from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import Reader
 from runtime.kafka.record import Record
@@ -80,11 +80,11 @@ class Cluster:
             **{k.replace("_", "."): v for k, v in overrides.items()},
         )
 
-    def outbox(
+    def loop_producer(
         self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
-    ) -> Outbox:
+    ) -> LoopProducer:
         """A producer for one event loop. timeout_s: how long an acknowledgement may take. overrides: as for `producer`"""
-        return Outbox(
+        return LoopProducer(
             self._options,
             timeout_s,
             on_bug,

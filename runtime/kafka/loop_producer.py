@@ -30,13 +30,13 @@ SLOW_AFTER_S = 0.1
 Done = Callable[[KafkaError | None], None]
 
 
-class _Post:
+class _SendBatch:
     """Records that count together. done: None once it was told."""
 
-    __slots__ = ("began", "done", "left", "outbox")
+    __slots__ = ("began", "done", "left", "loop_producer")
 
-    def __init__(self, outbox: Outbox, left: int, done: Done, began: float) -> None:
-        self.outbox, self.left, self.began = outbox, left, began
+    def __init__(self, loop_producer: LoopProducer, left: int, done: Done, began: float) -> None:
+        self.loop_producer, self.left, self.began = loop_producer, left, began
         self.done: Done | None = done
 
     def delivered(self, error: Code | None, message: Message) -> None:
@@ -45,7 +45,7 @@ class _Post:
             return
         if error is not None:
             self.finish(translated(KafkaException(error)))
-        elif (why := self.outbox.flaw_of(message)) is not None:
+        elif (why := self.loop_producer.flaw_of(message)) is not None:
             self.finish(Unavailable(f"the producer is renewed: {why}"))
         else:
             self.left -= 1
@@ -59,10 +59,10 @@ class _Post:
             try:
                 done(error)
             except Exception as bug:  # noqa: BLE001 - the end of the process
-                self.outbox.on_bug(bug)
+                self.loop_producer.on_bug(bug)
 
 
-class Outbox:
+class LoopProducer:
     """Posts records; everything of it is called on one event loop, but for `renew_soon` and `close`.
 
     A broker that has lost its data may hand out our producer id a second time and then take our records for another's, sent again:
@@ -83,7 +83,7 @@ class Outbox:
         )
         self._timeout_s = timeout_s
         self._client = _Producer(self._options)
-        self._pending: deque[_Post] = deque()
+        self._pending: deque[_SendBatch] = deque()
         self._ends: dict[tuple[str, int], int] = {}
         self._lost: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,7 +100,7 @@ class Outbox:
             return
         if self._lost is not None:
             self._renew()
-        post = _Post(self, len(records), done, time.monotonic())
+        post = _SendBatch(self, len(records), done, time.monotonic())
         produce, delivered = self._client.produce, post.delivered
         try:
             for topic, key, value in records:

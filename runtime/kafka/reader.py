@@ -17,26 +17,26 @@ _ENDS_READING = (
     Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE,
     Code._BAD_MSG, Code._BAD_COMPRESSION, Code.INVALID_MSG,  # the client would go on behind what it could not read
 )  # fmt: skip
-SAY_EVERY_S = 30.0
+REPEAT_LOG_S = 30.0
 """How often the same error is logged again, while it lasts."""
 BEGINNING = OFFSET_BEGINNING
 """As a first offset: wherever the log starts."""
 
 
-class Complaints:
+class ErrorLogThrottle:
     """Errors behind which the client goes on by itself, at its own pace. Whoever waits for records should know why none come."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, float] = {}
+        self._logged: dict[int, float] = {}
 
-    def hear(self, err: Code, now: float) -> None:
+    def log(self, err: Code, now: float) -> None:
         """Log it, but the same one only every 30 s. now: seconds."""
-        if now - self._heard.get(err.code(), -SAY_EVERY_S) >= SAY_EVERY_S:
-            self._heard[err.code()] = now
+        if now - self._logged.get(err.code(), -REPEAT_LOG_S) >= REPEAT_LOG_S:
+            self._logged[err.code()] = now
             logger().warning("kafka_not_readable", error=str(err))
 
 
-class Advice:
+class AsyncCommits:
     """Positions that Kafka is to be told of, until it has taken the newest of each partition. Pure."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Advice:
 
 
 class Reader:
-    """Reads given partitions from given offsets, committed records only. Group and commits are advice for lag displays.
+    """Reads given partitions from given offsets, committed records only. Group and commits are commits for lag displays.
 
     start: (topic, partition) to first offset. An offset that the topic no longer has raises SourceTruncated.
     """
@@ -89,8 +89,8 @@ class Reader:
         )
         self._next: dict[tuple[str, int], int] = dict(start)
         self._ends: set[tuple[str, int]] = set()
-        self._complaints = Complaints()
-        self._advice = Advice()
+        self._errors = ErrorLogThrottle()
+        self._commits = AsyncCommits()
         self._assign(start)
 
     def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
@@ -134,7 +134,7 @@ class Reader:
             elif err.code() in _ENDS_READING or err.fatal():
                 raise translated(KafkaException(err))
             else:
-                self._complaints.hear(err, time.monotonic())
+                self._errors.log(err, time.monotonic())
         return out
 
     @property
@@ -153,11 +153,11 @@ class Reader:
         return self._consumer.consumer_group_metadata()
 
     def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
-        """Tell Kafka how far the group is. Advice only: no one resumes from it, and failure is not an error.
+        """Tell Kafka how far the group is. AsyncCommits only: no one resumes from it, and failure is not an error.
 
         What Kafka has not taken, such as while its coordinator was away, is told again by the next call, also by one without positions.
         """
-        if due := self._advice.due(positions):
+        if due := self._commits.due(positions):
             self._consumer.commit(
                 offsets=[TopicPartition(t, p, o) for (t, p), o in due.items()], asynchronous=True
             )
@@ -166,7 +166,7 @@ class Reader:
         """Called inside of `poll`: what became of a commit."""
         for tp in partitions:
             if error is None and tp.error is None:
-                self._advice.landed((tp.topic, tp.partition), tp.offset)
+                self._commits.landed((tp.topic, tp.partition), tp.offset)
 
     def close(self) -> None:
         """Leave; commits in flight are finished."""

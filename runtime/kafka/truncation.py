@@ -6,7 +6,7 @@ from runtime.kafka.cluster import Cluster
 from runtime.kafka.errors import SourceTruncated
 
 
-def refuse_truncated(
+def check_truncation(
     cluster: Cluster, topic: str, partition: int, expected: int, came: int
 ) -> None:
     """Offset `came` was delivered where `expected` was due (blocking). Raises SourceTruncated when retention took what was due.

@@ -1,6 +1,6 @@
 """The one way to start a process that must not outlive the process that starts it.
 
-`bonded(command)` is a command line that asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG) and then becomes the
+`die_with_parent(command)` is a command line that asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG) and then becomes the
 command: same pid, same standard streams. It needs nothing of the parent: no preexec_fn, which runs Python between fork and exec and may
 deadlock beside other threads. The kernel sends the signal when the *thread* that started the process ends, so a process is started by
 a thread that lives as long as the process should.
@@ -27,13 +27,15 @@ except OSError as error:
 """
 
 
-def bonded(command: Sequence[str], at_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
+def die_with_parent(
+    command: Sequence[str], parent_death_signal: signal.Signals = signal.SIGKILL
+) -> list[str]:
     """Return a command line that runs `command` and dies with this process.
 
     Args:
         command: The program, looked up on PATH, and its arguments.
-        at_parents_death: The signal that the kernel sends. SIGKILL ends every process; a process that is told to clean up by another
+        parent_death_signal: The signal that the kernel sends. SIGKILL ends every process; a process that is told to clean up by another
             signal may take as long as it wants.
     """
     guard = (sys.executable, "-I", "-S", "-c", _GUARD)
-    return [*guard, str(os.getpid()), str(int(at_parents_death)), *command]
+    return [*guard, str(os.getpid()), str(int(parent_death_signal)), *command]

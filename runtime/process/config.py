@@ -1,4 +1,4 @@
-"""Reads the settings: YAML file < `CLAWSTREAM__A__B` in the environment < `a.b=c` words. Errors name the path."""
+"""Reads the settings: YAML file < `CLAWSTREAM__A__B` in the environment < `a.b=c` overrides. Errors name the path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STANDARD_INPUT = Path("-")
 
 
 def explicit(
-    file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None
+    file: Path | None, overrides: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """What the sources say, as a tree that is not judged yet. file `-`: standard input. Raises SettingsError."""
     tree: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def explicit(
         if name.startswith(PREFIX):
             path = name[len(PREFIX) :].lower().replace("__", ".")
             _set(tree, path, value_of(text, path))
-    for word in words:
+    for word in overrides:
         path, sep, text = word.partition("=")
         if not sep or not path:
             raise SettingsError(f"word {word!r}: settings are written a.b=c")
@@ -79,10 +79,12 @@ def explicit(
 
 
 def load(
-    file: Path | None = None, words: Iterable[str] = (), environ: Mapping[str, str] | None = None
+    file: Path | None = None,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """The settings. Raises SettingsError with one line for each wrong path."""
-    return with_folders(judged(explicit(file, words, environ)), file)
+    return with_folders(judged(explicit(file, overrides, environ)), file)
 
 
 def with_folders(settings: Settings, file: Path | None) -> Settings:
@@ -116,8 +118,8 @@ def judged(tree: Mapping[str, Any]) -> Settings:
         )
 
 
-def words_of(settings: Settings) -> list[str]:
-    """Words that give a child process exactly these settings."""
+def overrides_of(settings: Settings) -> list[str]:
+    """Overrides that give a child process exactly these settings."""
     import json
 
     return [

@@ -1,6 +1,6 @@
 """The settings that a data directory remembers: those of the last `clawstream up` on it, in `<data_dir>/settings.json`.
 
-Every command takes them from there, below what its own file, environment and words say. Secrets are never written: the file names
+Every command takes them from there, below what its own file, environment and overrides say. Secrets are never written: the file names
 where they belong, and who needs them gives them again.
 """
 
@@ -71,14 +71,14 @@ def forget(directory: Path, before: bytes | None) -> None:
         write_durably(directory / FILE, before, 0o600)
 
 
-def recalled(
-    file: Path | None, words: Iterable[str], environ: Mapping[str, str] | None = None
+def load_remembered(
+    file: Path | None, overrides: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> Settings:
     """Return what the sources say, on top of what their data directory remembers.
 
     Raises SettingsError with one line for each wrong path, and for a setting that the data directory does not allow to change.
     """
-    said = explicit(file, words, environ)
+    said = explicit(file, overrides, environ)
     if file == STANDARD_INPUT:  # `up` gives its processes all there is to know
         return judged(said)
     directory = Path(str(said.get("data_dir", Settings.model_fields["data_dir"].default)))
@@ -107,7 +107,7 @@ def _functions(settings: Settings) -> tuple[object, ...]:
     )
 
 
-def withheld_from(settings: Settings) -> list[str]:
+def missing_secrets(settings: Settings) -> list[str]:
     """Return the paths of secrets that were given to `up` once and that these settings lack.
 
     An engine or options that were given otherwise since have the secrets that they were given with, or none.
@@ -232,10 +232,10 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
     return tree, withheld
 
 
-def _public_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line without secret arguments and their values, and the names of these arguments."""
+def _public_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of a command line without secret arguments and their values, and the names of these arguments."""
     given: list[list[str]] = []  # each argument with its values
-    for word in words:
+    for word in arguments:
         if given and not word.startswith("-"):
             given[-1].append(word)
         else:

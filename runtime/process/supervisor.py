@@ -26,7 +26,7 @@ from typing import IO, Self
 from runtime.errors import InUse, PlumbingError
 from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, NAMES, NO_RESTART
 from runtime.logs import logger
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from runtime.process.config import PREFIX
 from runtime.process.log_file import ProcessLog
 from runtime.process.readiness import VARIABLE, ReadinessListener
@@ -300,7 +300,7 @@ class Supervisor:
         try:
             with child.log.open() as log, _readable(child.spec.stdin) as stdin:
                 child.process = await asyncio.create_subprocess_exec(
-                    *bonded(child.spec.argv),
+                    *die_with_parent(child.spec.argv),
                     stdin=stdin,
                     stdout=log,
                     stderr=log,

@@ -28,7 +28,7 @@ AT_LEAST = ("max.message.bytes", KEPT_MS, "retention.bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class TopicMismatch:
     """One setting of one topic that is not as it must be."""
 
     topic: str
@@ -37,7 +37,7 @@ class Misfit:
     wanted: str
 
 
-def refuse_unfit(
+def check_topics(
     cluster: Cluster, settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int]
 ) -> None:
     """Raises SettingsError for topics that can't be worked on; it names each, what was found and what to do.
@@ -53,15 +53,15 @@ def refuse_unfit(
             action="allow DescribeConfigs on them; nobody checks their times",
         )
     found = list(
-        misfits(settings, mine, there, {n: c for n, c in configs.items() if c is not None})
+        find_mismatches(settings, mine, there, {n: c for n, c in configs.items() if c is not None})
     )
     if found:
         raise SettingsError("\n".join(_told(found, cluster.bootstrap_servers)))
 
 
-def misfits(
+def find_mismatches(
     settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int], configs: Mapping[str, Mapping[str, str]]
-) -> Iterator[Misfit]:  # fmt: skip
+) -> Iterator[TopicMismatch]:  # fmt: skip
     """What does not fit. Pure. specs: of topics that exist. configs: as far as they are known.
 
     The four keyed topics have as many partitions as `steps` has, whatever the settings say today. The times of copies
@@ -71,16 +71,16 @@ def misfits(
     for spec in specs:
         partitions = partitions_of(topics, spec, there)
         if there[spec.name] != partitions:
-            yield Misfit(spec.name, PARTITIONS, str(there[spec.name]), str(partitions))
+            yield TopicMismatch(spec.name, PARTITIONS, str(there[spec.name]), str(partitions))
         config = configs.get(spec.name, {})
         for setting in EXACT:
             found = config.get(setting, spec.config[setting])
             if found != spec.config[setting] and (setting != TIMES or settings.jobs.write_ticks):
-                yield Misfit(spec.name, setting, found, spec.config[setting])
+                yield TopicMismatch(spec.name, setting, found, spec.config[setting])
         for setting in AT_LEAST:
             wanted = spec.config.get(setting)
             if wanted is not None and _less(setting, config.get(setting, wanted), wanted):
-                yield Misfit(spec.name, setting, config[setting], wanted)
+                yield TopicMismatch(spec.name, setting, config[setting], wanted)
 
 
 def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> int:
@@ -102,7 +102,7 @@ def _less(setting: str, found: str, wanted: str) -> bool:
     return int(wanted) == FOREVER or int(found) < int(wanted)
 
 
-def _told(found: list[Misfit], servers: str) -> Iterator[str]:
+def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
     """One line for each wrong setting, then how to mend them."""
     for m in found:
         more = " or more" if m.setting in AT_LEAST and int(m.wanted) != FOREVER else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from runtime.kafka import Cluster, Record
 from runtime.logs import logger
-from runtime.topics.check import partitions_of, refuse_unfit
+from runtime.topics.check import check_topics, partitions_of
 from schemas.codec.single_object import Codec, Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import DeadLetter, SchemaPublished
@@ -40,7 +40,7 @@ def create_topics(
     kafka, topics = settings.kafka, settings.kafka.topics
     specs = (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra)
     there = cluster.topics()
-    refuse_unfit(cluster, settings, specs, there)
+    check_topics(cluster, settings, specs, there)
     made = []
     for spec in specs:
         if spec.name not in there and cluster.create_topic(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from schemas.codec.single_object import TOP_LEVEL, Codec, Event, plain_of, record_from, shipped
+from schemas.codec.single_object import TOP_LEVEL, Codec, Event, as_dict, record_from, shipped
 from schemas.errors import NotARecord
 
 _WIDTH = 4
@@ -35,7 +35,7 @@ _CODEC_TYPES: Mapping[str, tuple[type, ...]] = {
 def to_json(event: Event) -> dict[str, Any]:
     """The record's fields, in order, as JSON values."""
     schema = _Schema.of(type(event).__name__)
-    return {f["name"]: schema.shown(f, v) for f, v in schema.fields(schema.root, plain_of(event))}
+    return {f["name"]: schema.shown(f, v) for f, v in schema.fields(schema.root, as_dict(event))}
 
 
 def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | None = None) -> Event:
@@ -47,7 +47,7 @@ def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | Non
         raise NotARecord(f"there is no record {name!r}")
     schema = _Schema.of(name)
     if was is not None and type(was).__name__ == name:
-        before, plain = to_json(was), plain_of(was)
+        before, plain = to_json(was), as_dict(was)
         kept = {n: plain[n] for n in plain if n in said and _same(said[n], before[n])}
     else:
         kept = {}

@@ -331,7 +331,7 @@ class Codec:
         )
 
 
-def plain_of(event: Event) -> Mapping[str, Any]:
+def as_dict(event: Event) -> Mapping[str, Any]:
     """The record as plain dicts and lists, its bytes as they are."""
     return _flattener(event.__class__)(event)
 

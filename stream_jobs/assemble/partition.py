@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from runtime.kafka import BEGINNING, Ack, Cluster, Producer, Record, SourceTruncated
-from runtime.kafka.truncation import refuse_truncated
+from runtime.kafka.truncation import check_truncation
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter, now_micros
 from schemas.ids import key_of_trajectory
@@ -252,7 +252,7 @@ class Owner:
         if record.offset <= expected:
             return
         await asyncio.to_thread(
-            refuse_truncated,
+            check_truncation,
             self._shared.cluster,
             record.topic,
             self.partition,

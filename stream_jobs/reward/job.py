@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from runtime.functions.pool import PoolStopped
 from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
-from runtime.kafka.truncation import refuse_truncated
+from runtime.kafka.truncation import check_truncation
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
 from schemas.errors import Undecodable, UnknownSchema
@@ -180,7 +180,7 @@ class Rewarder:
         for record in records:
             if due is not None and record.offset > due:
                 await asyncio.to_thread(
-                    refuse_truncated, self._cluster, record.topic, partition, due, record.offset
+                    check_truncation, self._cluster, record.topic, partition, due, record.offset
                 )
             due = record.offset + 1
         self._due[partition] = records[-1].offset + 1

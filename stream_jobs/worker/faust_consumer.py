@@ -57,7 +57,7 @@ def make_app(settings: Settings, group: str) -> Any:
         consumer_group_instance_id=f"{group}-{worker_name(jobs)}",  # a killed worker gets its partitions back at once
         consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
-        consumer_auto_offset_reset="earliest",  # a first start. Where the log was cut ahead of us, too, and silently: the jobs look (`refuse_truncated`)
+        consumer_auto_offset_reset="earliest",  # a first start. Where the log was cut ahead of us, too, and silently: the jobs look (`check_truncation`)
         broker_commit_interval=1.0,
         broker_session_timeout=jobs.session_timeout_s,
         broker_heartbeat_interval=min(1.0, jobs.session_timeout_s / 4),

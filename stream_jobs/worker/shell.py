@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from faust.types import TP
 
 from runtime.kafka import Cluster, Record
-from runtime.logs import Seldom, logger
+from runtime.logs import LogThrottle, logger
 from runtime.process.lifecycle import die
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
@@ -77,7 +77,7 @@ async def serve(
     """Run a worker of a job until `stop` is set."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(
-            Seldom("aiokafka", REPEAT_LOG_S)
+            LogThrottle("aiokafka", REPEAT_LOG_S)
         )  # without Kafka it makes a hundred lines a second
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)

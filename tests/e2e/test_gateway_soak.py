@@ -31,8 +31,8 @@ from support.up import ENVIRON, ROOT, command
 
 from benchmarks.gateway.http_load import load
 from gateway.attribution.sessions import Origin, SessionKeys
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from schemas.settings import Settings
 
 CALLS = 200_000
@@ -153,7 +153,9 @@ def running(name: str, argv: list[str], log: Path) -> Iterator[psutil.Process]:
     """A process; killed at the end if it is still there."""
     environ = ENVIRON | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with log.open("ab") as out:
-        child = subprocess.Popen(bonded(argv), cwd=ROOT, env=environ, stdout=out, stderr=out)
+        child = subprocess.Popen(
+            die_with_parent(argv), cwd=ROOT, env=environ, stdout=out, stderr=out
+        )
     try:
         yield psutil.Process(child.pid)
     except BaseException:
@@ -204,7 +206,9 @@ def test_memory_does_not_grow_with_the_calls_served(
             )
         )
         ours = stack.enter_context(
-            running("gateway", command("gateway", *words_of(settings)), tmp_path / "gateway.log")
+            running(
+                "gateway", command("gateway", *overrides_of(settings)), tmp_path / "gateway.log"
+            )
         )
         eventually(until_ready(port))
         began, sizes, left, samples = time.monotonic(), list[tuple[int, int]](), 0, 0

@@ -25,8 +25,8 @@ from support.up import ROOT, Up, command, up
 
 from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Say, Script
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from schemas.records import SessionEvent, Step, Trajectory
 from schemas.settings import Settings
 
@@ -141,9 +141,13 @@ def installation(home: Path, engine_url: str) -> Settings:
 async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
     """A gateway beside the supervised one; gives its pid."""
     log = (running.home / "gateway-1.log").open("ab")
-    words = [*words_of(running.settings), f"gateway.port={port}", "gateway.gateway_id=gateway-1"]
+    words = [
+        *overrides_of(running.settings),
+        f"gateway.port={port}",
+        "gateway.gateway_id=gateway-1",
+    ]
     process = await asyncio.create_subprocess_exec(
-        *bonded(command("gateway", *words)), stdout=log, stderr=log, cwd=ROOT
+        *die_with_parent(command("gateway", *words)), stdout=log, stderr=log, cwd=ROOT
     )
     try:
         await answers(port)

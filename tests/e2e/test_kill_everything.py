@@ -21,7 +21,7 @@ import psutil
 import pytest
 from support.ports import free_port
 
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 VICTIMS = ("gateway", "assemble", "reward", "admit", "lake", "trainer", "vllm", "broker")
 VERSIONS = 30
@@ -39,7 +39,7 @@ class Loop:
         flush_rows, flush_s = rng.randrange(5, 60), rng.uniform(0.1, 1.0)
         self.log = (home.parent / "demo.log").open("wb")
         self.process = subprocess.Popen(
-            bonded(
+            die_with_parent(
                 [
                     *(sys.executable, "-m", "demo", f"data_dir={home}"),
                     *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={VERSIONS}"),

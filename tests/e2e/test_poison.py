@@ -22,7 +22,7 @@ from gateway.engines.discovery import WorkerFeed
 from gateway.engines.registry import WorkerTable
 from rollout.versions import Versions, WeightsFeed
 from runtime.exit_codes import EXIT_SOURCE
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import now_micros
 from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.records import (
@@ -374,7 +374,7 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
             rf"state log {feed.topics.assembly}-0, offset \d+: 7 bytes that begin",
             running.log("assemble"),
         )
-        told = call("doctor", *words_of(settings))
+        told = call("doctor", *overrides_of(settings))
         assert told.returncode == 1 and "unreadable: state log" in told.stdout, (
             told.stdout + told.stderr
         )

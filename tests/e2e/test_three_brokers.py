@@ -20,7 +20,7 @@ from support.ports import free_port
 from support.up import call
 
 from runtime.broker.embedded import status
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from schemas.settings import Settings
 
 NODES = 3
@@ -30,12 +30,12 @@ ACKS_PAUSE_S, BATCHES_PAUSE_S = 10.0, 30.0
 @contextmanager
 def brokers(settings: Settings) -> Iterator[None]:
     """The cluster of the settings, started as a person does it."""
-    started = call("broker", "start", "--nodes", str(NODES), *words_of(settings), timeout_s=400)
+    started = call("broker", "start", "--nodes", str(NODES), *overrides_of(settings), timeout_s=400)
     try:
         assert started.returncode == 0, started.stderr
         yield
     finally:
-        call("broker", "stop", *words_of(settings))
+        call("broker", "stop", *overrides_of(settings))
 
 
 def kill_node(settings: Settings, node: int) -> None:
@@ -46,7 +46,7 @@ def kill_node(settings: Settings, node: int) -> None:
 
 def bring_back(made: Installation) -> None:
     """The dead node runs again, and has all that the others have."""
-    back = call("broker", "start", *words_of(made.settings), timeout_s=400)
+    back = call("broker", "start", *overrides_of(made.settings), timeout_s=400)
     assert back.returncode == 0, back.stderr
     assert len([n for n in status(made.settings.broker_dir) if n.ready]) == NODES
     admin = AdminClient({"bootstrap.servers": made.settings.bootstrap_servers, "log_level": 0})

@@ -13,7 +13,7 @@ from support.ports import free_port
 from support.up import Up, call, up
 
 from runtime.exit_codes import EXIT_SOURCE
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from schemas.settings import Settings
 
 
@@ -72,7 +72,7 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         )
         running.until_says("lake", "topic_made_anew")
         running.until_says("trainer", "weights_of_another_log")
-        told = call("doctor", *words_of(installation))
+        told = call("doctor", *overrides_of(installation))
         assert told.returncode == 0, told.stdout + told.stderr
         assert "topic made anew" in told.stdout and "beyond" not in told.stdout
         running.stop()
@@ -101,7 +101,7 @@ def test_an_older_copy_stops_who_was_further(installation: Settings, tmp_path: P
             assert "source truncated: claw." in running.log(
                 name
             ) and "run clawstream doctor" in running.log(name)
-        told = call("doctor", *words_of(installation))
+        told = call("doctor", *overrides_of(installation))
         assert told.returncode == 1, told.stderr
         beyond = {
             line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")

@@ -15,8 +15,8 @@ import pytest
 
 from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import (
@@ -38,7 +38,7 @@ from stream_jobs.admit.fold import replay
 from stream_jobs.admit.main import place_of
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
+START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
 CODEC = Codec()
 LIVES = 6
 PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}
@@ -73,8 +73,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / f"admit-{len(started)}.log").open("wb") as log:
-            command = [sys.executable, "-c", START, *words_of(settings)]
-            started.append(subprocess.Popen(bonded(command), cwd=ROOT, stderr=log))
+            command = [sys.executable, "-c", START, *overrides_of(settings)]
+            started.append(subprocess.Popen(die_with_parent(command), cwd=ROOT, stderr=log))
         return started[-1]
 
     yield begin

@@ -120,7 +120,7 @@ def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
     jvm = Jvm(
         ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"],
         tmp_path / "out",
-        at_parents_death=None,
+        parent_death_signal=None,
     )
     wait_for(
         "the child",
@@ -136,7 +136,7 @@ PARENT = """
 import signal, sys, time
 from pathlib import Path
 from runtime.broker.jvm import Jvm
-jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], Path(sys.argv[1]), at_parents_death=signal.SIGKILL)
+jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], Path(sys.argv[1]), parent_death_signal=signal.SIGKILL)
 print(jvm.pid, flush=True)
 time.sleep(600)
 """

@@ -19,7 +19,7 @@ from support.up import ENVIRON, ROOT, call, command
 from clawstream.cli.main import app
 from runtime.exit_codes import EXIT_KAFKA
 from runtime.kafka import Cluster
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import AssemblyMarker, Refused, Tick
@@ -277,7 +277,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     with new_directory(settings.checkpoint_dir / "r" / "1.0", dataclasses.asdict(version)):
         pass
 
-    told = call("doctor", *words_of(settings))
+    told = call("doctor", *overrides_of(settings))
     assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr
     found = rows_of(told)
     assert found == {

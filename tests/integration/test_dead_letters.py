@@ -19,9 +19,9 @@ from support.up import ENVIRON, ROOT, command
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
-from clawstream.ops.dead_letters.redrive import Office
+from clawstream.ops.dead_letters.redrive import Redriver
 from runtime.kafka import Cluster, Fenced
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import dead_letter
 from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.records import (
@@ -49,7 +49,7 @@ class Dlq:
     """`clawstream dlq` on an installation."""
 
     def __init__(self, jobs: Jobs) -> None:
-        self._words, self._jobs = words_of(jobs.settings), jobs
+        self._words, self._jobs = overrides_of(jobs.settings), jobs
 
     def __call__(self, *words: str, code: int = 0, stdin: str | None = None) -> str:
         done = CliRunner().invoke(app, ["dlq", *words, *self._words], input=stdin)
@@ -87,7 +87,7 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     dlq, topics, key = Dlq(jobs), jobs.topics, TRAJECTORY
     jobs.start()
     words = ("lake.dedupe_window=1", "lake.flush_interval_s=0.3")
-    jobs.processes.start("lake", command("lake", *words_of(jobs.settings), *words), env=ENVIRON)
+    jobs.processes.start("lake", command("lake", *overrides_of(jobs.settings), *words), env=ENVIRON)
     misplaced, unknown = step(key, [1, 2], [3]), step(key, [1, 2, 3], [4])
     value, schema = newer(unknown)
     jobs.put(session(key, "opened"))
@@ -215,15 +215,15 @@ def test_a_step_that_is_too_large_is_cut_down(
     jobs.put(session(key, "opened"), giant, step(key, [1, 2, 3], [4]))
     jobs.producer.flush()
     eventually(dlq.ids)
-    (letter,) = dlq.json("list")
-    assert (letter["reason"], letter["bytes"], letter["record"]) == ("invalid", None, None)
-    shown = dlq.json("show", letter["id"])
+    (entry,) = dlq.json("list")
+    assert (entry["reason"], entry["bytes"], entry["record"]) == ("invalid", None, None)
+    shown = dlq.json("show", entry["id"])
     assert (
         shown["record_json"]["step_id"] == giant.step_id
         and "tokens, reply and tags have more than" in shown["detail"]
     )
-    assert "have more than" in dlq("replay", letter["id"], code=1)
-    dlq("repair", letter["id"], "--set", 'response_json={"content":"x"}')
+    assert "have more than" in dlq("replay", entry["id"], code=1)
+    dlq("repair", entry["id"], "--set", 'response_json={"content":"x"}')
     jobs.put(session(key, "completed"))
     jobs.producer.flush()
     eventually(lambda: key in jobs.candidates())
@@ -243,7 +243,7 @@ def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Ev
         killed.put(jobs.topics.steps, b"k", jobs.codec.encode(never))
         killed.flush()
         raise KeyboardInterrupt
-    with Office(jobs.settings), pytest.raises(Fenced), killed.transaction():
+    with Redriver(jobs.settings), pytest.raises(Fenced), killed.transaction():
         killed.put(jobs.topics.steps, b"k", jobs.codec.encode(never))
         killed.flush()
     jobs.put(session("k", "completed"))
@@ -258,12 +258,12 @@ def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
     jobs.put(*rewards)
     producer.flush()
     for record, _ in jobs.records(jobs.topics.rewards, Reward):
-        letter = dead_letter(
+        entry = dead_letter(
             record, topic_id, "assemble", "unknown_target", "no trajectory in time\nmore"
         )
         for n in range(times if record.offset % 3 == 0 else 1):
-            again = dataclasses.replace(letter, created_at=letter.created_at + n)
-            producer.put(jobs.topics.dead_letters, letter.key, jobs.codec.encode(again))
+            again = dataclasses.replace(entry, created_at=entry.created_at + n)
+            producer.put(jobs.topics.dead_letters, entry.key, jobs.codec.encode(again))
     producer.flush()
 
 
@@ -277,7 +277,7 @@ def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> Non
         f"{count} open: {count} unknown_target",
         f"clawstream: these are {count}: --yes does it",
     ]
-    words = command("dlq", "replay", "--all", "--yes", *words_of(jobs.settings))
+    words = command("dlq", "replay", "--all", "--yes", *overrides_of(jobs.settings))
     kills = 0
     while len(dlq.resolved()) < count:
         with subprocess.Popen(

@@ -26,8 +26,8 @@ from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Say, Script
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, SessionEvent, Step, WorkerStatus
@@ -35,7 +35,7 @@ from schemas.settings import Settings
 from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
-START = "import sys; from runtime.process.config import load; from gateway.main import main; main(load(words=sys.argv[1:]))"
+START = "import sys; from runtime.process.config import load; from gateway.main import main; main(load(overrides=sys.argv[1:]))"
 HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
 
@@ -52,7 +52,9 @@ def gateway(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
-            bonded([sys.executable, "-c", START, *words_of(settings)]), stderr=out, stdout=out
+            die_with_parent([sys.executable, "-c", START, *overrides_of(settings)]),
+            stderr=out,
+            stdout=out,
         )
     try:
         yield process

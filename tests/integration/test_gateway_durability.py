@@ -24,8 +24,8 @@ from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.metrics import Metrics
 from runtime.blob_store import BlobStore
 from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
-from runtime.process.config import words_of
+from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import Step
@@ -174,12 +174,14 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
     asyncio.run(body())
 
 
-# ---------------------------------------------------------------- outbox
+# ---------------------------------------------------------------- loop_producer
 
 
-def post(outbox: Outbox, topic: str, *values: bytes) -> asyncio.Future[KafkaError | None]:
+def post(
+    loop_producer: LoopProducer, topic: str, *values: bytes
+) -> asyncio.Future[KafkaError | None]:
     done: asyncio.Future[KafkaError | None] = asyncio.get_running_loop().create_future()
-    outbox.post([(topic, b"k", value) for value in values], done.set_result)
+    loop_producer.post([(topic, b"k", value) for value in values], done.set_result)
     return done
 
 
@@ -188,12 +190,12 @@ def test_outbox_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Setti
     cluster.create_topic(topic, 4, {})
 
     async def body() -> None:
-        outbox = cluster.outbox(30.0)
-        posts = [post(outbox, topic, b"%d" % i, b"%d too" % i) for i in range(200)]
+        loop_producer = cluster.loop_producer(30.0)
+        posts = [post(loop_producer, topic, b"%d" % i, b"%d too" % i) for i in range(200)]
         assert await asyncio.gather(*posts) == [None] * 200
-        assert isinstance(await post(outbox, topic, b"small", bytes(11 << 20)), KafkaError)
-        assert await post(outbox, topic, b"after") is None
-        outbox.close()
+        assert isinstance(await post(loop_producer, topic, b"small", bytes(11 << 20)), KafkaError)
+        assert await post(loop_producer, topic, b"after") is None
+        loop_producer.close()
 
     asyncio.run(body())
     values = [r.value for p in range(4) for r in cluster.read_all(topic, p)]
@@ -210,26 +212,28 @@ def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(
     cluster.create_topic(topic, 1, {})
 
     async def body() -> None:
-        outbox = cluster.outbox(30.0)
-        assert await post(outbox, topic, b"1") is None
-        waiting = post(outbox, topic, b"2")
-        outbox.renew_soon("the test says so")
+        loop_producer = cluster.loop_producer(30.0)
+        assert await post(loop_producer, topic, b"1") is None
+        waiting = post(loop_producer, topic, b"2")
+        loop_producer.renew_soon("the test says so")
         error = await waiting
         assert isinstance(error, Unavailable) and "the test says so" in str(error)
-        assert await post(outbox, topic, b"3") is None
-        outbox.close()
+        assert await post(loop_producer, topic, b"3") is None
+        loop_producer.close()
 
     asyncio.run(body())
 
 
 def test_outbox_without_kafka_gives_up_in_time_and_takes_only_so_much() -> None:
     async def body() -> None:
-        outbox = Cluster(f"127.0.0.1:{free_port()}").outbox(2.0, queue_buffering_max_kbytes=100)
-        posts = [post(outbox, "t", bytes(10_000)) for _ in range(30)]
+        loop_producer = Cluster(f"127.0.0.1:{free_port()}").loop_producer(
+            2.0, queue_buffering_max_kbytes=100
+        )
+        posts = [post(loop_producer, "t", bytes(10_000)) for _ in range(30)]
         full = [p for p in posts if p.done()]
         assert len(full) > 15 and all("queue is full" in str(p.result()) for p in full)
         assert all(isinstance(error, Unavailable) for error in await asyncio.gather(*posts))
-        outbox.close(0.1)
+        loop_producer.close(0.1)
 
     asyncio.run(body())
 
@@ -341,30 +345,32 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the disk has damaged the last record
 
-    told = call("spool", "drain", *words_of(small))
+    told = call("spool", "drain", *overrides_of(small))
     assert told.returncode == 1 and "records behind" in told.stderr, told.stdout + told.stderr
     with running(small) as lake:
         lake.write()
         eventually(lambda: len(in_lake(small)) == 10)
         gateway = Spool(directory, 1 << 20)
         gateway.open()
-        held = call("spool", "drain", *words_of(small))
+        held = call("spool", "drain", *overrides_of(small))
         assert "gateway-0: 2 sent, 2 in the lake already, runs" in held.stdout, (
             held.stdout + held.stderr
         )
         gateway.close()
-        assert call("spool", "drain", "--gateway-id", "nobody", *words_of(small)).returncode == 1
+        assert (
+            call("spool", "drain", "--gateway-id", "nobody", *overrides_of(small)).returncode == 1
+        )
         eventually(lambda: len(in_lake(small)) == 12)
-        rest = call("spool", "drain", "--gateway-id", "gateway-0", *words_of(small))
+        rest = call("spool", "drain", "--gateway-id", "gateway-0", *overrides_of(small))
         assert "gateway-0: 1 sent, 1 in the lake already\n" in rest.stdout, (
             rest.stdout + rest.stderr
         )
         eventually(lambda: len(in_lake(small)) == 13)
         (left,) = directory.rglob("*.spool")
-        ill = call("doctor", *words_of(small))
+        ill = call("doctor", *overrides_of(small))
         assert ill.returncode == 1 and f"{left}: " in ill.stdout, ill.stdout + ill.stderr
         left.write_bytes(whole)  # mended, from a copy of the disk say
-        salvaged = call("spool", "drain", *words_of(small))
+        salvaged = call("spool", "drain", *overrides_of(small))
         assert "gateway-0: 1 sent, 1 in the lake already\n" in salvaged.stdout, (
             salvaged.stdout + salvaged.stderr
         )

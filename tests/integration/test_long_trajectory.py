@@ -11,7 +11,7 @@ import pytest
 from support.jobs import Eventually, Jobs, reward, running, session, step
 
 from runtime.kafka import Cluster
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder
 from schemas.records import Candidate, ReadyBatch
 from schemas.settings import Settings
@@ -19,7 +19,7 @@ from stream_jobs.admit.decisions.journal import journaled_by
 from trainer.data.sequences import rows_of
 from trainer.data.trajectories import read_payload
 
-ADMIT = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
+ADMIT = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
 KEY = "swe-" + "repository-issue." * 11
 STEPS = 2100
 REPLY = b'{"content":"' + b"x" * 2500 + b'"}'
@@ -42,7 +42,7 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
     jobs: Jobs, eventually: Eventually
 ) -> None:
     jobs.start()
-    jobs.processes.start("admit", [sys.executable, "-c", ADMIT, *words_of(jobs.settings)])
+    jobs.processes.start("admit", [sys.executable, "-c", ADMIT, *overrides_of(jobs.settings)])
     for key in (KEY, "short"):
         jobs.put(session(key, "opened", group_id="g", group_size=2))
     jobs.put(step("short", [1], [2]), session("short", "completed"), reward("short", 0.0))

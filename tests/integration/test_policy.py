@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from clawstream.cli.main import app
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
@@ -43,7 +43,7 @@ def with_policy(settings: Settings, **changes: Any) -> Settings:
 @pytest.fixture
 def cli(settings: Settings) -> Cli:
     """A command, with the cluster's settings."""
-    return lambda *words: CliRunner().invoke(app, [*words, *words_of(settings)])
+    return lambda *words: CliRunner().invoke(app, [*words, *overrides_of(settings)])
 
 
 @pytest.fixture
@@ -53,8 +53,10 @@ def admit(tmp_path: Path) -> Iterator[Admit]:
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
         with (tmp_path / "admit.log").open("ab") as log:
-            command = [sys.executable, "-m", "clawstream", "admit", *words_of(settings)]
-            started.append(subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log))
+            command = [sys.executable, "-m", "clawstream", "admit", *overrides_of(settings)]
+            started.append(
+                subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=log, stderr=log)
+            )
         return started[-1]
 
     yield begin

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from schemas.records import Assessment, Candidate, Reward
 from schemas.settings import Settings
 
@@ -85,14 +85,14 @@ def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
             "-m",
             "clawstream",
             "lake",
-            *words_of(jobs.settings),
+            *overrides_of(jobs.settings),
             "lake.flush_interval_s=0.2",
         ]
-        lake = subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log)
+        lake = subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=log, stderr=log)
 
     def curate(*words: str) -> dict[str, Any]:
         done = CliRunner().invoke(
-            app, ["curate", *words, "--format", "json", *words_of(jobs.settings)]
+            app, ["curate", *words, "--format", "json", *overrides_of(jobs.settings)]
         )
         return dict(json.loads(done.stdout)) if done.exit_code == 0 else {}
 

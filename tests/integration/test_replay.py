@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from clawstream.ops.replay.run import (
-    Order,
+    ReplayRequest,
     delete_replay,
     home_of,
     list_replays,
@@ -29,12 +29,12 @@ from clawstream.ops.replay.run import (
     run_replay,
 )
 from clawstream.ops.replay.verify import check, what_if
-from clawstream.ops.topics.copy import Choice, copy_topics
-from clawstream.ops.topics.fresh_prefix import PrefixTaken
+from clawstream.ops.topics.copy import RecordFilter, copy_topics
+from clawstream.ops.topics.target_prefix import PrefixTaken
 from demo.model import make_random_model
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import load, words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import load, overrides_of
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
 from schemas.records import (
@@ -262,13 +262,13 @@ def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> No
     )
     assert {b["admission_policy_version"] for b in report["recorded"]["batches"]} == {1, 2}
     assert report["recorded"] == report["replayed"]
-    said = CliRunner().invoke(app, ["replay", "check", *words_of(recorded.settings)])
+    said = CliRunner().invoke(app, ["replay", "check", *overrides_of(recorded.settings)])
     assert (
         said.exit_code == 0
         and f"all {report['batches']} batches came again, in order" in said.output
     )
     said = CliRunner().invoke(
-        app, ["replay", "check", *words_of(recorded.settings), "run_id=nobody"]
+        app, ["replay", "check", *overrides_of(recorded.settings), "run_id=nobody"]
     )
     assert said.exit_code == 1 and "there is no topic" in said.stderr
     other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
@@ -279,7 +279,7 @@ def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> No
 
 def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> None:
     settings = recorded.settings
-    one, two = (run_replay(settings, Order(name)) for name in ("one", "two"))
+    one, two = (run_replay(settings, ReplayRequest(name)) for name in ("one", "two"))
     assert hashes(one) == hashes(two) and len(hashes(one)) >= 4
     assert (
         one["trajectories"] == {"completed": 4 * GROUPS, "timed_out": 1}
@@ -288,17 +288,17 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     assert one["answers"] == 4 * GROUPS + 1
     target = replay_settings(settings, "one", "run", 4)
     assert recorded.last(target) == recorded.last()  # 13(a): times and outcomes too
-    assert run_replay(settings, Order("one")) == {**one, "was_done": True}
+    assert run_replay(settings, ReplayRequest("one")) == {**one, "was_done": True}
     with pytest.raises(PrefixTaken, match="asked otherwise"):
-        run_replay(with_policy(settings, batch_groups=5), Order("one"))
+        run_replay(with_policy(settings, batch_groups=5), ReplayRequest("one"))
 
     jobs = settings.jobs.model_copy(
         update={"reward_functions": {"*": (f"{ROOT}/tests/support/rewards.py:contrary@2",)}}
     )
-    other = run_replay(settings.model_copy(update={"jobs": jobs}), Order("other"))
+    other = run_replay(settings.model_copy(update={"jobs": jobs}), ReplayRequest("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
     # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
-    words = [w for w in words_of(settings) if not w.startswith(("admit=", "jobs="))]
+    words = [w for w in overrides_of(settings) if not w.startswith(("admit=", "jobs="))]
     command = [
         sys.executable,
         "-m",
@@ -320,10 +320,10 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     )
     failed = run_replay(
         with_policy(settings, required_rewards=None).model_copy(update={"jobs": bare}),
-        Order("bare"),
+        ReplayRequest("bare"),
     )
     assert hashes(failed) == [] and failed["no_rewards"] == {"ValueError: no": 4 * GROUPS + 1}
-    kept = run_replay(settings, Order("kept", keep_rules=True, with_steps=True))
+    kept = run_replay(settings, ReplayRequest("kept", keep_rules=True, with_steps=True))
     steps = sum(high for _, high in recorded.cluster.watermarks("replay-kept.steps").values())
     assert steps == kept["steps"] + 2 * 4 * GROUPS  # opened and completed
     assert kept["answers"] == 0 and kept["candidates"] > one["candidates"]
@@ -331,7 +331,7 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     last = recorded.last().values()
     distinct = sorted({c.closed_at for c in last})  # few: all records of one append have its time
     middle = distinct[len(distinct) // 2]
-    part = run_replay(settings, Order("part", until_ms=middle, stay_open=True))
+    part = run_replay(settings, ReplayRequest("part", until_ms=middle, stay_open=True))
     # With the straggler, if its time was out before the second half came.
     assert part["trajectories"] == Counter(c.outcome for c in last if c.closed_at < middle)
     assert "run_ended" not in part["channels"]["train"]["refused"]
@@ -344,7 +344,7 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
         "part",
         "two",
     ]
-    said = CliRunner().invoke(app, ["replay", "list", *words_of(settings)])
+    said = CliRunner().invoke(app, ["replay", "list", *overrides_of(settings)])
     assert said.exit_code == 0 and said.output.count("from topics") == 7
     assert recorded.untouched()
 
@@ -358,8 +358,8 @@ def test_pinned_lake_trains_a_model(
         update={"kafka": settings.kafka.model_copy(update={"partitions": 2})}
     )  # the lake has four
     from_topics, from_lake = (
-        run_replay(settings, Order("t2")),
-        run_replay(few, Order("lake", pins=pins)),
+        run_replay(settings, ReplayRequest("t2")),
+        run_replay(few, ReplayRequest("lake", pins=pins)),
     )
     assert hashes(from_lake) == hashes(from_topics)
     assert from_lake["versions"].items() <= pins.items()
@@ -375,7 +375,7 @@ def test_pinned_lake_trains_a_model(
     above = target.trainer.model_copy(update={"first_attempt": 1})
     assert written == target.model_copy(update={"trainer": above})
 
-    renamed = run_replay(settings, Order("offline", pins=pins, as_run="exp"))
+    renamed = run_replay(settings, ReplayRequest("offline", pins=pins, as_run="exp"))
     assert len(hashes(renamed)) == len(hashes(from_lake))
     model = make_random_model(tmp_path_factory.mktemp("model") / "m")
     offline = replay_settings(settings, "offline", "exp", 4)
@@ -409,19 +409,19 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     settings, cluster = recorded.settings, recorded.cluster
     prefix = f"replay-k{uuid4().hex[:6]}"
     name = prefix.removeprefix("replay-")
-    command = [sys.executable, "-m", "clawstream", "replay", "run", name, *words_of(settings)]
+    command = [sys.executable, "-m", "clawstream", "replay", "run", name, *overrides_of(settings)]
     for topic in (
         "candidates",
         "ready-batches.run.train",
     ):  # while it assembles, and while it admits
-        process = subprocess.Popen(bonded(command), cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)
         process.kill()
         process.wait()
     done = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert hashes(report) == hashes(run_replay(settings, Order("k0")))
+    assert hashes(report) == hashes(run_replay(settings, ReplayRequest("k0")))
     assert delete_replay(settings, name) > 9
     assert not any(t.startswith(prefix) for t in cluster.topics())
 
@@ -470,7 +470,9 @@ def test_copy_with_more_partitions(
         eventually(lambda: _has_read(cluster, target, "assemble", ends), 180)
         made = {k: replace(c, revision=0, closed_at=0) for k, c in jobs.candidates().items()}
     assert made == {k: replace(c, closed_at=0) for k, c in recorded.last().items()}
-    some = copy_topics(cluster, settings, f"{prefix}x", choice=Choice("run", "new", rewards=False))
+    some = copy_topics(
+        cluster, settings, f"{prefix}x", record_filter=RecordFilter("run", "new", rewards=False)
+    )
     assert some["left_out"] == 4 * GROUPS + 1
     kept = [codec.decode(r[3]) for r in read(f"{prefix}x.rewards", (Reward,))]
     assert {(r.run_id, r.source) for r in kept} == {("new", "env")}

@@ -18,8 +18,8 @@ from support.positions import tell
 
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import (
@@ -38,7 +38,7 @@ from stream_jobs.reward.evaluate import Answers
 from stream_jobs.reward.job import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.reward.main import main; main(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.reward.main import main; main(load(overrides=sys.argv[1:]))"
 CODEC = Codec()
 Eventually = Callable[..., Any]
 
@@ -69,7 +69,10 @@ def worker(
     )
     with (settings.data_dir / "reward.log").open("ab") as log:
         process = subprocess.Popen(
-            bonded([sys.executable, "-c", RUN, *words_of(tuned)]), cwd=ROOT, stdout=log, stderr=log
+            die_with_parent([sys.executable, "-c", RUN, *overrides_of(tuned)]),
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
         )
     try:
         yield process

@@ -18,8 +18,8 @@ from support.up import ENVIRON, ROOT, command
 
 from demo import model
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from schemas.codec.single_object import Codec
 from schemas.records import Step, WorkerStatus
 from schemas.settings import Settings
@@ -36,7 +36,7 @@ def process(settings: Settings, name: str) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
-            bonded(command(name, *words_of(settings))),
+            die_with_parent(command(name, *overrides_of(settings))),
             cwd=ROOT,
             env=ENVIRON,
             stdout=out,

@@ -14,7 +14,7 @@ from support.ports import free_port
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.broker.jars import PinnedJar, ensure_jars, find_java
 from runtime.broker.start_cache import StartCache, make_start_cache, start_cache
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 PROGRAM = """
 import sys
@@ -79,7 +79,7 @@ def test_a_making_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path, jars_
     cache = start_cache(find_java(), jars_dir)
     after_s = 0.5
     while True:
-        maker = subprocess.Popen(bonded([sys.executable, "-c", PROGRAM, str(jars_dir)]))
+        maker = subprocess.Popen(die_with_parent([sys.executable, "-c", PROGRAM, str(jars_dir)]))
         try:
             assert maker.wait(after_s) == 0
             break

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, CandidateStep, ReadyBatch, Refused, RewardValue, Tick
@@ -20,7 +20,7 @@ from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(words=sys.argv[1:]))"
+START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
 GROUPS, MEMBERS, BATCH_GROUPS = 10_000, 2, 100
 CODEC = Codec()
 PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
@@ -43,7 +43,9 @@ def admission(mine: Settings, tmp_path: Path) -> Iterator[None]:
     """The process, for the length of the test."""
     with (tmp_path / "admit.log").open("wb") as log:
         process = subprocess.Popen(
-            bonded([sys.executable, "-c", START, *words_of(mine)]), cwd=ROOT, stderr=log
+            die_with_parent([sys.executable, "-c", START, *overrides_of(mine)]),
+            cwd=ROOT,
+            stderr=log,
         )
     yield
     process.kill()

@@ -16,13 +16,13 @@ from support.jobs import Eventually, running, step
 from clawstream.ops.topics.copy import copy_topics
 from runtime.exit_codes import EXIT_SETTINGS
 from runtime.kafka import Cluster
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.assemble.main import main; main(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.assemble.main import main; main(load(overrides=sys.argv[1:]))"
 
 
 def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
@@ -71,7 +71,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
         [sys.executable, "-m", "clawstream", "topics", "create"],
     ):
         done = subprocess.run(
-            [*run, *words_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240
+            [*run, *overrides_of(settings)], cwd=ROOT, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == EXIT_SETTINGS and "must be LogAppendTime" in done.stderr, (
             done.stderr

@@ -20,9 +20,9 @@ from support.up import call
 from clawstream.ops import job_positions
 from clawstream.ops.doctor import SERIOUS, Diagnosis, examine
 from clawstream.ops.replay.verify import check
-from clawstream.ops.topics.trim import Cut, Kept, TopicTrim
+from clawstream.ops.topics.trim import TopicTrim, TrimInputs, TrimRange
 from runtime.kafka import Cluster, KafkaError, SourceTruncated
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
@@ -159,13 +159,13 @@ class Installation:
         found = job_positions.positions(self.settings, self.cluster)
         return {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
 
-    def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], Cut]:
+    def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], TrimRange]:
         """What the command does with --yes."""
         applied = job_positions.rewards_applied(self.settings, self.cluster)
-        kept = Kept(positions.held(self.settings, self.cluster), applied, before_ms)
+        kept = TrimInputs(positions.held(self.settings, self.cluster), applied, before_ms)
         plan = TopicTrim(self.cluster, self.settings, kept)
         plan.do()
-        return {(c.topic, c.partition): c for c in plan.cuts}
+        return {(c.topic, c.partition): c for c in plan.ranges}
 
     def lake_catches_up(self) -> None:
         """A lake writer takes all that is there now, and ends."""
@@ -363,13 +363,15 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
             table, [], {(cluster.topic_id(topics.candidates), 1): 3}, lambda *_: None, mark=True
         )
 
-    done = call("topics", "trim", *words_of(settings), timeout_s=240)
+    done = call("topics", "trim", *overrides_of(settings), timeout_s=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].split(maxsplit=5) == [
         *(topics.candidates, "1", "0", "-", "3"), "run quiet has no policy yet (--give-up quiet), since offset 0",
     ]  # fmt: skip
     assert done.stdout.endswith("\n\nnothing can go\n")
-    done = call("topics", "trim", "--yes", "--give-up", "alive", *words_of(settings), timeout_s=240)
+    done = call(
+        "topics", "trim", "--yes", "--give-up", "alive", *overrides_of(settings), timeout_s=240
+    )
     assert (
         done.returncode == 2
         and "run alive lives: end it first, clawstream run end alive --yes" in done.stderr
@@ -382,12 +384,12 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
         "quiet",
         "--format",
         "json",
-        *words_of(settings),
+        *overrides_of(settings),
         timeout_s=240,
     )
     assert done.returncode == 0, done.stderr
-    (cut,) = (c for c in json.loads(done.stdout) if c["end"])
-    assert cut == {
+    (trim_range,) = (c for c in json.loads(done.stdout) if c["end"])
+    assert trim_range == {
         "topic": topics.candidates, "partition": 1, "low": 0, "to": 1, "end": 3, "why": "run alive lives, since offset 1",
         "removed": True,
     }  # fmt: skip
@@ -400,7 +402,7 @@ def plan(
     given_up: str = "",
     applied: int = 99,
     before_ms: int | None = None,
-) -> dict[str, Cut]:
+) -> dict[str, TrimRange]:
     """Of the runs' partition, or 0, of each topic: what would go if the lake had all."""
     at = [
         (t, p)
@@ -408,13 +410,13 @@ def plan(
         if t.startswith(f"{settings.kafka.topic_prefix}.")
         for p in range(4)
     ]
-    kept = Kept(
+    kept = TrimInputs(
         dict.fromkeys(at, 99), dict.fromkeys(range(4), applied), before_ms, {given_up} - {""}
     )
-    cuts = TopicTrim(cluster, settings, kept).cuts
+    ranges = TopicTrim(cluster, settings, kept).ranges
     return {
         c.topic: c
-        for c in cuts
+        for c in ranges
         if c.partition == (PARTITION if c.topic == settings.kafka.topics.candidates else 0)
     }
 

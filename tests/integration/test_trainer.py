@@ -21,7 +21,7 @@ import pytest
 from demo.model import make_random_model
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster, Producer, SourceTruncated
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
@@ -56,7 +56,7 @@ for line in sys.stdin:
         answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
     elif not (answer := os.fork()):
         os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        main(load(words=order["words"]))
+        main(load(overrides=order["words"]))
     print(answer, flush=True)
 """
 GROUPS, MEMBERS = 2, 3
@@ -228,7 +228,7 @@ class Nursery:
     @contextmanager
     def trainer(self, settings: Settings, log: Path) -> Iterator[int]:
         """The pid of a trainer; killed at the end of the block."""
-        pid = self._ask(words=words_of(settings), log=str(log))
+        pid = self._ask(words=overrides_of(settings), log=str(log))
         try:
             yield pid
         finally:

@@ -20,8 +20,8 @@ from support.up import ENVIRON, ROOT, Up, command, up
 
 from clawstream.ops.lag import data_lag
 from runtime.kafka import Cluster
-from runtime.process.child import bonded
-from runtime.process.config import words_of
+from runtime.process.child import die_with_parent
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import AssemblyMarker
@@ -133,7 +133,7 @@ class Installation:
         with (self.settings.data_dir.parent / "logs" / f"worker-{name}.log").open("ab") as log:
             self.workers.append(
                 subprocess.Popen(
-                    bonded(command("jobs", "assemble", *words_of(settings))),
+                    die_with_parent(command("jobs", "assemble", *overrides_of(settings))),
                     cwd=ROOT,
                     env=ENVIRON,
                     stdout=log,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TextIO
 import orjson
 
 from runtime.kafka import Cluster, KafkaError
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from schemas.codec.single_object import Codec
 from schemas.ids import bucket_key, new_call_id, new_event_id
 from schemas.records import Curation, Reward, SessionEvent, Step
@@ -315,7 +315,7 @@ class Feeder:
         code = "import sys; from support.chaos_feed import main; main(sys.argv[1])"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                bonded([sys.executable, "-c", code, json.dumps(asdict(made))]),
+                die_with_parent([sys.executable, "-c", code, json.dumps(asdict(made))]),
                 cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, stdout=log, stderr=log,
             )  # fmt: skip
 

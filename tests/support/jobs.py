@@ -14,7 +14,7 @@ from support.processes import ROOT as ROOT
 from support.processes import Processes
 
 from runtime.kafka import Cluster, Record
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.ids import new_call_id, new_event_id
@@ -22,7 +22,7 @@ from schemas.records import Assessment, Candidate, Curation, Reward, SessionEven
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; main(load(words=sys.argv[1:]))"
+RUN = "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; main(load(overrides=sys.argv[1:]))"
 Eventually = Callable[..., Any]
 
 
@@ -75,7 +75,7 @@ class Jobs:
             update={"jobs": self.settings.jobs.model_copy(update={"worker_id": worker, **jobs})}
         )
         return self.processes.start(
-            f"{job}-{worker}", [sys.executable, "-c", RUN.format(job), *words_of(tuned)]
+            f"{job}-{worker}", [sys.executable, "-c", RUN.format(job), *overrides_of(tuned)]
         )
 
     def put(self, *events: Any, key: bytes | None = None) -> None:

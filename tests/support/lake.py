@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from support.processes import Processes
 
 from runtime.kafka import Producer
-from runtime.process.config import words_of
+from runtime.process.config import overrides_of
 from schemas import records
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
@@ -32,7 +32,7 @@ class Writers(Processes):
 
     def write(self, **lake: Any) -> subprocess.Popen[bytes]:
         """Start a writer. lake: settings of the lake."""
-        words = [*words_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
+        words = [*overrides_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
         return self.start("lake", [sys.executable, "-c", WRITER, *words], stdin=subprocess.DEVNULL)
 
     def care(self) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ class Processes:
         """Start one in the repository's root. how: as in Popen."""
         with (self.logs / f"{name}.log").open("ab") as log:
             self.started.append(
-                subprocess.Popen(bonded(command), cwd=ROOT, stdout=log, stderr=log, **how)
+                subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=log, stderr=log, **how)
             )
         return self.started[-1]
 

@@ -14,7 +14,7 @@ from typing import Any
 from support.processes import ROOT as ROOT
 from support.processes import Processes
 
-from runtime.process.config import PREFIX, words_of
+from runtime.process.config import PREFIX, overrides_of
 from schemas.settings import Settings
 
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
@@ -48,7 +48,9 @@ class Up:
 
     def alone(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         """Start one process by itself, with the same settings."""
-        return self._processes.start(name, command(*words, *words_of(self.settings)), env=ENVIRON)
+        return self._processes.start(
+            name, command(*words, *overrides_of(self.settings)), env=ENVIRON
+        )
 
     def log(self, name: str) -> str:
         """What a process has logged: one of the supervisor's, or one that was started alone."""

@@ -1,7 +1,7 @@
 """Dead letters are sent again: as they were, when what was wrong lay elsewhere, or repaired.
 
-1. `Office` begins a transactional producer: whoever did the same before is fenced, and what it had left open is given up.
-2. Then it reads the dead letters to their end: a letter that was resolved is not sent a second time, unless that is forced.
+1. `Redriver` begins a transactional producer: whoever did the same before is fenced, and what it had left open is given up.
+2. Then it reads the dead letters to their end: an entry that was resolved is not sent a second time, unless that is forced.
 3. The record, and the `DeadLetterResolved` that says where it landed, are one transaction: readers see both or none.
 
 So a command that is killed anywhere and run again sends what is left, each record once. The record carries the header `replays`, by which the
@@ -14,17 +14,17 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from clawstream.ops.dead_letters.letters import (
+from clawstream.ops.dead_letters.entries import (
+    DeadLetterEntry,
     DeadLetterError,
-    Letter,
     Original,
-    Spot,
+    RecordId,
     originals,
-    read_letters,
+    read_entries,
 )
 from runtime.kafka import Ack
 from runtime.topics.records import Decoder, cluster_of, now_micros
-from runtime.user import whoami
+from runtime.user import current_user
 from schemas.codec.record_json import from_json, to_json
 from schemas.codec.single_object import Event
 from schemas.errors import Undecodable, UnknownSchema
@@ -47,7 +47,7 @@ from stream_jobs.assemble.state import Assembly
 
 TRANSACTION_MS = 10_000
 """One that a killed command leaves open hides what comes behind it from every reader for so long, and no longer."""
-SLICE_LETTERS = 200
+SLICE_ENTRIES = 200
 SLICE_BYTES = 16 << 20
 """Of one transaction."""
 
@@ -57,17 +57,17 @@ class NotSendable(DeadLetterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of one letter. why_not: None when it was sent, or dismissed."""
+class RedriveResult:
+    """What became of one entry. why_not: None when it was sent, or dismissed."""
 
-    letter: Letter
+    entry: DeadLetterEntry
     action: str
     place: Ack | None = None
     why_not: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Post:
+class _PendingSend:
     """A record to be sent, with the resolution that goes with it."""
 
     original: Original
@@ -145,102 +145,112 @@ def _check_fold(settings: Settings, source: int, key: bytes | None, event: Event
             raise NotSendable(str(entry[4]))
 
 
-# -- the office
+# -- sending
 
 
-class Office:
+class Redriver:
     """The one that acts on dead letters. Making it fences any other, which then fails with Fenced at its next write."""
 
     def __init__(self, settings: Settings, by: str | None = None) -> None:
-        self._settings, self._topics, self._by = settings, settings.kafka.topics, by or whoami()
+        self._settings, self._topics, self._by = (
+            settings,
+            settings.kafka.topics,
+            by or current_user(),
+        )
         self._cluster = cluster_of(settings)
         self.decoder = Decoder(self._cluster, self._topics.schemas)
         self._producer = self._cluster.producer(
             f"{self._topics.prefix}-dead-letters", transaction_timeout_ms=TRANSACTION_MS
         )
         self._ids: dict[str, str] = {}
-        self.letters: dict[Spot, Letter] = read_letters(self._cluster, self.decoder, self._topics)
+        self.entries: dict[RecordId, DeadLetterEntry] = read_entries(
+            self._cluster, self.decoder, self._topics
+        )
 
-    def __enter__(self) -> Office:
+    def __enter__(self) -> Redriver:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._producer.close()
 
-    def original(self, letter: Letter) -> Original:
-        """The record of a letter."""
-        return next(originals(self._cluster, self.decoder, self._topics, [letter]))
+    def original(self, entry: DeadLetterEntry) -> Original:
+        """The record of an entry."""
+        return next(originals(self._cluster, self.decoder, self._topics, [entry]))
 
     def replay(
-        self, letters: Sequence[Letter], force: bool = False, note: str | None = None
-    ) -> Iterator[Sent]:
+        self, entries: Sequence[DeadLetterEntry], force: bool = False, note: str | None = None
+    ) -> Iterator[RedriveResult]:
         """Send records again as they were, in the order in which they were buried. One result each, once it is durable.
 
         force: also what was resolved before, and what would be buried again.
         """
-        for some in _slices(sorted(letters, key=lambda x: x.at)):
-            posts, refused = list[_Post](), list[Sent]()
+        for some in _slices(sorted(entries, key=lambda x: x.at)):
+            sends, refused = list[_PendingSend](), list[RedriveResult]()
             for original in originals(self._cluster, self.decoder, self._topics, some):
                 try:
-                    posts.append(self._as_it_was(original, force))
+                    sends.append(self._unchanged(original, force))
                 except NotSendable as e:
-                    refused.append(Sent(original.letter, "replayed", why_not=str(e)))
+                    refused.append(RedriveResult(original.entry, "replayed", why_not=str(e)))
             yield from refused
-            yield from self._send(posts, note)
+            yield from self._send(sends, note)
 
-    def _as_it_was(self, original: Original, force: bool) -> _Post:
+    def _unchanged(self, original: Original, force: bool) -> _PendingSend:
         """Raises NotSendable."""
-        letter, topic = original.letter, original.letter.spot.topic
+        entry, topic = original.entry, original.entry.record_id.topic
         check_topic(self._topics, topic)
         self._topic_id(topic)
         if original.value is None:
             raise NotSendable("it has no value, so there is nothing to send. Dismiss it")
         if not force:
-            _check_open(letter)
+            _check_open(entry)
             try:
                 event = self.decoder.decode(original.value)
             except (Undecodable, UnknownSchema) as e:
                 raise NotSendable(f"still {e}") from e
             check(self._settings, topic, original.key, event, original.headers)
-        return _Post(original, "replayed", original.key, original.value)
+        return _PendingSend(original, "replayed", original.key, original.value)
 
     def repair(
         self,
-        letter: Letter,
+        entry: DeadLetterEntry,
         name: str,
         said: Mapping[str, object],
         force: bool = False,
         note: str | None = None,
-    ) -> Sent:
+    ) -> RedriveResult:
         """Send the record `name` with the fields `said` in its place, under the key that belongs to it. Raises NotSendable, NotARecord.
 
         What looks in `said` as it was keeps its very bytes.
         """
-        check_topic(self._topics, letter.spot.topic)
+        check_topic(self._topics, entry.record_id.topic)
         if not force:
-            _check_open(letter)
-        original = self.original(letter)
+            _check_open(entry)
+        original = self.original(entry)
         event = from_json(self.decoder.codec, name, said, self.event_of(original))
         key, value = key_of(event), self.decoder.codec.encode(event)
-        check(self._settings, letter.spot.topic, key, event, original.headers)
+        check(self._settings, entry.record_id.topic, key, event, original.headers)
         if not force and (key, event) == (original.key, self.event_of(original)):
             raise NotSendable(
-                f"nothing is changed: `clawstream dlq replay {letter.spot.short}` sends it as it was"
+                f"nothing is changed: `clawstream dlq replay {entry.record_id.short}` sends it as it was"
             )
-        (sent,) = self._send([_Post(original, "repaired", key, value)], note)
+        (sent,) = self._send([_PendingSend(original, "repaired", key, value)], note)
         return sent
 
-    def dismiss(self, letters: Sequence[Letter], note: str | None = None) -> Iterator[Sent]:
+    def dismiss(
+        self, entries: Sequence[DeadLetterEntry], note: str | None = None
+    ) -> Iterator[RedriveResult]:
         """Say that nothing is to be done about them. What was resolved before stays as it is."""
-        for some in _slices(letters):
-            todo = [letter for letter in some if not letter.resolutions]
+        for some in _slices(entries):
+            todo = [entry for entry in some if not entry.resolutions]
             asyncio.run(
                 self._transact(
                     [], [(x, self._resolution(x, "dismissed", None, note)) for x in todo]
                 )
             )
-            for letter in some:
-                yield Sent(letter, "dismissed", why_not=None if letter in todo else _done(letter))
+            for entry in some:
+                yield RedriveResult(
+                    entry, "dismissed", why_not=None if entry in todo else _done(entry)
+                )
 
     def event_of(self, original: Original) -> Event | None:
         """What the record says; None when it can't be read."""
@@ -251,21 +261,22 @@ class Office:
 
     # -- writing
 
-    def _send(self, posts: Sequence[_Post], note: str | None) -> list[Sent]:
-        if not posts:
+    def _send(self, sends: Sequence[_PendingSend], note: str | None) -> list[RedriveResult]:
+        if not sends:
             return []
-        places = asyncio.run(self._transact(posts, [], note))
+        places = asyncio.run(self._transact(sends, [], note))
         return [
-            Sent(p.original.letter, p.action, place) for p, place in zip(posts, places, strict=True)
+            RedriveResult(p.original.entry, p.action, place)
+            for p, place in zip(sends, places, strict=True)
         ]
 
     async def _transact(
         self,
-        posts: Sequence[_Post],
-        resolved: Sequence[tuple[Letter, DeadLetterResolved]],
+        sends: Sequence[_PendingSend],
+        resolved: Sequence[tuple[DeadLetterEntry, DeadLetterResolved]],
         note: str | None = None,
     ) -> list[Ack]:
-        """One transaction: the records, then what became of their letters, with the places where they are now."""
+        """One transaction: the records, then what became of their entries, with the places where they are now."""
         send, encode, mine = (
             self._producer.send_soon,
             self.decoder.codec.encode,
@@ -275,18 +286,18 @@ class Office:
         with self._producer.transaction():
             places = await asyncio.gather(
                 *(
-                    send(p.original.letter.spot.topic, p.key, p.value, _headers(p.original))
-                    for p in posts
+                    send(p.original.entry.record_id.topic, p.key, p.value, _headers(p.original))
+                    for p in sends
                 )
             )
-            for post, place in zip(posts, places, strict=True):
-                letter = post.original.letter
-                done.append((letter, self._resolution(letter, post.action, place, note)))
+            for pending, place in zip(sends, places, strict=True):
+                entry = pending.original.entry
+                done.append((entry, self._resolution(entry, pending.action, place, note)))
             await asyncio.gather(
-                *(send(mine, letter.key, encode(resolution)) for letter, resolution in done)
+                *(send(mine, entry.key, encode(resolution)) for entry, resolution in done)
             )
-        for letter, resolution in done:
-            letter.resolutions.append(resolution)
+        for entry, resolution in done:
+            entry.resolutions.append(resolution)
         return list(places)
 
     def _topic_id(self, topic: str) -> str:
@@ -296,16 +307,16 @@ class Office:
         return self._ids[topic]
 
     def _resolution(
-        self, letter: Letter, action: str, place: Ack | None, note: str | None
+        self, entry: DeadLetterEntry, action: str, place: Ack | None, note: str | None
     ) -> DeadLetterResolved:
-        spot = letter.spot
+        record_id = entry.record_id
         return DeadLetterResolved(
-            topic=spot.topic,
-            topic_id=spot.topic_id,
-            partition=spot.partition,
-            offset=spot.offset,
+            topic=record_id.topic,
+            topic_id=record_id.topic_id,
+            partition=record_id.partition,
+            offset=record_id.offset,
             action=action,
-            sent_topic_id=self._topic_id(spot.topic) if place is not None else None,
+            sent_topic_id=self._topic_id(record_id.topic) if place is not None else None,
             sent_partition=place.partition if place is not None else None,
             sent_offset=place.offset if place is not None else None,
             by=self._by,
@@ -315,16 +326,16 @@ class Office:
 
 
 def _headers(original: Original) -> dict[str, bytes]:
-    return {**(original.headers or {}), REPLAYS: original.letter.spot.full.encode()}
+    return {**(original.headers or {}), REPLAYS: original.entry.record_id.full.encode()}
 
 
-def _check_open(letter: Letter) -> None:
-    if letter.resolutions:
-        raise NotSendable(f"{_done(letter)}; --force does it again")
+def _check_open(entry: DeadLetterEntry) -> None:
+    if entry.resolutions:
+        raise NotSendable(f"{_done(entry)}; --force does it again")
 
 
-def _done(letter: Letter) -> str:
-    last = letter.resolutions[-1]
+def _done(entry: DeadLetterEntry) -> str:
+    last = entry.resolutions[-1]
     where = (
         f" to {last.topic}-{last.sent_partition}-{last.sent_offset}"
         if last.sent_offset is not None
@@ -333,15 +344,15 @@ def _done(letter: Letter) -> str:
     return f"it was {last.action}{where} by {last.by}"
 
 
-def _slices(letters: Sequence[Letter]) -> Iterator[list[Letter]]:
+def _slices(entries: Sequence[DeadLetterEntry]) -> Iterator[list[DeadLetterEntry]]:
     """In order, as many as fit into a transaction."""
-    some, used = list[Letter](), 0
-    for letter in letters:
-        size = letter.size or SLICE_BYTES
-        if some and (len(some) == SLICE_LETTERS or used + size > SLICE_BYTES):
+    some, used = list[DeadLetterEntry](), 0
+    for entry in entries:
+        size = entry.size or SLICE_BYTES
+        if some and (len(some) == SLICE_ENTRIES or used + size > SLICE_BYTES):
             yield some
             some, used = [], 0
-        some.append(letter)
+        some.append(entry)
         used += size
     if some:
         yield some

@@ -32,8 +32,8 @@ Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
 """What the reward functions and quality rules say of a whole trajectory."""
 
 
-class Moment(NamedTuple):
-    """One record of an input. time: ms of log time, never lower than the one before. event: a record of `schemas.records`.
+class ReplayEvent(NamedTuple):
+    """One record of an input. time: ms of log time, never lower than the one before. record: a record of `schemas.records`.
 
     A tick has no offset that counts.
     """
@@ -43,10 +43,10 @@ class Moment(NamedTuple):
     source: Source
     offset: int
     key: bytes | None
-    event: Any
+    record: Any
 
 
-class Moments(Protocol):
+class ReplaySource(Protocol):
     """Where a replay reads: topics, or the lake."""
 
     end: int
@@ -54,14 +54,14 @@ class Moments(Protocol):
     unreadable: int
     """Records that say nothing: left out."""
 
-    def moments(self) -> Iterator[Moment]:
+    def events(self) -> Iterator[ReplayEvent]:
         """All records and ticks of one run, in order."""
 
     def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
         """As `InputLog.payload`: what is not in memory any more."""
 
 
-class Out(NamedTuple):
+class OutputRecord(NamedTuple):
     """A record to write: to `rewards`, `trajectories` or `candidates` of the replay."""
 
     topic: str
@@ -73,7 +73,7 @@ class Out(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayStats:
     """What was replayed."""
 
     steps: int = 0
@@ -121,7 +121,7 @@ class Replay:
         self, run_id: str, partitions: int, limits: Limits, codec: Codec, rules: Rules, trajectories_id: str, cache_bytes: int,
         again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, Kept]]],
     ) -> None:  # fmt: skip
-        self.tally = Tally()
+        self.stats = ReplayStats()
         self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
         self.candidates_at = partition_of(run_id.encode(), CANDIDATE_PARTITIONS)
         self.ends: Counter[int] = Counter()
@@ -132,18 +132,20 @@ class Replay:
         ]
         self._ticked = -1
 
-    def take(self, moment: Moment) -> list[Out]:
+    def take(self, event: ReplayEvent) -> list[OutputRecord]:
         """What one record brings about."""
-        out = self._parts[moment.partition].take(moment)
-        return [*self.tick(moment.time), *out] if any(o.topic == "candidates" for o in out) else out
+        out = self._parts[event.partition].take(event)
+        return [*self.tick(event.time), *out] if any(o.topic == "candidates" for o in out) else out
 
-    def tick(self, time: int) -> list[Out]:
+    def tick(self, time: int) -> list[OutputRecord]:
         """Before a candidate: time goes on for admission, in all partitions at once."""
         if time <= self._ticked:
             return []
         self._ticked = time
         ticks = (Tick(partition=p, event_time=time) for p in range(len(self._parts)))
-        return [Out("candidates", self.candidates_at, None, tick, None, time) for tick in ticks]
+        return [
+            OutputRecord("candidates", self.candidates_at, None, tick, None, time) for tick in ticks
+        ]
 
     @property
     def open(self) -> int:
@@ -166,33 +168,33 @@ class _Partition:
         self._cache = PayloadCache(cache_bytes)
         self._rewards = 0  # numbers the records of `claw.rewards`, recorded or made here
 
-    def take(self, moment: Moment) -> list[Out]:
+    def take(self, event: ReplayEvent) -> list[OutputRecord]:
         """Fold one record; what it decides is put out."""
-        tally, out = self._replay.tally, list[Out]()
-        self._fold.tick(
-            REWARDS, moment.time
-        )  # the order of moments says that no older reward comes
-        if isinstance(moment.event, Tick):
-            self._fold.tick(STEPS, moment.time)
-        elif moment.source == STEPS:
-            kept = self._fold.record(STEPS, moment.offset, moment.time, moment.key, moment.event)
+        stats, out = self._replay.stats, list[OutputRecord]()
+        self._fold.tick(REWARDS, event.time)  # the order of events says that no older reward comes
+        if isinstance(event.record, Tick):
+            self._fold.tick(STEPS, event.time)
+        elif event.source == STEPS:
+            kept = self._fold.record(STEPS, event.offset, event.time, event.key, event.record)
             if kept is not None:
-                self._cache.put(moment.offset, kept)
-            if isinstance(moment.event, Step):
-                tally.step(moment.event, self._replay.run_id)
+                self._cache.put(event.offset, kept)
+            if isinstance(event.record, Step):
+                stats.step(event.record, self._replay.run_id)
         else:
-            out.append(Out("rewards", self._partition, moment.key, moment.event, None, moment.time))
-            self._reward(moment.time, moment.key, moment.event)
-            tally.rewards += 1
-        out += self._decided(moment.time)
+            out.append(
+                OutputRecord("rewards", self._partition, event.key, event.record, None, event.time)
+            )
+            self._reward(event.time, event.key, event.record)
+            stats.rewards += 1
+        out += self._decided(event.time)
         return out
 
     def _reward(self, time: int, key: bytes | None, event: Any) -> None:
         self._fold.record(REWARDS, self._rewards, time, key, event)
         self._rewards += 1
 
-    def _decided(self, time: int) -> list[Out]:
-        out, pending = list[Out](), self.state.pending
+    def _decided(self, time: int) -> list[OutputRecord]:
+        out, pending = list[OutputRecord](), self.state.pending
         for key, trajectory in list(pending.closings.items()):
             out += self._closing(key, trajectory, time)
         self._fold.seal()
@@ -201,14 +203,14 @@ class _Partition:
         for mark in pending.marks:
             name = key_of_trajectory(mark.key[1]).encode()
             out.append(self._trajectory_record(name, step_mark(mark), time))
-            self._replay.tally.marks += 1
-        self._replay.tally.buried.update(b.reason for b in pending.burials)
+            self._replay.stats.marks += 1
+        self._replay.stats.buried.update(b.reason for b in pending.burials)
         for key in pending.revised:
             out.append(self._candidate(key, time))
         self.state.apply([op.DONE])
         return out
 
-    def _closing(self, key: Key, trajectory: Open, time: int) -> Iterator[Out]:
+    def _closing(self, key: Key, trajectory: Open, time: int) -> Iterator[OutputRecord]:
         replay, state = self._replay, self.state
         payload = self._payload(key, trajectory, state.closed[key])
         closed = state.closed[key]
@@ -220,13 +222,13 @@ class _Partition:
         state.apply([op.FACTS, *key, done.prompt_tokens, done.order, place])
         for offset in starts_of(trajectory):
             self._cache.drop(offset)
-        replay.tally.trajectories[closed.outcome] += 1
+        replay.stats.trajectories[closed.outcome] += 1
         for reward in replay.rules(joined(done.parts)):
-            yield Out("rewards", self._partition, name, reward, None, time)
+            yield OutputRecord("rewards", self._partition, name, reward, None, time)
             self._reward(time, name, reward)
-            replay.tally.answers += 1
+            replay.stats.answers += 1
             if isinstance(reward, Reward) and reward.value is None:
-                replay.tally.no_rewards[reward.reason or "no reason"] += 1
+                replay.stats.no_rewards[reward.reason or "no reason"] += 1
 
     def _payload(self, key: Key, trajectory: Open, closed: Closed) -> dict[int, Kept]:
         """All that the trajectory needs; where retention has taken some of it, it closes as lost."""
@@ -242,15 +244,19 @@ class _Partition:
             self.state.apply(lost)
         return found
 
-    def _trajectory_record(self, key: bytes, event: Trajectory | StepMark, time: int) -> Out:
+    def _trajectory_record(
+        self, key: bytes, event: Trajectory | StepMark, time: int
+    ) -> OutputRecord:
         self._replay.ends[self._partition] += 1
-        return Out("trajectories", self._partition, key, event, None, time)
+        return OutputRecord("trajectories", self._partition, key, event, None, time)
 
-    def _candidate(self, key: Key, time: int) -> Out:
+    def _candidate(self, key: Key, time: int) -> OutputRecord:
         replay, closed = self._replay, self.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")
         headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
-        replay.tally.candidates += 1
+        replay.stats.candidates += 1
         made = candidate(key, closed, replay.codec)
-        return Out("candidates", replay.candidates_at, key[0].encode(), made, headers, time)
+        return OutputRecord(
+            "candidates", replay.candidates_at, key[0].encode(), made, headers, time
+        )

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clawstream.ops.replay.fold import Moment
-from clawstream.ops.topics.copy import Choice
+from clawstream.ops.replay.fold import ReplayEvent
+from clawstream.ops.topics.copy import RecordFilter
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.model import REWARDS, STEPS, Source
@@ -98,15 +98,15 @@ class Span:
     until_ms: int | None = None
 
 
-class LakeMoments:
+class LakeReplaySource:
     """The records of a run in the lake, as they lay on the log."""
 
     def __init__(
-        self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, choice: Choice
+        self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, record_filter: RecordFilter
     ) -> None:  # fmt: skip
         """partitions: as `partitions_of` has it. Raises LakeError when there is nothing of the run."""
         self.unreadable = 0
-        self._choice, self._span, self._partitions = choice, span, partitions
+        self._record_filter, self._span, self._partitions = record_filter, span, partitions
         self._tables = _datasets(settings, versions)
         self._epochs: dict[str, int] = {}
         self._stamps: dict[
@@ -115,14 +115,14 @@ class LakeMoments:
         self._refs = sorted(ref for source in (STEPS, REWARDS) for ref in self._index(source))
         if not self._refs:
             raise LakeError(
-                f"lake {settings.lake_uri} has nothing of run {choice.run} in that window, at these versions"
+                f"lake {settings.lake_uri} has nothing of run {record_filter.run} in that window, at these versions"
             )
         self.end = max(ref.time for ref in self._refs)
         self._ticks = self._closings()
         self.end = max([self.end, *(t for t, _ in self._ticks)])
 
     def _where(self, *more: Any) -> Any:
-        condition = pc.field("run_id") == self._choice.run
+        condition = pc.field("run_id") == self._record_filter.run
         for one in more:
             condition &= one
         return condition
@@ -184,8 +184,8 @@ class LakeMoments:
         times = (t // 1000 for t in rows.column("closed_at").cast(pa.int64()).to_pylist())
         return sorted(set(zip(times, rows.column("kafka_partition").to_pylist(), strict=True)))
 
-    def moments(self) -> Iterator[Moment]:
-        """As `Moments.moments`."""
+    def events(self) -> Iterator[ReplayEvent]:
+        """As `ReplaySource.events`."""
         ticks, at = self._ticks, 0
         for first in range(0, len(self._refs), CHUNK):
             refs = self._refs[first : first + CHUNK]
@@ -194,10 +194,10 @@ class LakeMoments:
                 while at < len(ticks) and ticks[at] <= (ref.time, ref.partition):
                     yield _tick(*ticks[at])
                     at += 1
-                event = self._choice.of(events[ref])
+                event = self._record_filter.apply(events[ref])
                 if event is not None:
                     key = event.trajectory_key.encode()
-                    yield Moment(ref.time, ref.partition, ref.source, ref.offset, key, event)
+                    yield ReplayEvent(ref.time, ref.partition, ref.source, ref.offset, key, event)
         yield from (_tick(*tick) for tick in ticks[at:])
         yield from (_tick(self.end, partition) for partition in range(self._partitions))
 
@@ -238,15 +238,15 @@ class LakeMoments:
         for name in READ[STEPS]:
             if name in self._tables:
                 for (_, offset), event in self._events(name, where):
-                    chosen = self._choice.of(event) if offset in starts else None
+                    chosen = self._record_filter.apply(event) if offset in starts else None
                     if isinstance(chosen, Step):
                         yield offset, payload_of(chosen, provenance(chosen), starts[offset])
                     elif isinstance(chosen, SessionEvent):
                         yield offset, metadata_of(chosen)
 
 
-def _tick(time: int, partition: int) -> Moment:
-    return Moment(time, partition, STEPS, -1, None, Tick(partition=partition))
+def _tick(time: int, partition: int) -> ReplayEvent:
+    return ReplayEvent(time, partition, STEPS, -1, None, Tick(partition=partition))
 
 
 def _instant(ms: int) -> Any:

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clawstream.ops.replay.fold import Moments, Out, Replay
+from clawstream.ops.replay.fold import OutputRecord, Replay, ReplaySource
 from clawstream.ops.replay.report import Outcome, journal
-from clawstream.ops.replay.topic_source import TopicMoments
-from clawstream.ops.topics.copy import Choice, Writer
-from clawstream.ops.topics.fresh_prefix import FreshPrefix
+from clawstream.ops.replay.topic_source import TopicReplaySource
+from clawstream.ops.topics.copy import RecordFilter, Writer
+from clawstream.ops.topics.target_prefix import TargetPrefix
 from runtime.atomic_file import write_durably
 from runtime.kafka import Cluster
 from runtime.kafka.window import Window, window_of
@@ -49,7 +49,7 @@ PROGRESS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ReplayRequest:
     """What to replay. pins: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
 
     as_run: another run id for what comes out. keep_rules: recorded answers of rules count, nobody is asked again. with_steps: the
@@ -99,33 +99,35 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
     )  # fmt: skip
 
 
-def run_replay(settings: Settings, order: Order) -> dict[str, Any]:
+def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
     """Replay the run of the settings, and report. Done before, it only reports again; killed, it begins again.
 
     Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
     """
     cluster = cluster_of(settings)
     target = replay_settings(
-        settings, order.name, order.as_run or settings.run_id, settings.kafka.partitions
+        settings, request.name, request.as_run or settings.run_id, settings.kafka.partitions
     )
-    fresh, topics = _fresh(settings, cluster, order.name), target.kafka.topics
-    with closing(Answers(settings)) as answers, fresh.held():
-        begun = fresh.begin(
-            _asked(settings, order), lambda: _plan(settings, cluster, order, answers)
+    prefix_files, topics = _target_prefix(settings, cluster, request.name), target.kafka.topics
+    with closing(Answers(settings)) as answers, prefix_files.held():
+        begun = prefix_files.begin(
+            _asked(settings, request), lambda: _plan(settings, cluster, request, answers)
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
-        target = replay_settings(settings, order.name, target.run_id, begun.plan["partitions"])
-        fresh.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
+        target = replay_settings(settings, request.name, target.run_id, begun.plan["partitions"])
+        prefix_files.make(
+            target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates)
+        )
         keep_settings(target)
-        source = _source(settings, cluster, order, begun.plan, answers)
-        report = {"name": order.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
+        source = _source(settings, cluster, request, begun.plan, answers)
+        report = {"name": request.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
         policy = replace(policy_of(target, 1, now_micros()), **_fields(begun.plan["policy"]))
-        report |= _assemble(target, cluster, order, source, answers, settings.run_id, policy)
+        report |= _assemble(target, cluster, request, source, answers, settings.run_id, policy)
         if report["newest_attempt"] is not None:
             keep_settings(_with_ids_above(target, report["newest_attempt"]))
         report |= _admit(target, cluster)
-        fresh.done(report)
+        prefix_files.done(report)
     return {**report, "was_done": False}
 
 
@@ -144,7 +146,7 @@ def keep_settings(target: Settings) -> None:
     remember(target)
 
 
-def _asked(settings: Settings, order: Order) -> dict[str, Any]:
+def _asked(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
     """All that the outcome depends on: another of it under the same name is a mistake."""
     jobs = settings.jobs.model_dump(mode="json", include={
         "trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s", "bucket_inactivity_s", "agent_inactivity_s",
@@ -152,22 +154,24 @@ def _asked(settings: Settings, order: Order) -> dict[str, Any]:
     })  # fmt: skip
     policy = settings.admit.policy.model_dump(mode="json")
     return {
-        **asdict(order), "source": settings.kafka.topic_prefix, "run": settings.run_id, "lake": settings.lake_uri, "jobs": jobs,
+        **asdict(request), "source": settings.kafka.topic_prefix, "run": settings.run_id, "lake": settings.lake_uri, "jobs": jobs,
         "policy": policy, "channels": list(settings.admit.channels),
     }  # fmt: skip
 
 
-def _fresh(settings: Settings, cluster: Cluster, name: str) -> FreshPrefix:
-    return FreshPrefix(cluster, f"replay-{name}", home_of(settings, name) / "replay.json")
+def _target_prefix(settings: Settings, cluster: Cluster, name: str) -> TargetPrefix:
+    return TargetPrefix(cluster, f"replay-{name}", home_of(settings, name) / "replay.json")
 
 
-def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) -> dict[str, Any]:
+def _plan(
+    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: Answers
+) -> dict[str, Any]:
     """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
-    policy = {"policy": _recorded_policy(settings, cluster, order, answers)}
-    if order.pins is not None:
+    policy = {"policy": _recorded_policy(settings, cluster, request, answers)}
+    if request.pins is not None:
         from clawstream.ops.replay.lake_source import partitions_of, pinned
 
-        versions = pinned(settings, order.pins)
+        versions = pinned(settings, request.pins)
         return {
             "from": "lake",
             "versions": versions,
@@ -176,7 +180,7 @@ def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) 
         }
     topics = settings.kafka.topics
     windows = [
-        window_of(cluster, t, order.since_ms, order.until_ms)
+        window_of(cluster, t, request.since_ms, request.until_ms)
         for t in (topics.steps, topics.rewards)
     ]
     return {
@@ -188,7 +192,7 @@ def _plan(settings: Settings, cluster: Cluster, order: Order, answers: Answers) 
 
 
 def _recorded_policy(
-    settings: Settings, cluster: Cluster, order: Order, answers: Answers
+    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: Answers
 ) -> dict[str, Any]:
     """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
 
@@ -202,7 +206,7 @@ def _recorded_policy(
         ("required_rewards", said.required_rewards is not None, answers.rewards(run)),
         ("require_assessment", said.require_assessment is not None, answers.assesses(run)),
     ):
-        if is_set or (is_asked and not order.keep_rules):
+        if is_set or (is_asked and not request.keep_rules):
             names.discard(name)
         else:
             names.add(name)
@@ -224,23 +228,23 @@ def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(
-    settings: Settings, cluster: Cluster, order: Order, plan: Mapping[str, Any], answers: Answers
-) -> Moments:  # fmt: skip
+    settings: Settings, cluster: Cluster, request: ReplayRequest, plan: Mapping[str, Any], answers: Answers
+) -> ReplaySource:  # fmt: skip
     run = settings.run_id
-    choice = Choice(
+    record_filter = RecordFilter(
         run,
-        order.as_run,
-        order.keep_rules or not answers.rewards(run),
-        order.keep_rules or not answers.assesses(run),
+        request.as_run,
+        request.keep_rules or not answers.rewards(run),
+        request.keep_rules or not answers.assesses(run),
     )
     if plan["from"] == "lake":
-        from clawstream.ops.replay.lake_source import LakeMoments, Span
+        from clawstream.ops.replay.lake_source import LakeReplaySource, Span
 
-        span = Span(order.since_ms, order.until_ms)
-        return LakeMoments(settings, plan["versions"], plan["partitions"], span, choice)
+        span = Span(request.since_ms, request.until_ms)
+        return LakeReplaySource(settings, plan["versions"], plan["partitions"], span, record_filter)
     steps, rewards = map(Window.of_plain, plan["windows"])
-    return TopicMoments(
-        cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, choice
+    return TopicReplaySource(
+        cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, record_filter
     )
 
 
@@ -248,7 +252,7 @@ def _source(
 
 
 def _assemble(
-    target: Settings, cluster: Cluster, order: Order, source: Moments, answers: Answers, source_run: str, policy: AdmissionPolicy
+    target: Settings, cluster: Cluster, request: ReplayRequest, source: ReplaySource, answers: Answers, source_run: str, policy: AdmissionPolicy
 ) -> dict[str, Any]:  # fmt: skip
     """Everything up to the candidates. source_run: whose rules are asked."""
 
@@ -256,44 +260,52 @@ def _assemble(
         # Not the clock: the same again must be the same bytes.
         return (
             []
-            if order.keep_rules
+            if request.keep_rules
             else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
         )
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
-    pen, limits = _Pen(cluster, target), limits_of(target)
+    writer, limits = ReplayWriter(cluster, target), limits_of(target)
     if (
-        order.pins is not None
+        request.pins is not None
     ):  # the lake has no ticks, so it does not tell a silence from an idle log
         limits = replace(limits, silent_after=None)
     replay = Replay(
-        run, target.kafka.partitions, limits, pen.codec, rules, cluster.topic_id(topics.trajectories),
+        run, target.kafka.partitions, limits, writer.codec, rules, cluster.topic_id(topics.trajectories),
         target.jobs.cache_mb << 20, source.payload,
     )  # fmt: skip
-    pen.write([Out("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
+    writer.write([OutputRecord("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
     said_at = began
-    for moment in source.moments():
-        if order.with_steps and moment.source == STEPS and not isinstance(moment.event, Tick):
-            pen.write([Out("steps", moment.partition, moment.key, moment.event, None, moment.time)])
-        pen.write(replay.take(moment))
+    for event in source.events():
+        if request.with_steps and event.source == STEPS and not isinstance(event.record, Tick):
+            writer.write(
+                [OutputRecord("steps", event.partition, event.key, event.record, None, event.time)]
+            )
+        writer.write(replay.take(event))
         if time.monotonic() - said_at > PROGRESS_S:
             said_at = time.monotonic()
-            logger().info("replaying", steps=replay.tally.steps, until_ms=moment.time)
-    pen.write(replay.tick(source.end))
-    if not order.stay_open:
+            logger().info("replaying", steps=replay.stats.steps, until_ms=event.time)
+    writer.write(replay.tick(source.end))
+    if not request.stay_open:
         ended = RunEnded(
-            run_id=run, reason=f"the end of replay {order.name}", created_at=now_micros()
+            run_id=run, reason=f"the end of replay {request.name}", created_at=now_micros()
         )
-        pen.write([Out("candidates", replay.candidates_at, run.encode(), ended, None, source.end)])
-    pen.close()
-    tally, seconds = replay.tally, time.monotonic() - began
+        writer.write(
+            [
+                OutputRecord(
+                    "candidates", replay.candidates_at, run.encode(), ended, None, source.end
+                )
+            ]
+        )
+    writer.close()
+    stats, seconds = replay.stats, time.monotonic() - began
     return {
-        **tally.plain(), "open": replay.open, "waiting": replay.waiting, "unreadable": source.unreadable,
-        "assemble_s": round(seconds, 3), "steps_per_s": round(tally.steps / seconds, 1),
+        **stats.plain(), "open": replay.open, "waiting": replay.waiting, "unreadable": source.unreadable,
+        "assemble_s": round(seconds, 3), "steps_per_s": round(stats.steps / seconds, 1),
     }  # fmt: skip
 
 
-class _Pen:
+class ReplayWriter:
     """Writes what the fold puts out."""
 
     def __init__(self, cluster: Cluster, target: Settings) -> None:
@@ -304,7 +316,7 @@ class _Pen:
         }  # fmt: skip
         self.codec = Codec()
 
-    def write(self, outs: list[Out]) -> None:
+    def write(self, outs: list[OutputRecord]) -> None:
         for out in outs:
             topic = self._names[out.topic]
             self._writer.put(
@@ -360,8 +372,8 @@ def delete_replay(settings: Settings, name: str) -> int:
     replay_settings(
         settings, name, settings.run_id, settings.kafka.partitions
     )  # or an error that says what is wrong
-    fresh = _fresh(settings, cluster_of(settings), name)
-    if fresh.read() is None:
+    prefix_files = _target_prefix(settings, cluster_of(settings), name)
+    if prefix_files.read() is None:
         raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")
-    with fresh.held():
-        return fresh.delete()
+    with prefix_files.held():
+        return prefix_files.delete()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from clawstream.ops.replay.fold import Moment
-from clawstream.ops.topics.copy import Choice
+from clawstream.ops.replay.fold import ReplayEvent
+from clawstream.ops.topics.copy import RecordFilter
 from runtime.kafka import Cluster, Record
 from runtime.kafka.window import Window, in_order
 from runtime.topics.records import Decoder
@@ -17,28 +17,33 @@ from stream_jobs.assemble.payload.cache import Kept
 from stream_jobs.assemble.payload.input_log import InputLog
 
 
-class TopicMoments:
+class TopicReplaySource:
     """Steps with their ticks, and rewards, by log time. Reads only; the same window always gives the same."""
 
     def __init__(
-        self, cluster: Cluster, decoder: Decoder, steps: Window, rewards: Window, choice: Choice
+        self,
+        cluster: Cluster,
+        decoder: Decoder,
+        steps: Window,
+        rewards: Window,
+        record_filter: RecordFilter,
     ) -> None:
         self.end = 0
         self.unreadable = 0
-        self._cluster, self._decoder, self._choice = cluster, decoder, choice
+        self._cluster, self._decoder, self._record_filter = cluster, decoder, record_filter
         self._windows: dict[Source, Window] = {STEPS: steps, REWARDS: rewards}
 
-    def moments(self) -> Iterator[Moment]:
-        """As `Moments.moments`. Ticks on rewards say nothing: the order does."""
+    def events(self) -> Iterator[ReplayEvent]:
+        """As `ReplaySource.events`. Ticks on rewards say nothing: the order does."""
         steps = self._windows[STEPS].topic
         for time, record in in_order(self._cluster, [self._windows[STEPS], self._windows[REWARDS]]):
             self.end = time
             source: Source = STEPS if record.topic == steps else REWARDS
             event = self._chosen(record)
             if event is not None:
-                yield Moment(time, record.partition, source, record.offset, record.key, event)
+                yield ReplayEvent(time, record.partition, source, record.offset, record.key, event)
             elif source == STEPS:  # ticks, and what other runs and failed calls say of the time
-                yield Moment(
+                yield ReplayEvent(
                     time, record.partition, source, -1, None, Tick(partition=record.partition)
                 )
 
@@ -53,7 +58,7 @@ class TopicMoments:
             return None
         if not hasattr(event, "run_id") or isinstance(event, FailedCall):
             return None
-        return self._choice.of(event)
+        return self._record_filter.apply(event)
 
     def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
         """As `InputLog.payload`."""

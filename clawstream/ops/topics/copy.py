@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clawstream.ops.topics.fresh_prefix import FreshPrefix
+from clawstream.ops.topics.target_prefix import TargetPrefix
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster, Producer, Record
 from runtime.kafka.window import Window, in_order, window_of
@@ -38,7 +38,7 @@ class CopyFailed(PlumbingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecordFilter:
     """Which records are copied, and under which name. run: of this run only. as_run: its new name.
 
     rewards, assessments: those that the reward job has written too.
@@ -50,11 +50,11 @@ class Choice:
     assessments: bool = True
 
     @property
-    def every(self) -> bool:
+    def passes_all(self) -> bool:
         """Whether nothing has to be looked at."""
         return self.run is None and self.as_run is None and self.rewards and self.assessments
 
-    def of(self, event: Any) -> Any | None:
+    def apply(self, event: Any) -> Any | None:
         """The record as the copy has it, None when it is left out."""
         if self.run is not None and event.run_id != self.run:
             return None
@@ -147,14 +147,14 @@ def copy_topics(
     partitions: int | None = None,
     since_ms: int | None = None,
     until_ms: int | None = None,
-    choice: Choice | None = None,
+    record_filter: RecordFilter | None = None,
 ) -> dict[str, Any]:
     """Copy; returns records by topic, and what was left out. Raises InvalidId, SettingsError, PrefixTaken, WindowGone, CopyFailed.
 
     partitions: of the copy; default: as many as there are. since_ms, until_ms: log time. Killed, it begins again; done, it only says so.
     """
-    choice, topics = choice or Choice(), settings.kafka.topics
-    for run in (choice.run, choice.as_run):
+    record_filter, topics = record_filter or RecordFilter(), settings.kafka.topics
+    for run in (record_filter.run, record_filter.as_run):
         if run is not None:
             check_run_id(run)
     source = (topics.steps, topics.rewards)
@@ -162,27 +162,27 @@ def copy_topics(
         cluster.topic_id(topic)  # or an error that says what is missing
     count = partitions or cluster.topics(topics.steps)[topics.steps]
     target = copied_settings(settings, prefix, count)
-    fresh = FreshPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
+    prefix_files = TargetPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
     asked = {
         "source": settings.kafka.topic_prefix, "partitions": count, "since_ms": since_ms, "until_ms": until_ms,
-        **dataclasses.asdict(choice),
+        **dataclasses.asdict(record_filter),
     }  # fmt: skip
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
-    with fresh.held():
-        begun = fresh.begin(
+    with prefix_files.held():
+        begun = prefix_files.begin(
             asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source}
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
-        fresh.make(target, copies)
+        prefix_files.make(target, copies)
         windows = [Window.of_plain(begun.plan[t]) for t in source]
-        result = _copy(cluster, settings, target, windows, copies, choice)
-        fresh.done(result)
+        result = _copy(cluster, settings, target, windows, copies, record_filter)
+        prefix_files.done(result)
     return {**result, "was_done": False}
 
 
 def _copy(
-    cluster: Cluster, settings: Settings, target: Settings, windows: list[Window], copies: tuple[str, str], choice: Choice
+    cluster: Cluster, settings: Settings, target: Settings, windows: list[Window], copies: tuple[str, str], record_filter: RecordFilter
 ) -> dict[str, Any]:  # fmt: skip
     _copy_schemas(cluster, settings.kafka.topics.schemas, target.kafka.topics.schemas)
     writer, decoder = Writer(cluster), Decoder(cluster, settings.kafka.topics.schemas)
@@ -194,7 +194,7 @@ def _copy(
         "unreadable": 0,
     }
     for window, topic in zip(windows, copies, strict=True):
-        copier = Copier(decoder, choice, target.kafka.partitions, len(window.ranges))
+        copier = Copier(decoder, record_filter, target.kafka.partitions, len(window.ranges))
         for time, record in in_order(cluster, [window]):
             for partition, key, value in copier.places(time, record):
                 at = record.timestamp_ms if copier.same else time
@@ -222,11 +222,13 @@ def _copy_schemas(cluster: Cluster, source: str, target: str) -> None:
 class Copier:
     """Where each record of one topic goes. Pure. partitions: of the copy; before: of the source."""
 
-    def __init__(self, decoder: Decoder, choice: Choice, partitions: int, before: int) -> None:
+    def __init__(
+        self, decoder: Decoder, record_filter: RecordFilter, partitions: int, before: int
+    ) -> None:
         self.same = partitions == before
         self.copied = self.ticks = self.left_out = self.unreadable = 0
         self.time = 0
-        self._decoder, self._choice, self._partitions = decoder, choice, partitions
+        self._decoder, self._record_filter, self._partitions = decoder, record_filter, partitions
         self._ticked = -TICK_MS
 
     def places(self, time: int, record: Record) -> Iterator[tuple[int, bytes | None, bytes | None]]:
@@ -241,7 +243,7 @@ class Copier:
             )
             return
         value = self._value(record)
-        if value is not None or (record.value is None and self._choice.every):
+        if value is not None or (record.value is None and self._record_filter.passes_all):
             self.copied += 1
             yield self._partition(record), record.key, value
 
@@ -260,14 +262,14 @@ class Copier:
             yield partition, None, self._decoder.codec.encode(Tick(partition=partition))
 
     def _value(self, record: Record) -> bytes | None:
-        if self._choice.every:
+        if self._record_filter.passes_all:
             return record.value
         try:
             event = self._decoder.decode(record.value)
         except (Undecodable, UnknownSchema):
             self.unreadable += 1
             return None
-        chosen = self._choice.of(event) if hasattr(event, "run_id") else None
+        chosen = self._record_filter.apply(event) if hasattr(event, "run_id") else None
         self.left_out += chosen is None
         if chosen is None or chosen is event:
             return None if chosen is None else record.value

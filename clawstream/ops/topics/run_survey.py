@@ -24,7 +24,7 @@ from schemas.topics import Topics, partition_of
 
 
 @dataclass(slots=True)
-class Traces:
+class RunSummary:
     """What the candidates have of a run, by offset. first: its first record. ended: its end; None: it has none."""
 
     partition: int
@@ -75,10 +75,10 @@ class RunSurvey:
         }
         for topic in (topics.candidates, *self.journals):
             self.ends[topic] = cluster.watermarks(topic, range(self.there.get(topic, 0)))
-        self.runs: dict[str, Traces] = {}
+        self.runs: dict[str, RunSummary] = {}
         for partition in self.ends[topics.candidates]:
             records = cluster.read_all(topics.candidates, partition)
-            self.runs |= traces_in(records, partition, decoder)
+            self.runs |= summarize_runs(records, partition, decoder)
         self._versions: dict[str, list[WeightVersion]] | None = None
 
     def partition(self, run_id: str) -> int:
@@ -127,21 +127,23 @@ class RunSurvey:
         return self._versions
 
 
-def traces_in(records: Iterator[Record], partition: int, decoder: Decoder) -> dict[str, Traces]:
+def summarize_runs(
+    records: Iterator[Record], partition: int, decoder: Decoder
+) -> dict[str, RunSummary]:
     """The runs of one partition of the candidates. What has no run's key is passed over; only ends are decoded."""
-    found: dict[bytes, Traces | None] = {}
+    found: dict[bytes, RunSummary | None] = {}
     for record in records:
         if record.key is None:
             continue
         if record.key not in found:
-            found[record.key] = Traces(partition, record.offset) if is_run(record.key) else None
-        traces = found[record.key]
-        if traces is not None and record.value is not None:
-            _hear(traces, record, decoder)
-    return {key.decode(): traces for key, traces in found.items() if traces is not None}
+            found[record.key] = RunSummary(partition, record.offset) if is_run(record.key) else None
+        summary = found[record.key]
+        if summary is not None and record.value is not None:
+            _update(summary, record, decoder)
+    return {key.decode(): summary for key, summary in found.items() if summary is not None}
 
 
-def _hear(traces: Traces, record: Record, decoder: Decoder) -> None:
+def _update(summary: RunSummary, record: Record, decoder: Decoder) -> None:
     """Take what a record says of its run's life. One that nobody can read yet may be a policy: then the run lives."""
     value = record.value or b""
     try:
@@ -151,17 +153,17 @@ def _hear(traces: Traces, record: Record, decoder: Decoder) -> None:
     except Undecodable:
         return  # admission buries it
     if name == "AdmissionPolicy":
-        traces.has_policy = True
-    elif name == "RunEnded" and traces.ended is None:
+        summary.has_policy = True
+    elif name == "RunEnded" and summary.ended is None:
         try:
             event = decoder.decode(value)
         except Undecodable:
             return
         except UnknownSchema:
             event = None
-        traces.has_policy |= event is None or isinstance(event, AdmissionPolicy)
+        summary.has_policy |= event is None or isinstance(event, AdmissionPolicy)
         if isinstance(event, RunEnded) and event.run_id.encode() == record.key:
-            traces.ended = record.offset
+            summary.ended = record.offset
 
 
 def journal_of(

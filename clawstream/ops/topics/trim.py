@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from clawstream.ops.topics.run_survey import Journal, RunSurvey, Traces
+from clawstream.ops.topics.run_survey import Journal, RunSummary, RunSurvey
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster
 from runtime.topics.event_time import first_tick_needed
@@ -49,7 +49,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TrimRange:
     """Of one partition: [low, to) goes, [to, end) stays. why: what holds that; empty when nothing has to stay."""
 
     topic: str
@@ -66,7 +66,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TrimInputs:
     """What others know: offsets below which the lake holds all, and below which assemble has applied the rewards; what is missing is 0.
 
     before_ms: only what came before this log time goes. given_up: runs of which nobody wants the rest.
@@ -81,33 +81,35 @@ class Kept:
 # -- the judgement, pure
 
 
-def cut(topic: str, partition: int, ends: tuple[int, int], bounds: Iterable[Bound]) -> Cut:
+def trim_range(
+    topic: str, partition: int, ends: tuple[int, int], bounds: Iterable[Bound]
+) -> TrimRange:
     """The lowest bound counts; all that are as low are told."""
     low, end = ends
     known = [Bound(max(low, min(b.at, end)), b.why) for b in bounds]
     to = min((b.at for b in known), default=end)
     why = "; ".join(dict.fromkeys(b.why for b in known if b.at == to)) if to < end else ""
-    return Cut(topic, partition, low, to, end, why)
+    return TrimRange(topic, partition, low, to, end, why)
 
 
 def needs(
-    run: str, traces: Traces | None, journals: Sequence[Journal], given_up: Collection[str]
+    run: str, summary: RunSummary | None, journals: Sequence[Journal], given_up: Collection[str]
 ) -> str | None:
     """Why a run still needs all that it has; None: it is over. journals: of its channels."""
-    if traces is not None and traces.has_policy and traces.ended is None:
+    if summary is not None and summary.has_policy and summary.ended is None:
         return f"run {run} lives"
     if run in given_up:
         return None
-    if traces is not None and traces.ended is not None:
+    if summary is not None and summary.ended is not None:
         unread = next(
-            (why for j in journals if (why := _unread_end(j, traces.ended)) is not None), None
+            (why for j in journals if (why := _unread_end(j, summary.ended)) is not None), None
         )
-        if unread is None and traces.has_policy and not any(j.end for j in journals):
-            return f"run {run} has ended at {traces.ended}, but no decisions of it are seen (--give-up {run})"
+        if unread is None and summary.has_policy and not any(j.end for j in journals):
+            return f"run {run} has ended at {summary.ended}, but no decisions of it are seen (--give-up {run})"
         return unread
     if any(j.low > 0 for j in journals):
         return None
-    if traces is None:
+    if summary is None:
         return f"nothing on the candidates says that run {run} has ended (--give-up {run})"
     return f"run {run} has no policy yet (--give-up {run})"
 
@@ -149,14 +151,16 @@ def rewards_before_steps(steps_ms: Iterable[int], orphan_after_s: float) -> int:
     return max(0, min(steps_ms) - round(orphan_after_s * 1000) - CLOCKS_APART_MS)
 
 
-def run_bound(run: str, traces: Traces, need: str | None, cuts: Iterable[Cut]) -> Bound | None:
-    """What a run holds of the candidates. need: why it needs all of them. cuts: of its journals."""
-    held = next((c for c in cuts if c.to == 0 and c.end > 0), None)
+def run_bound(
+    run: str, summary: RunSummary, need: str | None, ranges: Iterable[TrimRange]
+) -> Bound | None:
+    """What a run holds of the candidates. need: why it needs all of them. ranges: of its journals."""
+    held = next((c for c in ranges if c.to == 0 and c.end > 0), None)
     if need is None and held is None:
         return None
     if held is not None and need is None:
         need = f"run {run} has ended, but {held.topic} stays: {held.why}"
-    return Bound(traces.first, f"{need}, since offset {traces.first}")
+    return Bound(summary.first, f"{need}, since offset {summary.first}")
 
 
 # -- the plan
@@ -165,7 +169,7 @@ def run_bound(run: str, traces: Traces, need: str | None, cuts: Iterable[Cut]) -
 class TopicTrim:
     """A plan: made when this is, carried out by `do`. Reads all candidates there are, and the journals of runs that are over."""
 
-    def __init__(self, cluster: Cluster, settings: Settings, kept: Kept) -> None:
+    def __init__(self, cluster: Cluster, settings: Settings, kept: TrimInputs) -> None:
         """Raises NotGivenUp; KafkaError when it does not see what it must see."""
         self._cluster, self._topics, self._kept = cluster, settings.kafka.topics, kept
         self._orphan_after_s = settings.jobs.orphan_after_s
@@ -176,19 +180,19 @@ class TopicTrim:
         self._before = {
             t: self._came_before(t) for t in (self._topics.candidates, *self._survey.journals)
         }
-        self._journal_cuts: dict[str, list[Cut]] = {}
+        self._journal_ranges: dict[str, list[TrimRange]] = {}
         self._needs: dict[str, str | None] = {}
         self._judge_runs()
-        journals = [c for cuts in self._journal_cuts.values() for c in cuts]
+        journals = [c for ranges in self._journal_ranges.values() for c in ranges]
         candidates = [
             self._candidates(p) for p in sorted(self._survey.ends[self._topics.candidates])
         ]
-        self.cuts: list[Cut] = [*journals, *candidates, *self._rewards()]
+        self.ranges: list[TrimRange] = [*journals, *candidates, *self._rewards()]
         """In the order in which they are to be made."""
 
     def do(self) -> None:
         """Remove it. Raises TrimOvertaken; KafkaError may leave some of it there, the next plan goes on with that."""
-        todo = [c for c in self.cuts if c.removes]
+        todo = [c for c in self.ranges if c.removes]
         today = self._cluster.topic_ids(sorted({c.topic for c in todo}))
         for topic, topic_id in today.items():
             if topic_id != self._ids[topic]:
@@ -200,10 +204,10 @@ class TopicTrim:
 
     def _check_given_up(self) -> None:
         for run in sorted(self._kept.given_up):
-            traces = self._survey.runs.get(run)
-            if traces is None and not any(r == run for r, _ in self._survey.journals.values()):
+            summary = self._survey.runs.get(run)
+            if summary is None and not any(r == run for r, _ in self._survey.journals.values()):
                 raise NotGivenUp(f"there is nothing of run {run}")
-            if traces is not None and traces.has_policy and traces.ended is None:
+            if summary is not None and summary.has_policy and summary.ended is None:
                 raise NotGivenUp(f"run {run} lives: end it first, clawstream run end {run} --yes")
 
     def _came_before(self, topic: str) -> Mapping[int, int]:
@@ -224,24 +228,24 @@ class TopicTrim:
         for topic, (run, _) in survey.journals.items():
             of_run.setdefault(run, []).append(topic)
         for run in sorted({*survey.runs, *of_run}):
-            traces, topics = survey.runs.get(run), of_run.get(run, [])
-            alive = traces is not None and traces.has_policy and traces.ended is None
+            summary, topics = survey.runs.get(run), of_run.get(run, [])
+            alive = summary is not None and summary.has_policy and summary.ended is None
             journals = [survey.journal(t, not alive) for t in topics]
-            need = self._needs[run] = needs(run, traces, journals, kept.given_up)
-            self._journal_cuts[run] = []
+            need = self._needs[run] = needs(run, summary, journals, kept.given_up)
+            self._journal_ranges[run] = []
             for j in journals:
                 bounds = [*journal_bounds(j, need, kept.given_up), *self._shared_bounds(j.topic, 0)]
-                self._journal_cuts[run].append(cut(j.topic, 0, (j.low, j.end), bounds))
+                self._journal_ranges[run].append(trim_range(j.topic, 0, (j.low, j.end), bounds))
 
-    def _candidates(self, partition: int) -> Cut:
+    def _candidates(self, partition: int) -> TrimRange:
         topic, survey = self._topics.candidates, self._survey
         bounds = list(self._shared_bounds(topic, partition))
-        for run, traces in survey.runs.items():
-            if traces.partition == partition:
-                bound = run_bound(run, traces, self._needs[run], self._journal_cuts[run])
+        for run, summary in survey.runs.items():
+            if summary.partition == partition:
+                bound = run_bound(run, summary, self._needs[run], self._journal_ranges[run])
                 bounds += [] if bound is None else [bound]
         ends = survey.ends[topic][partition]
-        found = cut(topic, partition, ends, bounds)
+        found = trim_range(topic, partition, ends, bounds)
         tickers = survey.there[self._topics.steps]
         first = first_tick_needed(
             self._cluster, self._decoder, (topic, partition), found.low, found.to, tickers
@@ -251,9 +255,9 @@ class TopicTrim:
         reason = (
             f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
         )
-        return cut(topic, partition, ends, [Bound(first, reason)])
+        return trim_range(topic, partition, ends, [Bound(first, reason)])
 
-    def _rewards(self) -> Iterator[Cut]:
+    def _rewards(self) -> Iterator[TrimRange]:
         """Only by time: nothing but the replay of what is gone from the steps can tell that a reward is not needed."""
         topic, kept = self._topics.rewards, self._kept
         if kept.before_ms is None or topic not in self._survey.there:
@@ -280,15 +284,15 @@ class TopicTrim:
                         f"{steps}-{partition} is empty: it can't be told which steps are gone",
                     )
                 )
-            yield cut(topic, partition, pair, bounds)
+            yield trim_range(topic, partition, pair, bounds)
 
 
-def format_cuts(cuts: Sequence[Cut]) -> str:
+def format_ranges(ranges: Sequence[TrimRange]) -> str:
     """A table for the terminal: one line a partition that has anything."""
     head = ("TOPIC", "PARTITION", "START", "GOES TO", "END", "HELD BY")
     body = [
         (c.topic, str(c.partition), str(c.low), str(c.to) if c.removes else "-", str(c.end), c.why)
-        for c in cuts
+        for c in ranges
         if c.end > c.low
     ]
     lines = [head, *body]

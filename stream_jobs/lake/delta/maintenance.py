@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from runtime.logs import configure, logger
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake.delta.snapshots import PinError, kept_versions
@@ -145,7 +145,7 @@ class Caretaker:
         if self._process is None and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._settings.lake.care_interval_s
             self._process = subprocess.Popen(
-                bonded([sys.executable, "-P", "-m", "stream_jobs.lake.delta.maintenance"]),
+                die_with_parent([sys.executable, "-P", "-m", "stream_jobs.lake.delta.maintenance"]),
                 stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None

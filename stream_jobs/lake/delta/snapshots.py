@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from runtime.atomic_file import create_durably, fsync_path
-from runtime.times import moment_of
+from runtime.times import parse_instant
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake.delta.log import filesystem
@@ -234,7 +234,7 @@ def _versions_of(settings: Settings, word: str) -> Versions:
     try:
         if Path(word).is_file():
             return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
-        moment = moment_of(word, datetime.now(UTC))
+        moment = parse_instant(word, datetime.now(UTC))
     except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
         raise PinError(
             f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]

@@ -20,7 +20,7 @@ import pyarrow as pa
 from schemas import records
 from schemas.codec.avro_schema import Schema, expanded, not_null
 from schemas.codec.compiled_reader import Read
-from schemas.codec.single_object import plain_of, shipped
+from schemas.codec.single_object import as_dict, shipped
 from schemas.reward_matching import training_reward
 from schemas.topics import Topics
 from stream_jobs.lake.tables.arrow_columns import (
@@ -118,7 +118,7 @@ class Table:
         """The rows of a record, with its place."""
         place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
         if self.derived is None:
-            return [self.row(tupled(self._record, plain_of(placed.event)), placed.headers, place)]
+            return [self.row(tupled(self._record, as_dict(placed.event)), placed.headers, place)]
         return [
             self._tupled(made) + place for made in self.derived[type(placed.event)](placed.event)
         ]
@@ -216,12 +216,12 @@ def _batch_row(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
         "reward_mean": fmean(rewards) if rewards else None,
         "admission_policy_version": batch.policy_version,
     }
-    return (dict(plain_of(batch)) | more,)
+    return (dict(as_dict(batch)) | more,)
 
 
 def _admitted_rows(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
     for index, (group, plain) in enumerate(
-        zip(batch.groups, plain_of(batch)["groups"], strict=True)
+        zip(batch.groups, as_dict(batch)["groups"], strict=True)
     ):
         rewards = [training_reward(batch.reward_weights, m.rewards) for m in group.members]
         known = [r for r in rewards if r is not None]
@@ -276,7 +276,7 @@ def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _json(event: Any) -> bytes:
-    return orjson.dumps(plain_of(event))
+    return orjson.dumps(as_dict(event))
 
 
 # -- the tables

@@ -104,10 +104,10 @@ def test_settings_remember_where_functions_are_looked_up(
     assert load(file, ["functions.dirs=[/elsewhere]"], environ={}).functions.folders == (
         Path("/elsewhere"),
     )
-    assert load(words=["gateway.compute_reward=mine:f@1"], environ={}).functions.folders == (
+    assert load(overrides=["gateway.compute_reward=mine:f@1"], environ={}).functions.folders == (
         folders[0],
     )
-    assert load(words=["gateway.compute_reward=exact_match@1"], environ={}).functions.dirs == ()
+    assert load(overrides=["gateway.compute_reward=exact_match@1"], environ={}).functions.dirs == ()
 
 
 def test_files_in_the_working_directory_hide_nothing_from_our_own_processes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.claw_r1.reward import score_of
 from schemas.codec.single_object import Codec
-from schemas.rule_spec import Named
+from schemas.rule_spec import NamedFunction
 from stream_jobs.assemble.model import STEPS
 from stream_jobs.assemble.testing import Worker, session, step
 from stream_jobs.lake.writer import storable_rows
@@ -52,7 +52,7 @@ def test_rules_do_not_give_their_answer() -> None:
         .feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
         .trajectories["k"]
     )
-    rule: Named[Any] = Named("hungry", "1", hungry)
+    rule: NamedFunction[Any] = NamedFunction("hungry", "1", hungry)
     with pytest.raises(MemoryError):
         list(rewards_of(trajectory, rule, 0))
     with pytest.raises(MemoryError):

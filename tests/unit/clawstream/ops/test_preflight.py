@@ -38,7 +38,7 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (
             ["admit.policy.algorithm=magic"],
@@ -58,10 +58,12 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
         ),
     ],
 )
-def test_a_wrong_setting_of_training_is_named(tmp_path: Path, words: list[str], said: str) -> None:
+def test_a_wrong_setting_of_training_is_named(
+    tmp_path: Path, overrides: list[str], said: str
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     settings = load(
-        None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *words], {}
+        None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *overrides], {}
     )
     assert problems_of(settings, EVERY) == [said]
 

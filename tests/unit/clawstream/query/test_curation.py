@@ -12,7 +12,7 @@ from support.small_lake import SmallLake
 
 from clawstream.query.connection import SqlError, connect
 from clawstream.query.curation import Mark, Target, WrongMark, targets
-from runtime.user import whoami
+from runtime.user import current_user
 from schemas.records import (
     BatchGroup,
     BatchMember,
@@ -139,8 +139,8 @@ def test_who_did_it_has_a_name_also_where_accounts_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOGNAME", "ann")
-    assert whoami().startswith("ann@")
+    assert current_user().startswith("ann@")
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert whoami().startswith(f"{os.getuid()}@")
+    assert current_user().startswith(f"{os.getuid()}@")

@@ -34,7 +34,7 @@ from gateway.engines.http1 import address_of
 from gateway.engines.registry import Ranking, Worker, WorkerTable, choose, ranked, slot_of, suited
 from gateway.errors import BadRequest, GatewayError
 from gateway.protocols.request_fields import renamed
-from runtime.process.config import load, words_of
+from runtime.process.config import load, overrides_of
 from schemas.errors import SettingsError
 from schemas.records import WorkerStatus
 from schemas.settings import UpstreamSettings
@@ -134,7 +134,7 @@ def test_keys_of_engines_come_from_settings_or_environment_and_show_nowhere() ->
     )
     with pytest.raises(GatewayError, match="KEY_A, which is not set"):
         WorkerTable(upstreams.gateway.upstreams, {})
-    assert load(None, words_of(upstreams), {}) == upstreams
+    assert load(None, overrides_of(upstreams), {}) == upstreams
 
 
 @pytest.mark.parametrize(

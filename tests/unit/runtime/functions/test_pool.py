@@ -18,7 +18,7 @@ import pytest
 from clawstream.ops.preflight import problems_of
 from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.records import Trajectory, TrajectoryStep
-from schemas.rule_spec import Named, NoAnswer
+from schemas.rule_spec import NamedFunction, NoAnswer
 from schemas.settings import FunctionSettings, Settings
 from schemas.user_function import FunctionNotFound
 from stream_jobs.reward.assessments import assessment_of
@@ -55,13 +55,14 @@ def pool() -> Iterator[FunctionPool]:
 def test_every_call_has_a_reward_or_says_why_not(
     pool: FunctionPool, name: str, value: float | None, reason: str | None
 ) -> None:
-    rule = Named(name, "1", pool.find(f"own_functions.py:{name}"))
+    rule = NamedFunction(name, "1", pool.find(f"own_functions.py:{name}"))
     assert [(r.value, r.reason) for r in rewards_of(trajectory(), rule, 0)] == [(value, reason)]
 
 
 def test_scores_of_a_quality_rule_come_as_they_were_said(pool: FunctionPool) -> None:
     rules = [
-        Named(name, "1", pool.find(f"own_functions.py:{name}")) for name in ("scores", "fails")
+        NamedFunction(name, "1", pool.find(f"own_functions.py:{name}"))
+        for name in ("scores", "fails")
     ]
     said = assessment_of(trajectory(), rules, 0)
     assert said.step_quality == (0.25,)

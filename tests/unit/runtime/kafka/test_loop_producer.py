@@ -1,4 +1,4 @@
-"""The outbox without a broker: whatever happens, every post is told, once, in time."""
+"""The loop_producer without a broker: whatever happens, every post is told, once, in time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 
 from gateway.durability.log import KafkaBus
-from runtime.kafka import Cluster, KafkaError, Outbox, Unavailable
+from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
 from runtime.process.lifecycle import die
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
 
 
-def told(outbox: Outbox, *records: tuple[str, bytes, bytes]) -> asyncio.Future[KafkaError | None]:
+def told(
+    loop_producer: LoopProducer, *records: tuple[str, bytes, bytes]
+) -> asyncio.Future[KafkaError | None]:
     future: asyncio.Future[KafkaError | None] = asyncio.get_running_loop().create_future()
-    outbox.post(records, future.set_result)
+    loop_producer.post(records, future.set_result)
     return future
 
 
 def test_no_records_are_acknowledged_at_once() -> None:
     async def run() -> None:
-        assert told(Outbox(NOWHERE, 60.0, die)).result() is None
+        assert told(LoopProducer(NOWHERE, 60.0, die)).result() is None
 
     asyncio.run(run())
 
@@ -43,21 +45,21 @@ def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) 
         asyncio.get_running_loop().set_exception_handler(
             lambda _, what: said.append(what["exception"])
         )
-        outbox = Outbox(NOWHERE, 0.3, die)
+        loop_producer = LoopProducer(NOWHERE, 0.3, die)
         with monkeypatch.context() as patch:
 
             def no_thread(_: threading.Thread) -> None:
                 raise RuntimeError("can't start new thread")
 
             patch.setattr(threading.Thread, "start", no_thread)
-            first = told(outbox, ("t", b"k", b"1"))
-            outbox.renew_soon("to see it fail")
+            first = told(loop_producer, ("t", b"k", b"1"))
+            loop_producer.renew_soon("to see it fail")
             async with asyncio.timeout(60):
                 assert isinstance(await first, Unavailable)
                 while not said:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         async with asyncio.timeout(60):
-            assert isinstance(await told(outbox, ("t", b"k", b"2")), Unavailable)
+            assert isinstance(await told(loop_producer, ("t", b"k", b"2")), Unavailable)
         assert [str(e) for e in said] == ["can't start new thread"]
 
     asyncio.run(run())
@@ -65,14 +67,14 @@ def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) 
 
 BUG = """
 import asyncio
-from runtime.kafka import Outbox
+from runtime.kafka import LoopProducer
 from runtime.process.lifecycle import die
 from runtime.logs import configure
 
 async def main():
     def done(error):
         raise ValueError("a bug of the caller")
-    Outbox({"bootstrap.servers": "127.0.0.1:1"}, 0.2, die).post([("t", b"k", b"v")], done)
+    LoopProducer({"bootstrap.servers": "127.0.0.1:1"}, 0.2, die).post([("t", b"k", b"v")], done)
     await asyncio.sleep(60)
 
 configure("gateway")

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from runtime.kafka import Cluster, SourceTruncated
-from runtime.kafka.truncation import refuse_truncated
+from runtime.kafka.truncation import check_truncation
 
 
 class Log:
@@ -23,7 +23,7 @@ class Log:
 
 def test_a_hole_is_an_error_when_the_log_begins_behind_what_was_due() -> None:
     def come(low: int) -> None:
-        refuse_truncated(cast(Cluster, cast(Any, Log(low))), "claw.steps", 0, 500, 1000)
+        check_truncation(cast(Cluster, cast(Any, Log(low))), "claw.steps", 0, 500, 1000)
 
     come(0)
     come(500)  # control records of a transaction, at the very start

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.process.child import bonded
+from runtime.process.child import die_with_parent
 
 ROOT = Path(__file__).parents[4]
 DEAF = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-from runtime.process.child import bonded
-subprocess.Popen(bonded([sys.executable, "-c", sys.argv[1]]))
+from runtime.process.child import die_with_parent
+subprocess.Popen(die_with_parent([sys.executable, "-c", sys.argv[1]]))
 time.sleep(600)
 """
 
@@ -38,7 +38,7 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
-    command = bonded([sys.executable, "-c", "print('started')"])
+    command = die_with_parent([sys.executable, "-c", "print('started')"])
     command[command.index(str(os.getpid()))] = (
         "1"  # as if the parent had died before the kernel was asked
     )
@@ -48,7 +48,7 @@ def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
 
 def test_the_child_is_the_command_itself() -> None:
     done = subprocess.run(
-        bonded(["sh", "-c", "cat; echo $0 $1; exit 7", "a b", "c"]),
+        die_with_parent(["sh", "-c", "cat; echo $0 $1; exit 7", "a b", "c"]),
         input="in ",
         capture_output=True,
         text=True,
@@ -57,7 +57,7 @@ def test_the_child_is_the_command_itself() -> None:
 
 
 def test_a_command_that_is_not_there_is_a_line() -> None:
-    done = subprocess.run(bonded(["/no/such/program"]), capture_output=True, text=True)
+    done = subprocess.run(die_with_parent(["/no/such/program"]), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         127,
         "cannot run /no/such/program: No such file or directory\n",

@@ -77,7 +77,7 @@ def test_a_name_may_be_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["gateway.session_secret=[hunter2]"],
         ["gateway.session_secret=@hunter2"],
@@ -87,9 +87,9 @@ def test_a_name_may_be_a_number() -> None:
         ["gateway.session_secret=hunter2", "trainer.sync_every=2"],
     ],
 )
-def test_secrets_are_not_repeated(words: list[str]) -> None:
+def test_secrets_are_not_repeated(overrides: list[str]) -> None:
     with pytest.raises(SettingsError) as error:
-        load(None, words, {})
+        load(None, overrides, {})
     assert "hunter2" not in str(error.value) and "setting " in str(error.value)
 
 
@@ -113,7 +113,7 @@ def test_settings_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "replication"),
+    ("overrides", "replication"),
     [
         ([], (1, 1)),
         (["broker.nodes=3"], (3, 2)),
@@ -132,9 +132,9 @@ def test_settings_are_frozen() -> None:
     ],
 )
 def test_topics_are_replicated_as_the_cluster_allows(
-    words: list[str], replication: tuple[int, int]
+    overrides: list[str], replication: tuple[int, int]
 ) -> None:
-    assert load(None, words, {}).replication == replication
+    assert load(None, overrides, {}).replication == replication
 
 
 def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:

@@ -14,9 +14,9 @@ from runtime.process.remembered_settings import (
     FILE,
     changes,
     forget,
-    recalled,
+    load_remembered,
+    missing_secrets,
     remember,
-    withheld_from,
 )
 from schemas.errors import SettingsError
 
@@ -29,9 +29,9 @@ SECRETS = [
 ]
 
 
-def kept(directory: Path, *words: str) -> None:
-    """What `up` with these words leaves there."""
-    remember(load(None, [f"data_dir={directory}", *words], {}))
+def kept(directory: Path, *overrides: str) -> None:
+    """What `up` with these overrides leaves there."""
+    remember(load(None, [f"data_dir={directory}", *overrides], {}))
 
 
 def test_the_directory_is_enough(tmp_path: Path) -> None:
@@ -42,13 +42,13 @@ def test_the_directory_is_enough(tmp_path: Path) -> None:
         "jobs.reward_functions={a: [exact_match@1]}",
         "broker.port=23000",
     )
-    settings = recalled(None, [f"data_dir={tmp_path}"], {})
+    settings = load_remembered(None, [f"data_dir={tmp_path}"], {})
     assert (settings.run_id, settings.kafka.partitions, settings.broker.port) == ("mine", 3, 23000)
     assert settings.data_dir == tmp_path and dict(settings.jobs.reward_functions) == {
         "a": ("exact_match@1",)
     }
-    assert recalled(None, [], {"CLAWSTREAM__DATA_DIR": str(tmp_path)}) == settings
-    assert recalled(None, [f"data_dir={tmp_path / 'other'}"], {}).run_id == "default"
+    assert load_remembered(None, [], {"CLAWSTREAM__DATA_DIR": str(tmp_path)}) == settings
+    assert load_remembered(None, [f"data_dir={tmp_path / 'other'}"], {}).run_id == "default"
 
 
 def test_what_is_said_wins_and_mappings_are_replaced(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_what_is_said_wins_and_mappings_are_replaced(tmp_path: Path) -> None:
     )
     file = tmp_path / "more.yaml"
     file.write_text("run_id: file\ntrainer: {seed: 7}\n")
-    words = [
+    overrides = [
         f"data_dir={tmp_path}",
         "jobs.reward_functions={b: [exact_match@1]}",
         "trainer.model_path=null",
     ]
-    settings = recalled(file, words, {"CLAWSTREAM__ADMIT__POLICY__GROUP_SIZE": "4"})
+    settings = load_remembered(file, overrides, {"CLAWSTREAM__ADMIT__POLICY__GROUP_SIZE": "4"})
     assert (settings.run_id, settings.trainer.seed, settings.trainer.lr) == ("file", 7, 1e-5)
     assert (settings.trainer.model_path, settings.admit.policy.group_size) == (None, 4)
     assert set(settings.jobs.reward_functions) == {"b"}
@@ -79,7 +79,8 @@ def test_paths_mean_the_same_from_everywhere(
     remember(load(None, ["data_dir=.", "trainer.model_path=models/a"], {}))
     monkeypatch.chdir(os.sep)
     assert (
-        recalled(None, [f"data_dir={tmp_path}"], {}).trainer.model_path == tmp_path / "models" / "a"
+        load_remembered(None, [f"data_dir={tmp_path}"], {}).trainer.model_path
+        == tmp_path / "models" / "a"
     )
 
 
@@ -92,8 +93,8 @@ def test_functions_are_looked_for_where_they_were_named(
     monkeypatch.chdir(first)
     remember(load(None, [f"data_dir={home}", "jobs.reward_functions={'*': ['mine.py:f@1']}"], {}))
     monkeypatch.chdir(second)
-    assert recalled(None, [f"data_dir={home}"], {}).functions.dirs == (first,)
-    named = recalled(
+    assert load_remembered(None, [f"data_dir={home}"], {}).functions.dirs == (first,)
+    named = load_remembered(
         None, [f"data_dir={home}", "jobs.reward_functions={'*': ['other.py:f@1']}"], {}
     )
     assert named.functions.dirs == (second, first)
@@ -103,13 +104,13 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
     kept(tmp_path, *SECRETS)
     written = (tmp_path / FILE).read_text()
     assert "hunter2" not in written and stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
-    settings = recalled(None, [f"data_dir={tmp_path}"], {})
+    settings = load_remembered(None, [f"data_dir={tmp_path}"], {})
     assert dict(settings.kafka.client_options) == {
         "sasl.mechanism": "PLAIN",
         "ssl.key.location": "/k",
     }
     assert [u.url for u in settings.gateway.upstreams] == ["http://a:1", "http://b:1"]
-    assert withheld_from(settings) == [
+    assert missing_secrets(settings) == [
         "gateway.session_secret",
         "gateway.upstreams.1.api_key",
         "kafka.client_options.sasl.password",
@@ -117,7 +118,7 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
         "rollout.extra_args.--api-key",
         "rollout.extra_args.--hf_token",
     ]
-    assert withheld_from(recalled(None, [f"data_dir={tmp_path}", *SECRETS], {})) == []
+    assert missing_secrets(load_remembered(None, [f"data_dir={tmp_path}", *SECRETS], {})) == []
 
 
 @pytest.mark.parametrize(
@@ -138,8 +139,8 @@ def test_a_secret_of_what_was_replaced_is_not_asked_for(
     tmp_path: Path, word: str, missing: str
 ) -> None:
     kept(tmp_path, *SECRETS)
-    before = withheld_from(recalled(None, [f"data_dir={tmp_path}"], {}))
-    now = withheld_from(recalled(None, [f"data_dir={tmp_path}", word], {}))
+    before = missing_secrets(load_remembered(None, [f"data_dir={tmp_path}"], {}))
+    now = missing_secrets(load_remembered(None, [f"data_dir={tmp_path}", word], {}))
     assert now == [path for path in before if path != missing] != before
 
 
@@ -158,15 +159,17 @@ def test_secret_arguments_of_the_engine_are_not_written(
 ) -> None:
     kept(tmp_path, f"rollout.extra_args={json.dumps(given)}")
     assert "hunter" not in (tmp_path / FILE).read_text()
-    now = recalled(None, [f"data_dir={tmp_path}"], {})
+    now = load_remembered(None, [f"data_dir={tmp_path}"], {})
     assert list(now.rollout.extra_args) == written
-    assert len(withheld_from(now)) == (given != written)
-    given_again = recalled(
+    assert len(missing_secrets(now)) == (given != written)
+    given_again = load_remembered(
         None, [f"data_dir={tmp_path}", f"rollout.extra_args={json.dumps(given)}"], {}
     )
-    assert withheld_from(given_again) == []
-    others = recalled(None, [f"data_dir={tmp_path}", "rollout.extra_args=['--seed', '4']"], {})
-    assert withheld_from(others) == []
+    assert missing_secrets(given_again) == []
+    others = load_remembered(
+        None, [f"data_dir={tmp_path}", "rollout.extra_args=['--seed', '4']"], {}
+    )
+    assert missing_secrets(others) == []
 
 
 @pytest.mark.parametrize(
@@ -180,19 +183,19 @@ def test_what_the_data_was_made_with_cannot_change(tmp_path: Path, was: str, now
         SettingsError,
         match=rf"setting {name}=.: the data in .* was made with {value}, and that cannot change",
     ):
-        recalled(None, [f"data_dir={tmp_path}", now], {})
+        load_remembered(None, [f"data_dir={tmp_path}", now], {})
     other = [
         f"data_dir={tmp_path}",
         now,
         "kafka.topic_prefix=other",
         "kafka.bootstrap_servers='a:1'",
     ]
-    assert recalled(None, other, {}).run_id == "mine"  # other topics
+    assert load_remembered(None, other, {}).run_id == "mine"  # other topics
 
 
 def test_what_leaves_data_behind_is_told(tmp_path: Path) -> None:
     kept(tmp_path, "run_id=one", "lake.uri=s3://a")
-    now = recalled(None, [f"data_dir={tmp_path}", "run_id=two", "trainer.lr=1e-3"], {})
+    now = load_remembered(None, [f"data_dir={tmp_path}", "run_id=two", "trainer.lr=1e-3"], {})
     assert list(changes(now)) == [("run_id", "one", "two")]
 
 
@@ -201,7 +204,7 @@ def test_settings_that_were_wrong_are_forgotten(tmp_path: Path) -> None:
     assert remember(first) is None
     before = remember(load(None, [f"data_dir={tmp_path}", "run_id=two"], {}))
     forget(tmp_path, before)
-    assert recalled(None, [f"data_dir={tmp_path}"], {}).run_id == "one"
+    assert load_remembered(None, [f"data_dir={tmp_path}"], {}).run_id == "one"
     forget(tmp_path, None)
     assert not (tmp_path / FILE).exists()
 
@@ -210,4 +213,4 @@ def test_settings_that_were_wrong_are_forgotten(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     with pytest.raises(SettingsError, match=r"settings\.json cannot be read: .* Delete it"):
-        recalled(None, [f"data_dir={tmp_path}"], {})
+        load_remembered(None, [f"data_dir={tmp_path}"], {})

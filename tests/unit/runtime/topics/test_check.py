@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.topics.check import misfits
+from runtime.topics.check import find_mismatches
 from schemas.settings import Settings
 from schemas.topics import Topics, TopicSpec
 
@@ -28,7 +28,10 @@ def found(changed: dict[str, dict[str, str]], **settings: Any) -> list[tuple[str
     made[specs[-1].name] = dict(specs[-1].config)
     there = {s.name: s.partitions for s in specs}
     configs = {name: config | changed.get(name, {}) for name, config in made.items()}
-    return [(m.topic, m.setting, m.found, m.wanted) for m in misfits(chosen, specs, there, configs)]
+    return [
+        (m.topic, m.setting, m.found, m.wanted)
+        for m in find_mismatches(chosen, specs, there, configs)
+    ]
 
 
 def test_what_we_make_fits_copies_too() -> None:

@@ -243,7 +243,7 @@ def newer_step_schema() -> dict[str, typing.Any]:
 def test_newer_writer_is_read_once_announced() -> None:
     old, schema = Codec(), newer_step_schema()
     step = random_record(records.Step)
-    plain = {**codec_module.plain_of(step), "from_the_future": "hello"}
+    plain = {**codec_module.as_dict(step), "from_the_future": "hello"}
     import io
 
     out = io.BytesIO()

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from clawstream.cli.common_options import instant
-from clawstream.ops.replay.fold import Moment, Out, Replay
-from clawstream.ops.replay.lake_source import READ, LakeMoments, Span, partitions_of, pinned
-from clawstream.ops.replay.run import Order, _asked, home_of, keep_settings, replay_settings
+from clawstream.ops.replay.fold import OutputRecord, Replay, ReplayEvent
+from clawstream.ops.replay.lake_source import READ, LakeReplaySource, Span, partitions_of, pinned
+from clawstream.ops.replay.run import ReplayRequest, _asked, home_of, keep_settings, replay_settings
 from clawstream.ops.replay.verify import first_difference
-from clawstream.ops.topics.copy import Choice, Copier, copied_settings, copy_topics, renamed
+from clawstream.ops.topics.copy import Copier, RecordFilter, copied_settings, copy_topics, renamed
 from runtime.kafka import Cluster, Record
 from runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
 from runtime.process.config import load
-from runtime.process.remembered_settings import recalled, withheld_from
-from runtime.times import millis, moment_of
+from runtime.process.remembered_settings import load_remembered, missing_secrets
+from runtime.times import millis, parse_instant
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
 from schemas.errors import InvalidId, SettingsError
@@ -102,12 +102,12 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
     return timed[0], timed[1]
 
 
-def moments(steps: Log, rewards: Log) -> list[Moment]:
+def moments(steps: Log, rewards: Log) -> list[ReplayEvent]:
     """As they come from topics: ticks on rewards say nothing."""
     both = [(t, STEPS, i, e) for i, (t, e) in enumerate(steps)]
     both += [(t, REWARDS, i, e) for i, (t, e) in enumerate(rewards) if not isinstance(e, Tick)]
     return [
-        Moment(t, 0, s, i, getattr(e, "trajectory_key", "").encode(), e)
+        ReplayEvent(t, 0, s, i, getattr(e, "trajectory_key", "").encode(), e)
         for t, s, i, e in sorted(both, key=lambda m: m[:3])
     ]
 
@@ -134,12 +134,12 @@ def payload_again(steps: Log) -> Any:
 
 def play(
     steps: Log, rewards: Log, rules: Any = no_rules, cache_bytes: int = 1 << 20
-) -> tuple[Replay, list[Out]]:
+) -> tuple[Replay, list[OutputRecord]]:
     replay = Replay("r", 1, LIMITS, CODEC, rules, "id", cache_bytes, payload_again(steps))
     return replay, [out for m in moments(steps, rewards) for out in replay.take(m)]
 
 
-def last(outs: Iterable[Out]) -> dict[str, Candidate]:
+def last(outs: Iterable[OutputRecord]) -> dict[str, Candidate]:
     found: dict[str, Candidate] = {}
     for out in outs:
         if isinstance(out.event, Candidate):
@@ -165,7 +165,7 @@ def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(
         k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps)) for k, t in whole.items()
     }
     assert without == trajectories
-    assert sum(replay.tally.trajectories.values()) == len(trajectories)
+    assert sum(replay.stats.trajectories.values()) == len(trajectories)
     assert play(steps, rewards)[1] == outs
     assert play(steps, rewards, cache_bytes=0)[1] == outs  # all payload read again
     times = [o.time for o in outs]
@@ -198,7 +198,7 @@ def test_rules_answer_when_a_trajectory_closes() -> None:
     first, second = (o.event for o in outs if isinstance(o.event, Candidate))
     assert {r.name: r.value for r in first.rewards} == {"a": 0.5, "count": 2.0}
     assert {r.name: r.value for r in second.rewards} == {"a": 0.5, "count": 2.0, "late": 0.25}
-    assert (first.revision, second.revision, replay.tally.answers) == (0, 1, 1)
+    assert (first.revision, second.revision, replay.stats.answers) == (0, 1, 1)
     (place,) = {
         tuple(sorted((o.headers or {}).items())) for o in outs if isinstance(o.event, Candidate)
     }
@@ -213,12 +213,12 @@ def test_rules_answer_when_a_trajectory_closes() -> None:
 def test_what_is_open_at_the_end_is_counted_and_bad_targets_too() -> None:
     replay, outs = play([(10, step("a", 0)), (20, step("b", 0))], [(30, reward("nobody"))])
     assert not [o for o in outs if o.topic != "rewards"]
-    assert (replay.open, replay.waiting, replay.tally.steps) == (2, 1, 2)
-    assert replay.tally.plain()["buried"] == {}
+    assert (replay.open, replay.waiting, replay.stats.steps) == (2, 1, 2)
+    assert replay.stats.plain()["buried"] == {}
     replay, _ = play([(10, step("a", 0)), (5000, Tick(partition=0))], [(30, reward("nobody"))])
     assert (replay.open, replay.waiting) == (0, 0)
-    assert replay.tally.plain()["buried"] == {"unknown_target": 1}
-    assert replay.tally.plain()["trajectories"] == {"timed_out": 1}
+    assert replay.stats.plain()["buried"] == {"unknown_target": 1}
+    assert replay.stats.plain()["trajectories"] == {"timed_out": 1}
 
 
 # -- the lake
@@ -278,11 +278,11 @@ def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     versions = pinned(few)
     assert partitions_of(few, versions) == 21
     assert partitions_of(few.model_copy(update={"run_id": "nobody"}), versions) == 2
-    source = LakeMoments(few, versions, 21, Span(), Choice("r"))
+    source = LakeReplaySource(few, versions, 21, Span(), RecordFilter("r"))
     replay = Replay(
         "r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload
     )  # no cache: all payload is read again
-    outs = [out for moment in source.moments() for out in replay.take(moment)]
+    outs = [out for event in source.events() for out in replay.take(event)]
     assert {o.partition for o in outs if o.topic == "trajectories"} == {20}
     assert list(last(outs)) == ["a"]
 
@@ -300,8 +300,8 @@ def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
     file.write_text(json.dumps({"versions": {"steps": pinned(mine)["steps"]}}))
     versions = pinned(mine, versions_of(mine, str(file)))
     assert list(versions) == ["steps"] and partitions_of(mine, versions) == 1
-    source = LakeMoments(mine, versions, 1, Span(), Choice("r"))
-    assert [type(moment.event) for moment in source.moments()] == [Step, Tick]
+    source = LakeReplaySource(mine, versions, 1, Span(), RecordFilter("r"))
+    assert [type(event.record) for event in source.events()] == [Step, Tick]
 
 
 # -- copies
@@ -321,8 +321,8 @@ def copied(copier: Copier, *records: tuple[int, Record]) -> list[tuple[int, int,
     return [(p, t, None if v is None else CODEC.decode(v)) for p, t, v in out]
 
 
-def copier(choice: Choice, partitions: int, before: int) -> Copier:
-    return Copier(Decoder(Cluster("127.0.0.1:1"), "s"), choice, partitions, before)
+def copier(record_filter: RecordFilter, partitions: int, before: int) -> Copier:
+    return Copier(Decoder(Cluster("127.0.0.1:1"), "s"), record_filter, partitions, before)
 
 
 def test_a_copy_with_as_many_partitions_is_the_same_log() -> None:
@@ -331,7 +331,7 @@ def test_a_copy_with_as_many_partitions_is_the_same_log() -> None:
         record(6, b"a", step("a", 0), 1),
         record(7, b"a", None, 1),
     ]
-    assert copied(copier(Choice(), 3, 3), *log) == [
+    assert copied(copier(RecordFilter(), 3, 3), *log) == [
         (1, 5, Tick(partition=1)),
         (1, 6, step("a", 0)),
         (1, 7, None),
@@ -345,7 +345,7 @@ def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
         record(300, None, Tick(partition=0)),
     ]
     log += [record(1100, None, Tick(partition=1), 1), record(1200, None, Tick(partition=0))]
-    found = copied(copier(Choice(), 2, 3), *log)
+    found = copied(copier(RecordFilter(), 2, 3), *log)
     assert found == [
         (0, 5, Tick(partition=0)), (1, 5, Tick(partition=1)), (partition_of(b"a", 2), 6, step("a", 0)),
         (0, 1100, Tick(partition=0)), (1, 1100, Tick(partition=1)), (0, 1200, Tick(partition=0)), (1, 1200, Tick(partition=1)),
@@ -359,7 +359,7 @@ def test_a_copy_of_one_run_under_another_name() -> None:
         record(2, b"a", replace(step("a", 1), run_id="other")),
         record(3, b"a", rule),
     ]
-    made = copier(Choice("r", "n", rewards=False), 1, 1)
+    made = copier(RecordFilter("r", "n", rewards=False), 1, 1)
     ((_, _, kept),) = copied(made, *log)
     assert (kept.run_id, kept.version_first, [s.version for s in kept.versions]) == (
         "n",
@@ -371,10 +371,16 @@ def test_a_copy_of_one_run_under_another_name() -> None:
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
 
 
-@pytest.mark.parametrize("choice", [Choice("BAD RUN/../x"), Choice("r", "BAD RUN/../x")])
-def test_a_copy_under_a_name_that_no_run_can_have(choice: Choice, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "record_filter", [RecordFilter("BAD RUN/../x"), RecordFilter("r", "BAD RUN/../x")]
+)
+def test_a_copy_under_a_name_that_no_run_can_have(
+    record_filter: RecordFilter, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidId, match=re.escape("run id 'BAD RUN/../x': must match")):
-        copy_topics(Cluster("127.0.0.1:1"), Settings(data_dir=tmp_path), "b", choice=choice)
+        copy_topics(
+            Cluster("127.0.0.1:1"), Settings(data_dir=tmp_path), "b", record_filter=record_filter
+        )
 
 
 def test_prefixes_names_and_windows(tmp_path: Path) -> None:
@@ -413,11 +419,11 @@ def test_times_and_differences() -> None:
         instant("yesterday", "--since")
     now = datetime(2026, 11, 22, 8, tzinfo=UTC)
     assert (
-        moment_of("2h", now)
-        == moment_of("2026-11-22T06:00", now)
+        parse_instant("2h", now)
+        == parse_instant("2026-11-22T06:00", now)
         == datetime(2026, 11, 22, 6, tzinfo=UTC)
     )
-    assert moment_of("7d", now).day == 15 and millis(moment_of("1", now)) == 1
+    assert parse_instant("7d", now).day == 15 and millis(parse_instant("1", now)) == 1
     for wrong in (
         "-1",
         "9" * 20,
@@ -430,7 +436,7 @@ def test_times_and_differences() -> None:
         "x" * 300,
     ):
         with pytest.raises(ValueError, match="write a time like") as raised:
-            moment_of(wrong, now)
+            parse_instant(wrong, now)
         assert len(str(raised.value)) < 250
     one, two = {"content_hash": "1"}, {"content_hash": "2"}
     assert first_difference([one], [one, two]) is None
@@ -446,7 +452,7 @@ def test_times_and_differences() -> None:
 def test_another_outcome_is_not_taken_for_the_one_that_was_done(changed: dict[str, Any]) -> None:
     settings = Settings()
     other = settings.model_copy(update={"jobs": settings.jobs.model_copy(update=changed)})
-    assert _asked(settings, Order("x")) != _asked(other, Order("x"))
+    assert _asked(settings, ReplayRequest("x")) != _asked(other, ReplayRequest("x"))
 
 
 def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_path: Path) -> None:
@@ -464,14 +470,14 @@ def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_
     keep_settings(target)
     file = home_of(of_run, "again") / "settings.yaml"
     assert all("hunter2" not in path.read_text() for path in file.parent.iterdir())
-    recorded = recalled(file, [], {})
+    recorded = load_remembered(file, [], {})
     assert (recorded.run_id, recorded.data_dir, recorded.kafka.topics.prefix) == (
         "r",
         file.parent,
         "replay-again",
     )
     assert dict(recorded.kafka.client_options) == {"sasl.mechanism": "PLAIN"}
-    assert withheld_from(recorded) == [
+    assert missing_secrets(recorded) == [
         "kafka.client_options.sasl.password",
         "rollout.extra_args.--api-key",
     ]

@@ -11,16 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import cand, policy, tick
 
-from clawstream.ops.topics.run_survey import Journal, Traces, journal_of, last_trained, traces_in
+from clawstream.ops.topics.run_survey import (
+    Journal,
+    RunSummary,
+    journal_of,
+    last_trained,
+    summarize_runs,
+)
 from clawstream.ops.topics.trim import (
     Bound,
-    Cut,
-    cut,
-    format_cuts,
+    TrimRange,
+    format_ranges,
     journal_bounds,
     needs,
     rewards_before_steps,
     run_bound,
+    trim_range,
 )
 from runtime.kafka import Cluster, Record, Unavailable
 from runtime.kafka.cluster import all_led
@@ -40,7 +46,7 @@ def bounds(journal: Journal, need: str | None = None, *given_up: str) -> list[in
 
 @given(st.integers(0, 50), st.integers(0, 50), st.lists(st.integers(-5, 120)))
 def test_the_lowest_bound_counts(low: int, more: int, at: list[int]) -> None:
-    found = cut("t", 0, (low, low + more), [Bound(b, f"why {b}") for b in at])
+    found = trim_range("t", 0, (low, low + more), [Bound(b, f"why {b}") for b in at])
     assert low <= found.to <= low + more and found.removes == found.to - low
     assert all(found.to <= max(b, low) for b in at)
     assert bool(found.why) == (found.to < found.end), "what stays has a reason"
@@ -48,32 +54,32 @@ def test_the_lowest_bound_counts(low: int, more: int, at: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("traces", "journals", "given_up", "why"),
+    ("summary", "journals", "given_up", "why"),
     [
-        (Traces(0, 3, has_policy=True), [JOURNAL], [], "run a lives"),
-        (Traces(0, 3, has_policy=True), [replace(JOURNAL, low=5)], ["a"], "run a lives"),
-        (Traces(0, 3), [], [], "run a has no policy yet (--give-up a)"),
-        (Traces(0, 3), [], ["a"], None),
-        (Traces(0, 3, has_policy=True, ended=59), [JOURNAL], [], None),
-        (Traces(0, 3, ended=59), [], [], None),
-        (Traces(0, 3, has_policy=True, ended=60), [JOURNAL], [], "run a has ended at 60, but the admission of a (train) has read to 60"),
-        (Traces(0, 3, has_policy=True, ended=60), [replace(JOURNAL, low=5)], [], None),
-        (Traces(0, 3, has_policy=True, ended=60), [JOURNAL], ["a"], None),
-        (Traces(0, 3, has_policy=True, ended=59), [], [], "run a has ended at 59, but no decisions of it are seen (--give-up a)"),
-        (Traces(0, 3, has_policy=True, ended=59), [], ["a"], None),
-        (Traces(0, 3, has_policy=True, ended=59), [EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
-        (Traces(0, 3, has_policy=True, ended=59), [JOURNAL, EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
-        (Traces(0, 3, has_policy=True, ended=59), [JOURNAL, replace(EMPTY, seen=60)], [], None),
-        (Traces(0, 3, has_policy=True, ended=59), [replace(EMPTY, seen=60)], [], "run a has ended at 59, but no decisions"),
-        (Traces(0, 90), [replace(JOURNAL, low=5)], [], None),
+        (RunSummary(0, 3, has_policy=True), [JOURNAL], [], "run a lives"),
+        (RunSummary(0, 3, has_policy=True), [replace(JOURNAL, low=5)], ["a"], "run a lives"),
+        (RunSummary(0, 3), [], [], "run a has no policy yet (--give-up a)"),
+        (RunSummary(0, 3), [], ["a"], None),
+        (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL], [], None),
+        (RunSummary(0, 3, ended=59), [], [], None),
+        (RunSummary(0, 3, has_policy=True, ended=60), [JOURNAL], [], "run a has ended at 60, but the admission of a (train) has read to 60"),
+        (RunSummary(0, 3, has_policy=True, ended=60), [replace(JOURNAL, low=5)], [], None),
+        (RunSummary(0, 3, has_policy=True, ended=60), [JOURNAL], ["a"], None),
+        (RunSummary(0, 3, has_policy=True, ended=59), [], [], "run a has ended at 59, but no decisions of it are seen (--give-up a)"),
+        (RunSummary(0, 3, has_policy=True, ended=59), [], ["a"], None),
+        (RunSummary(0, 3, has_policy=True, ended=59), [EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
+        (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL, EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
+        (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL, replace(EMPTY, seen=60)], [], None),
+        (RunSummary(0, 3, has_policy=True, ended=59), [replace(EMPTY, seen=60)], [], "run a has ended at 59, but no decisions"),
+        (RunSummary(0, 90), [replace(JOURNAL, low=5)], [], None),
         (None, [JOURNAL], [], "nothing on the candidates says that run a has ended (--give-up a)"),
         (None, [replace(JOURNAL, low=5)], [], None),
     ],
 )  # fmt: skip
 def test_which_run_is_over(
-    traces: Traces | None, journals: list[Journal], given_up: list[str], why: str | None
+    summary: RunSummary | None, journals: list[Journal], given_up: list[str], why: str | None
 ) -> None:
-    found = needs("a", traces, journals, given_up)
+    found = needs("a", summary, journals, given_up)
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
@@ -122,16 +128,16 @@ def test_a_topic_without_a_leader_is_not_taken_as_absent() -> None:
 
 
 def test_candidates_go_when_the_journals_have_gone() -> None:
-    traces = Traces(0, 3, has_policy=True, ended=59)
+    summary = RunSummary(0, 3, has_policy=True, ended=59)
     gone, held = (
-        Cut("j", 0, 0, 7, 20, "the trainer stands there"),
-        Cut("j", 0, 0, 0, 20, "the lake has it up to 0"),
+        TrimRange("j", 0, 0, 7, 20, "the trainer stands there"),
+        TrimRange("j", 0, 0, 0, 20, "the lake has it up to 0"),
     )
-    empty = Cut("v", 0, 0, 0, 0)
-    assert run_bound("a", traces, None, [gone, empty]) is None
-    bound = run_bound("a", traces, None, [empty, held])
+    empty = TrimRange("v", 0, 0, 0, 0)
+    assert run_bound("a", summary, None, [gone, empty]) is None
+    bound = run_bound("a", summary, None, [empty, held])
     assert bound is not None and bound.at == 3 and "j stays: the lake has it up to 0" in bound.why
-    bound = run_bound("a", traces, "run a lives", [gone])
+    bound = run_bound("a", summary, "run a lives", [gone])
     assert bound == Bound(3, "run a lives, since offset 3")
 
 
@@ -154,11 +160,11 @@ def test_runs_are_found_by_their_keys() -> None:
         for offset, (key, v) in enumerate(values)
     ]
     decoder = Decoder(Cluster("localhost:1"), "claw.schemas", CODEC)
-    assert traces_in(iter(records), 2, decoder) == {
-        "a": Traces(2, 1, True, 8),
-        "b": Traces(2, 2, True, None),  # the end of another run says nothing of this one
-        "c": Traces(2, 5),
-        "d": Traces(2, 10),
+    assert summarize_runs(iter(records), 2, decoder) == {
+        "a": RunSummary(2, 1, True, 8),
+        "b": RunSummary(2, 2, True, None),  # the end of another run says nothing of this one
+        "c": RunSummary(2, 5),
+        "d": RunSummary(2, 10),
     }
 
 
@@ -228,12 +234,12 @@ def test_what_a_journal_says() -> None:
 
 
 def test_the_table_has_a_line_for_what_is_there() -> None:
-    cuts = [
-        Cut("claw.x", 0, 0, 7, 9, "run a lives"),
-        Cut("claw.y", 1, 0, 0, 0),
-        Cut("claw.y", 2, 3, 3, 8, "why"),
+    ranges = [
+        TrimRange("claw.x", 0, 0, 7, 9, "run a lives"),
+        TrimRange("claw.y", 1, 0, 0, 0),
+        TrimRange("claw.y", 2, 3, 3, 8, "why"),
     ]
-    assert [line.split(maxsplit=5) for line in format_cuts(cuts).splitlines()] == [
+    assert [line.split(maxsplit=5) for line in format_ranges(ranges).splitlines()] == [
         ["TOPIC", "PARTITION", "START", "GOES", "TO", "END  HELD BY"],
         ["claw.x", "0", "0", "7", "9", "run a lives"],
         ["claw.y", "2", "3", "-", "8", "why"],

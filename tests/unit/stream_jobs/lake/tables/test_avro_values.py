@@ -27,8 +27,8 @@ from schemas.codec.single_object import (
     TOP_LEVEL,
     Codec,
     archived,
+    as_dict,
     fingerprint_of,
-    plain_of,
     shipped,
 )
 from schemas.errors import Undecodable
@@ -83,9 +83,9 @@ def test_what_is_read_is_what_was_written(cls: type) -> None:
     @given(records_of(cls), st.data())
     def holds(record: Any, data: st.DataObject) -> None:
         value = CODEC.encode(record)
-        assert read(value, 10) == tupled(schema, plain_of(record))
+        assert read(value, 10) == tupled(schema, as_dict(record))
         assert named(schema, read(value, 10)) == named(
-            schema, tupled(schema, plain_of(CODEC.decode(value)))
+            schema, tupled(schema, as_dict(CODEC.decode(value)))
         )
         cut = data.draw(st.integers(10, len(value)))
         for broken in (value[:cut], value + b"\x00") if cut < len(value) else (value + b"\x00",):
@@ -112,7 +112,7 @@ def test_fields_that_are_left_out_are_stepped_over() -> None:
     @given(records_of(next(c for c in TOP_LEVEL if c.__name__ == "Trajectory")))
     def holds(record: Any) -> None:
         assert table.record is not None
-        assert read(CODEC.encode(record), 10) == tupled(table.record, plain_of(record))
+        assert read(CODEC.encode(record), 10) == tupled(table.record, as_dict(record))
 
     holds()
 
@@ -158,7 +158,7 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
         step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2, response_json=b"{}", trainable=True, offset=9
     )  # fmt: skip
     assert former.record is not None
-    old = (*tupled(former.record, {"run_id": "r", "steps": [plain_of(step)]}), "T", 0, 1, 2)
+    old = (*tupled(former.record, {"run_id": "r", "steps": [as_dict(step)]}), "T", 0, 1, 2)
     (row,) = wider.arrow([wider.adopted(old, former)]).to_pylist()
     assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == (
         "r",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime.kafka import SourceTruncated
 from schemas import records as events
-from schemas.codec.single_object import AVRO_DIR, plain_of
+from schemas.codec.single_object import AVRO_DIR, as_dict
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
 from stream_jobs.lake.consumer import first_offset
@@ -78,7 +78,7 @@ def test_steps_come_back_as_they_were(written: list[events.Step]) -> None:
     rows = round_trip("steps", *written)
     assert [r["kafka_offset"] for r in rows] == list(range(len(written)))
     for step, row in zip(written, rows, strict=True):
-        plain = dict(plain_of(step))
+        plain = dict(as_dict(step))
         for name in ("prompt_token_ids", "response_token_ids"):
             plain[name] = None if plain[name] is None else unpack_ids(plain[name])
         if step.response_logprobs is not None:

@@ -33,14 +33,14 @@ class PrefixTaken(PlumbingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PrefixState:
     """plan: what to do. result: what came of it, when it was done before."""
 
     plan: Plain
     result: Plain | None
 
 
-class FreshPrefix:
+class TargetPrefix:
     """A prefix, and the file that says how it was filled."""
 
     def __init__(self, cluster: Cluster, prefix: str, file: Path) -> None:
@@ -60,7 +60,7 @@ class FreshPrefix:
                 ) from e
             yield
 
-    def begin(self, asked: Plain, plan: Callable[[], Plain]) -> Begun:
+    def begin(self, asked: Plain, plan: Callable[[], Plain]) -> PrefixState:
         """The plan. It is made once; what was begun and not done begins again, without its topics. Raises PrefixTaken."""
         asked = json.loads(json.dumps(asked))
         known = self.read()
@@ -80,7 +80,7 @@ class FreshPrefix:
         if known["result"] is None and mine:
             logger().warning("begins_again", topics=len(mine), file=str(self.file))
             self._delete(mine)
-        return Begun(json.loads(json.dumps(known["plan"])), known["result"])
+        return PrefixState(json.loads(json.dumps(known["plan"])), known["result"])
 
     def make(self, settings: Settings, timed: Iterable[str]) -> None:
         """The empty topics of these settings, to fill. timed: those whose records keep the timestamps they are given, for ever."""

@@ -31,11 +31,11 @@ class DeadLetterError(StreamJobError):
     """Root of what can't be done about a dead letter."""
 
 
-class NoSuchLetter(DeadLetterError):
+class NoSuchEntry(DeadLetterError):
     """No dead letter has that id; or several have, and the message says by which ids to tell them apart."""
 
 
-class Spot(NamedTuple):
+class RecordId(NamedTuple):
     """Where the original record lies, or lay: that makes a dead letter one and the same."""
 
     topic: str
@@ -53,7 +53,7 @@ class Spot(NamedTuple):
         return f"{self.short}@{self.topic_id}"
 
 
-class Burial(NamedTuple):
+class Occurrence(NamedTuple):
     """One time that it was buried. at: offset on `claw.dead-letters`. detail: its first line, cut. created_at: microseconds."""
 
     at: int
@@ -64,29 +64,29 @@ class Burial(NamedTuple):
 
 
 @dataclass(slots=True)
-class Letter:
+class DeadLetterEntry:
     """A dead letter, without its bytes. kind: name of the record in it; run: whose it is; None: can't be told.
 
     size: bytes of the value; None: there is none, or it did not fit and is at its place only. timestamp_ms: the original's.
     """
 
-    spot: Spot
+    record_id: RecordId
     key: bytes | None
     size: int | None
     timestamp_ms: int
     kind: str | None
     run: str | None
-    burials: list[Burial] = field(default_factory=list)
+    occurrences: list[Occurrence] = field(default_factory=list)
     resolutions: list[DeadLetterResolved] = field(default_factory=list)
 
     @property
     def reason(self) -> str:
-        return self.burials[0].reason
+        return self.occurrences[0].reason
 
     @property
     def at(self) -> int:
         """Where it lies on `claw.dead-letters`, the first time."""
-        return self.burials[0].at
+        return self.occurrences[0].at
 
     @property
     def state(self) -> str:
@@ -94,41 +94,45 @@ class Letter:
         return self.resolutions[-1].action if self.resolutions else "open"
 
 
-def letters_in(
+def entries_in(
     records: Iterable[tuple[int, Event]], decode: Decode, topics: Topics
-) -> dict[Spot, Letter]:
+) -> dict[RecordId, DeadLetterEntry]:
     """The dead letters of a log of (offset, record), in the order in which they were buried first. Raises nothing for what is poison."""
-    found: dict[Spot, Letter] = {}
-    early: dict[Spot, list[DeadLetterResolved]] = {}
+    found: dict[RecordId, DeadLetterEntry] = {}
+    early: dict[RecordId, list[DeadLetterResolved]] = {}
     for at, event in records:
         match event:
             case DeadLetter():
-                spot = Spot(event.topic, event.topic_id, event.partition, event.offset)
-                if spot not in found:
-                    found[spot] = _letter(spot, event, decode, topics)
+                record_id = RecordId(event.topic, event.topic_id, event.partition, event.offset)
+                if record_id not in found:
+                    found[record_id] = _entry(record_id, event, decode, topics)
                 first = event.detail.strip().partition("\n")[0][:DETAIL_CHARS]
-                found[spot].burials.append(
-                    Burial(at, event.process, event.reason, first, event.created_at)
+                found[record_id].occurrences.append(
+                    Occurrence(at, event.process, event.reason, first, event.created_at)
                 )
             case DeadLetterResolved():
-                spot = Spot(event.topic, event.topic_id, event.partition, event.offset)
-                (found[spot].resolutions if spot in found else early.setdefault(spot, [])).append(
-                    event
-                )
-    for spot, resolutions in early.items():
-        if spot in found:
-            found[spot].resolutions[:0] = resolutions
+                record_id = RecordId(event.topic, event.topic_id, event.partition, event.offset)
+                (
+                    found[record_id].resolutions
+                    if record_id in found
+                    else early.setdefault(record_id, [])
+                ).append(event)
+    for record_id, resolutions in early.items():
+        if record_id in found:
+            found[record_id].resolutions[:0] = resolutions
     return found
 
 
-def _letter(spot: Spot, letter: DeadLetter, decode: Decode, topics: Topics) -> Letter:
+def _entry(
+    record_id: RecordId, entry: DeadLetter, decode: Decode, topics: Topics
+) -> DeadLetterEntry:
     event: Event | None = None
     with suppress(Undecodable, UnknownSchema):
-        event = decode(letter.value)
-    run = getattr(event, "run_id", None) or _run_of_topic(spot.topic, letter.key, topics)
+        event = decode(entry.value)
+    run = getattr(event, "run_id", None) or _run_of_topic(record_id.topic, entry.key, topics)
     kind = type(event).__name__ if event is not None else None
-    size = len(letter.value) if letter.value is not None else None
-    return Letter(spot, letter.key, size, letter.timestamp_ms, kind, run)
+    size = len(entry.value) if entry.value is not None else None
+    return DeadLetterEntry(record_id, entry.key, size, entry.timestamp_ms, kind, run)
 
 
 def _run_of_topic(topic: str, key: bytes | None, topics: Topics) -> str | None:
@@ -140,7 +144,9 @@ def _run_of_topic(topic: str, key: bytes | None, topics: Topics) -> str | None:
     return text if topic == topics.candidates and RUN_ID.fullmatch(text) else None
 
 
-def read_letters(cluster: Cluster, decoder: Decoder, topics: Topics) -> dict[Spot, Letter]:
+def read_entries(
+    cluster: Cluster, decoder: Decoder, topics: Topics
+) -> dict[RecordId, DeadLetterEntry]:
     """All dead letters there are, those behind another producer's open transaction too. Raises Unavailable."""
     if topics.dead_letters not in cluster.topics(topics.dead_letters):
         return {}
@@ -152,15 +158,15 @@ def read_letters(cluster: Cluster, decoder: Decoder, topics: Topics) -> dict[Spo
             ):  # poison among the dead letters: the lake has buried it here
                 yield record.offset, decoder.decode(record.value)
 
-    return letters_in(events(), decoder.decode, topics)
+    return entries_in(events(), decoder.decode, topics)
 
 
 # -- choosing
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
-    """Which letters: what is None does not matter. topic: with or without the prefix. since: microseconds, of the first burial."""
+class EntryFilter:
+    """Which entries: what is None does not matter. topic: with or without the prefix. since: microseconds, of the first occurrence."""
 
     topic: str | None = None
     process: str | None = None
@@ -170,36 +176,36 @@ class Filter:
     resolved: bool = False
     """Those too that something was done about."""
 
-    def takes(self, letter: Letter, topics: Topics) -> bool:
+    def matches(self, entry: DeadLetterEntry, topics: Topics) -> bool:
         named = self.topic is None or self.topic in (
-            letter.spot.topic,
-            letter.spot.topic.removeprefix(topics.prefix + "."),
+            entry.record_id.topic,
+            entry.record_id.topic.removeprefix(topics.prefix + "."),
         )
         return (
             named
-            and (self.resolved or not letter.resolutions)
-            and (self.run is None or self.run == letter.run)
-            and any(self._takes_burial(b) for b in letter.burials)
+            and (self.resolved or not entry.resolutions)
+            and (self.run is None or self.run == entry.run)
+            and any(self._matches_occurrence(b) for b in entry.occurrences)
         )
 
-    def _takes_burial(self, burial: Burial) -> bool:
+    def _matches_occurrence(self, occurrence: Occurrence) -> bool:
         return (
-            (self.process is None or self.process == burial.process)
-            and (self.reason is None or self.reason == burial.reason)
-            and (self.since is None or self.since <= burial.created_at)
+            (self.process is None or self.process == occurrence.process)
+            and (self.reason is None or self.reason == occurrence.reason)
+            and (self.since is None or self.since <= occurrence.created_at)
         )
 
 
-def letter_of(letters: Mapping[Spot, Letter], name: str) -> Letter:
-    """The letter of an id, short or full. Raises NoSuchLetter."""
-    found = [s for s in letters if name in (s.short, s.full)]
+def find_entry(entries: Mapping[RecordId, DeadLetterEntry], name: str) -> DeadLetterEntry:
+    """The entry of an id, short or full. Raises NoSuchEntry."""
+    found = [s for s in entries if name in (s.short, s.full)]
     if len(found) > 1:
-        raise NoSuchLetter(
+        raise NoSuchEntry(
             f"{name} was buried in {len(found)} topics of that name: {', '.join(s.full for s in found)}"
         )
     if not found:
-        raise NoSuchLetter(f"no dead letter {name}: `clawstream dlq list --all` has them all")
-    return letters[found[0]]
+        raise NoSuchEntry(f"no dead letter {name}: `clawstream dlq list --all` has them all")
+    return entries[found[0]]
 
 
 # -- the records themselves
@@ -209,7 +215,7 @@ def letter_of(letters: Mapping[Spot, Letter], name: str) -> Letter:
 class Original:
     """The record as it was. detail: in full, with the traceback. headers: None when they are gone with its log."""
 
-    letter: Letter
+    entry: DeadLetterEntry
     key: bytes | None
     value: bytes | None
     headers: Mapping[str, bytes] | None
@@ -217,41 +223,41 @@ class Original:
 
 
 def originals(
-    cluster: Cluster, decoder: Decoder, topics: Topics, letters: Sequence[Letter]
+    cluster: Cluster, decoder: Decoder, topics: Topics, entries: Sequence[DeadLetterEntry]
 ) -> Iterator[Original]:
-    """The records of some letters, in the order in which they were buried.
+    """The records of some entries, in the order in which they were buried.
 
     Key and value are in the dead letter. Headers, and what was too large for one, are read at the original place if it still has them.
     """
-    inside = {letter.at: letter for letter in letters}
+    inside = {entry.at: entry for entry in entries}
     said = InputLog(cluster, decoder, topics.dead_letters, 0)
-    at_place = _at_their_places(cluster, decoder, topics, letters)
+    at_place = _read_in_place(cluster, decoder, topics, entries)
     for record in said.records(sorted(inside)):
-        letter, event = inside[record.offset], decoder.decode(record.value)
-        there = at_place.get(letter.spot)
+        entry, event = inside[record.offset], decoder.decode(record.value)
+        there = at_place.get(entry.record_id)
         key, value = event.key, event.value
         if there is not None:
             key, value = there.key if key is None else key, there.value if value is None else value
         yield Original(
-            letter, key, value, there.headers if there is not None else None, event.detail
+            entry, key, value, there.headers if there is not None else None, event.detail
         )
 
 
-def _at_their_places(
-    cluster: Cluster, decoder: Decoder, topics: Topics, letters: Sequence[Letter]
-) -> dict[Spot, Record]:
+def _read_in_place(
+    cluster: Cluster, decoder: Decoder, topics: Topics, entries: Sequence[DeadLetterEntry]
+) -> dict[RecordId, Record]:
     """The records that must be looked at where they lie, as far as they do."""
-    wanted: dict[tuple[str, int], list[Spot]] = {}
-    ids = cluster.topic_ids(sorted({letter.spot.topic for letter in letters}))
-    for letter in letters:
-        spot = letter.spot
-        if ids.get(spot.topic) == spot.topic_id and (
-            letter.size is None or spot.topic == topics.candidates
+    wanted: dict[tuple[str, int], list[RecordId]] = {}
+    ids = cluster.topic_ids(sorted({entry.record_id.topic for entry in entries}))
+    for entry in entries:
+        record_id = entry.record_id
+        if ids.get(record_id.topic) == record_id.topic_id and (
+            entry.size is None or record_id.topic == topics.candidates
         ):
-            wanted.setdefault((spot.topic, spot.partition), []).append(spot)
+            wanted.setdefault((record_id.topic, record_id.partition), []).append(record_id)
     found = {}
-    for (topic, partition), spots in wanted.items():
+    for (topic, partition), record_ids in wanted.items():
         log = InputLog(cluster, decoder, topic, partition)
-        for record in log.records(sorted(s.offset for s in spots)):
-            found[Spot(topic, ids[topic], partition, record.offset)] = record
+        for record in log.records(sorted(s.offset for s in record_ids)):
+            found[RecordId(topic, ids[topic], partition, record.offset)] = record
     return found
