@@ -72,7 +72,7 @@ def pipeline(bench: Bench, load: Load) -> dict[str, float]:
         here.until_logged(
             processes["assemble"], "partition_taken_over", here.settings.kafka.partitions
         )
-        here.until_logged(processes["reward"], "partitions_taken_over")
+        here.until_logged(processes["reward"], "partitions_assigned")
         here.until_logged(processes["admit"], "admission_starts", len(here.settings.admit.channels))
         ready = here.topics.ready_batches(RUN, "train")
         read_by_lake = (

@@ -112,9 +112,9 @@ def history(
                 for k in now
                 if k not in _HIDDEN and was and was.get(k) != now[k]
             ]
-            typer.echo(f"{_title(entry)}: {f'not obeyed: {entry.flaw}' if entry.flaw else ', '.join(changed) or 'as it was'}"
+            typer.echo(f"{_title(entry)}: {f'not obeyed: {entry.rejection}' if entry.rejection else ', '.join(changed) or 'as it was'}"
                        if was else _title(entry))  # fmt: skip
-            was = was if entry.flaw else now
+            was = was if entry.rejection else now
         if log.ended is not None:
             typer.echo(f"ended at offset {log.ended}")
 
@@ -138,7 +138,7 @@ def _plain(entry: Any) -> dict[str, Any]:
     return {
         "offset": entry.offset,
         "timestamp_ms": entry.timestamp_ms,
-        "flaw": entry.flaw,
+        "rejection": entry.rejection,
         "policy": asdict(entry.policy),
     }
 

@@ -10,7 +10,7 @@ from runtime.topics.records import Decoder
 from schemas.records import Late, PolicyApplied
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import journaled_by
+from stream_jobs.admit.decisions.journal import decode_journal_record
 from stream_jobs.admit.decisions.journal_start import first_offset
 from stream_jobs.assemble.changelog import StateLog, state_record
 from stream_jobs.errors import UnreadableJournal, UnreadableStateLog
@@ -90,7 +90,7 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
             continue
         for record in cluster.read_all(journal):
             try:
-                event = journaled_by(decoder, record)
+                event = decode_journal_record(decoder, record)
             except UnreadableJournal as e:
                 yield StoredPosition(
                     "admit",

@@ -15,7 +15,7 @@ from schemas.records import AdmissionPolicy, Candidate, CandidateStep
 from schemas.reward_matching import missing, training_reward, valueless
 
 
-class Lack(NamedTuple):
+class Ineligibility(NamedTuple):
     """A condition that is not met: the word that a refusal has for it, and numbers."""
 
     reason: str
@@ -42,7 +42,7 @@ class StepReadiness:
     step_id: str
     ready: bool
     score: float
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Ineligibility, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Readiness:
     ready: bool
     awaits: bool
     score: float
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Ineligibility, ...]
     staleness: int | None
     steps: tuple[StepReadiness, ...]
 
@@ -74,19 +74,19 @@ def compute_readiness(
         trained_part(candidate, policy),
         policy.max_staleness if candidate.channel == "train" else None,
     )
-    lacks = list(flaws(part, policy, has_payload))
-    waits = awaited(part, policy)
+    lacks = list(ineligibilities(part, policy, has_payload))
+    waits = missing_input(part, policy)
     staleness = age(part.oldest_sync_index, newest_sync_index)
     if waits is not None:
         lacks.append(waits)
     if limit is not None and staleness is not None and staleness > limit:
-        lacks.append(Lack("stale", f"{staleness} versions, limit {limit}"))
+        lacks.append(Ineligibility("stale", f"{staleness} versions, limit {limit}"))
     steps = []
     for step in candidate.steps:
-        found = list(step_flaws(step, policy))
+        found = list(step_ineligibilities(step, policy))
         old = age(step.oldest_sync_index, newest_sync_index)
         if limit is not None and old is not None and old > limit:
-            found.append(Lack("stale", f"{old} versions, limit {limit}"))
+            found.append(Ineligibility("stale", f"{old} versions, limit {limit}"))
         steps.append(
             StepReadiness(
                 step.step_id, not found, 1 - len(found) / len(STEP_CONDITIONS), tuple(found)
@@ -108,19 +108,21 @@ def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
     return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
 
 
-def step_flaws(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Lack]:
+def step_ineligibilities(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Ineligibility]:
     """Why a step is not trained. A step without a score is not below any."""
     if not step.trainable:
-        yield Lack("untrainable", step.reason)
+        yield Ineligibility("untrainable", step.reason)
     tagged = [tag for tag in policy.untrained_tags if tag in step.tags]
     if tagged:
-        yield Lack("tagged", f"tagged {min(tagged)}")
+        yield Ineligibility("tagged", f"tagged {min(tagged)}")
     if (
         policy.min_step_quality is not None
         and step.quality is not None
         and step.quality < policy.min_step_quality
     ):
-        yield Lack("quality", f"quality {step.quality:g} below {policy.min_step_quality:g}")
+        yield Ineligibility(
+            "quality", f"quality {step.quality:g} below {policy.min_step_quality:g}"
+        )
 
 
 def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
@@ -138,7 +140,7 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
     left_out = {
         s.step_id: lack
         for s in candidate.steps
-        if s.trainable and (lack := next(step_flaws(s, policy), None))
+        if s.trainable and (lack := next(step_ineligibilities(s, policy), None))
     }
     if not left_out:
         return candidate
@@ -161,21 +163,23 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
     return replace(candidate, steps=steps, trainable_tokens=tokens, oldest_sync_index=oldest)
 
 
-def flaws(candidate: Candidate, policy: AdmissionPolicy, has_payload: bool) -> Iterator[Lack]:
+def ineligibilities(
+    candidate: Candidate, policy: AdmissionPolicy, has_payload: bool
+) -> Iterator[Ineligibility]:
     """Why a trajectory can't be trained, whatever else comes, in the order in which they count. candidate: its trained part."""
     if candidate.outcome not in policy.train_outcomes:
-        yield Lack("outcome", candidate.outcome)
+        yield Ineligibility("outcome", candidate.outcome)
     if (
         not candidate.trainable
         or not has_payload
         or (candidate.channel == "train" and candidate.oldest_sync_index is None)
     ):
-        yield Lack(
+        yield Ineligibility(
             "untrainable",
             candidate.reason or ("no version of this run" if has_payload else "no payload"),
         )
     if candidate.trainable_tokens < policy.min_trainable_tokens:
-        yield Lack(
+        yield Ineligibility(
             "too_short",
             f"{candidate.trainable_tokens} trainable tokens, {policy.min_trainable_tokens} needed",
         )
@@ -185,21 +189,21 @@ def flaws(candidate: Candidate, policy: AdmissionPolicy, has_payload: bool) -> I
         and (size := candidate.prompt_tokens + sum(s.response_tokens for s in candidate.steps))
         > limit
     ):
-        yield Lack("too_long", f"{size} tokens, {limit} at most")
+        yield Ineligibility("too_long", f"{size} tokens, {limit} at most")
     least = policy.min_quality
     if least is not None and candidate.quality is not None and candidate.quality < least:
-        yield Lack("quality", f"quality {candidate.quality:g} below {least:g}")
+        yield Ineligibility("quality", f"quality {candidate.quality:g} below {least:g}")
     if policy.required_rewards and (none := valueless(policy.required_rewards, candidate.rewards)):
-        yield Lack("reward_missing", f"no value of {', '.join(none)}")
+        yield Ineligibility("reward_missing", f"no value of {', '.join(none)}")
     reward = training_reward(policy.reward_weights, candidate.rewards)
     if reward is not None and not math.isfinite(reward):
-        yield Lack("reward_missing", f"the training reward is {reward}")
+        yield Ineligibility("reward_missing", f"the training reward is {reward}")
 
 
-def awaited(candidate: Candidate, policy: AdmissionPolicy) -> Lack | None:
+def missing_input(candidate: Candidate, policy: AdmissionPolicy) -> Ineligibility | None:
     """What is not there yet and may come until the reward deadline; None: nothing."""
     if policy.required_rewards and (none := missing(policy.required_rewards, candidate.rewards)):
-        return Lack("reward_missing", f"no {', '.join(none)} yet")
+        return Ineligibility("reward_missing", f"no {', '.join(none)} yet")
     if policy.require_assessment and candidate.assessment_revision is None:
-        return Lack("assessment_missing", "not assessed yet")
+        return Ineligibility("assessment_missing", "not assessed yet")
     return None

@@ -17,7 +17,7 @@ FIRST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
+class EqualRewardsWarning:
     """in_a_row: groups refused since the last one that was admitted. detail: of the last one, with the value."""
 
     in_a_row: int
@@ -33,7 +33,7 @@ class EqualRewards:
         self.refused_groups = self.admitted_groups = 0
         self._in_a_row, self._said_at = 0, FIRST
 
-    def take(self, decision: Decision) -> Noticed | None:
+    def observe(self, decision: Decision) -> EqualRewardsWarning | None:
         """Count a decision; returns what to warn of, at 8, 16, 32, ... groups in a row."""
         if isinstance(decision, ReadyBatch):
             self.admitted_groups += len(decision.groups)
@@ -49,4 +49,6 @@ class EqualRewards:
         if self._in_a_row < self._said_at:
             return None
         self._said_at *= 2
-        return Noticed(self._in_a_row, self.refused_groups, self.admitted_groups, decision.detail)
+        return EqualRewardsWarning(
+            self._in_a_row, self.refused_groups, self.admitted_groups, decision.detail
+        )

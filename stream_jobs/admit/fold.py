@@ -1,6 +1,6 @@
 """Admission: candidates of one run and channel become batches, in the order in which their groups become ready. A pure fold.
 
-`Admission.fold` takes the records of one partition of the candidates topic in offset order and returns what is to be journaled. It
+`AdmissionFold.fold` takes the records of one partition of the candidates topic in offset order and returns what is to be journaled. It
 knows no clock but the ticks on that log, so the same log gives the same batches. All that it has decided is in the journal
 (`stream_jobs.admit.decisions.state`); the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
 """
@@ -24,63 +24,73 @@ from schemas.records import (
 )
 from stream_jobs.admit.batches import OpenBatches
 from stream_jobs.admit.decisions.journal import (
+    CandidateLog,
     Decision,
-    Entry,
+    InputRecord,
     Invalid,
-    Journaled,
-    Source,
+    JournalRecord,
     content_hash,
 )
-from stream_jobs.admit.decisions.state import Decided, Past
-from stream_jobs.admit.group import Group, Member, batch_group, judge, record_sized
+from stream_jobs.admit.decisions.state import Decided, ResumePoint
+from stream_jobs.admit.group import (
+    Group,
+    Member,
+    evaluate_group,
+    split_by_record_size,
+    to_batch_group,
+)
 from stream_jobs.admit.open_groups import OpenGroups
-from stream_jobs.admit.policy import flaw_of_policy
-from stream_jobs.admit.timers import Deadline, Deadlines
+from stream_jobs.admit.policy import policy_rejection
+from stream_jobs.admit.timers import Timer, TimerQueue
 
 
-class Admission:
+class AdmissionFold:
     """The state of one run and channel. A fold, not a process: no I/O, no clock.
 
     A candidate costs O(1) amortised, however many groups are open; a change of policy looks at every open group once.
     """
 
     def __init__(
-        self, run_id: str, channel: Channel, source: Source, past: Past | None = None
+        self,
+        run_id: str,
+        channel: Channel,
+        source: CandidateLog,
+        resume_point: ResumePoint | None = None,
     ) -> None:
-        past = Past() if past is None else past
+        resume_point = ResumePoint() if resume_point is None else resume_point
         self.run_id, self.channel, self.source = run_id, channel, source
-        self.policy = past.policy
+        self.policy = resume_point.policy
         self.now: int | None = None
         """Event time, milliseconds; None until every source partition has ticked."""
-        self._past, self.ledger = past, past.ledger
-        self._input_to, self._step = past.input_to, past.resume_from - 1
+        self._resume_point, self.state = resume_point, resume_point.state
+        self._input_to, self._step = resume_point.input_to, resume_point.resume_from - 1
         self._ticks: dict[int, int] = {}
-        self._groups = OpenGroups(self.ledger)
+        self._groups = OpenGroups(self.state)
         self._pending: OrderedDict[str, Group] = (
             OrderedDict()
         )  # by first offset: its head is where a restart reads on
         self._batches = OpenBatches(channel)
-        self._deadlines = Deadlines()
-        self._early: dict[
-            str, tuple[Candidate, Entry]
+        self._timers = TimerQueue()
+        self._before_policy: dict[
+            str, tuple[Candidate, InputRecord]
         ] = {}  # newest revisions from before the run's first policy
         self._ended: int | None = None
         self._out: list[Decision] = []
 
-    def opening(self) -> list[Journaled]:
+    def initial_records(self) -> list[JournalRecord]:
         """What is to be journaled before the first fold: in a candidates topic made anew, the policy that goes on."""
-        if not self._past.renewed or self.policy is None:
+        if not self._resume_point.renewed or self.policy is None:
             return []
-        applied = self._policy_applied(self.policy, self._past.resume_from)
-        self.ledger.take(applied)
+        applied = self._policy_applied(self.policy, self._resume_point.resume_from)
+        self.state.apply(applied)
         return [applied]
 
-    def fold(self, entry: Entry) -> list[Decision]:
+    def fold(self, entry: InputRecord) -> list[Decision]:
         """Take the next record; returns the decisions that it brings about, in order.
 
         Records of other runs and channels are passed over; records from before `resume_from` only tell time.
         """
-        if entry.offset < self._past.resume_from and not isinstance(entry.event, Tick):
+        if entry.offset < self._resume_point.resume_from and not isinstance(entry.event, Tick):
             return []
         self._step = entry.offset
         self._input_to = max(self._input_to, entry.offset + 1)
@@ -90,7 +100,7 @@ class Admission:
             case Candidate(run_id=self.run_id, channel=self.channel):
                 self._candidate(entry.event, entry)
             case AdmissionPolicy(run_id=self.run_id):
-                self._take_policy(entry.event)
+                self._set_policy(entry.event)
             case RunEnded(run_id=self.run_id):
                 self._end()
         out, self._out = self._out, []
@@ -99,7 +109,7 @@ class Admission:
     @property
     def replaying(self) -> bool:
         """Whether the journal has every decision that this step ever brought about."""
-        return self._step < self._past.replay_until
+        return self._step < self._resume_point.replay_until
 
     @property
     def input_from(self) -> int:
@@ -108,7 +118,11 @@ class Admission:
         if self._pending:
             tid, group = next(iter(self._pending.items()))
             first = min(first, group.members[tid].first_offset)
-        return min(first, next(iter(self._early.values()))[1].offset) if self._early else first
+        return (
+            min(first, next(iter(self._before_policy.values()))[1].offset)
+            if self._before_policy
+            else first
+        )
 
     # -- one record
 
@@ -127,21 +141,21 @@ class Admission:
         now = min(self._ticks.values())
         if now == self.now:
             return
-        while (due := self._deadlines.next(now)) is not None:
+        while (due := self._timers.next(now)) is not None:
             # Time passes deadline by deadline, however far apart the ticks are: no one is judged before his own.
             self.now = due.at if self.now is None else max(self.now, due.at)
             if due.batch:
                 if self._batches.overdue(due.owner[1], self._in_force, self.now):
                     self._close(due.owner[1], all_of_it=True)
             elif (group := self._groups.get(due.owner)) is not None:
-                self._consider(group)
+                self._evaluate(group)
         self.now = now
 
-    def _candidate(self, c: Candidate, entry: Entry) -> None:
+    def _candidate(self, c: Candidate, entry: InputRecord) -> None:
         if self.policy is None and self._ended is None:
-            early = self._early.get(c.trajectory_id)
+            early = self._before_policy.get(c.trajectory_id)
             if early is None or c.revision > early[0].revision:
-                self._early[c.trajectory_id] = (
+                self._before_policy[c.trajectory_id] = (
                     c,
                     entry if early is None else dataclasses.replace(entry, offset=early[1].offset),
                 )
@@ -152,9 +166,9 @@ class Admission:
             if c.revision > old.candidate.revision:
                 self._join(group, Member(c, entry.place, old.first_offset))
             return
-        decided = self.ledger.decided(c.trajectory_id)
+        decided = self.state.decided(c.trajectory_id)
         if decided is not None:
-            self._again(c, decided)
+            self._already_decided(c, decided)
         elif self._ended is not None:
             self._refuse_one(c, None, "run_ended", "came after the end of the run")
         else:
@@ -163,7 +177,7 @@ class Admission:
                 self._pending[c.trajectory_id] = group
                 self._join(group, Member(c, entry.place, entry.offset))
 
-    def _again(self, c: Candidate, decided: Decided) -> None:
+    def _already_decided(self, c: Candidate, decided: Decided) -> None:
         """A trajectory that is decided already: sent again, late, or opened again after assembly had forgotten it."""
         if self.replaying:
             return
@@ -178,40 +192,43 @@ class Admission:
             )  # fmt: skip
             self._journal(late)
 
-    def _take_policy(self, policy: AdmissionPolicy) -> None:
-        flaw = flaw_of_policy(policy, self.policy)
+    def _set_policy(self, policy: AdmissionPolicy) -> None:
+        flaw = policy_rejection(policy, self.policy)
         if flaw is not None:
             self._out.append(Invalid(self._step, flaw))
             return
         if self.policy is not None and policy.policy_version == self.policy.policy_version:
             return  # sent again
         first, self.policy = self.policy is None, policy
-        if self._past.newest is None or policy.policy_version > self._past.newest.policy_version:
+        if (
+            self._resume_point.newest is None
+            or policy.policy_version > self._resume_point.newest.policy_version
+        ):
             self._journal(self._policy_applied(policy, self._step))
         if first:
-            return self._take_early()
+            return self._fold_before_policy()
         for group in self._groups:
-            group.weigh(policy)
-        self._plan_again()
-        self._consider_all()
+            group.apply_policy(policy)
+        self._reschedule_all()
+        self._evaluate_all()
 
     def _end(self) -> None:
         """Admit what can be admitted, in a last smaller batch; refuse the rest."""
         if self._ended is not None:
             return
         self._ended = self._step
-        self._consider_all()
-        self._take_early()
+        self._evaluate_all()
+        self._fold_before_policy()
 
-    def _take_early(self) -> None:
+    def _fold_before_policy(self) -> None:
         """In the order in which they came first. Who has still to come is undecided: `input_from` must know."""
-        while self._early:
-            self._candidate(*self._early.pop(next(iter(self._early))))
+        while self._before_policy:
+            self._candidate(*self._before_policy.pop(next(iter(self._before_policy))))
 
-    def _consider_all(self) -> None:
+    def _evaluate_all(self) -> None:
         """Judge every open group before any batch is closed: what is in a batch may have to leave it."""
         for group in list(self._groups):
-            self._consider(group, close=False)
+            self._evaluate(group, close=False)
         for key in self._batches.open():
             self._close(key, all_of_it=self._ended is not None)
 
@@ -219,7 +236,7 @@ class Admission:
 
     def _group_for(self, c: Candidate) -> Group | None:
         """The group that the trajectory belongs to; None when its round takes no more and it was refused for that."""
-        number, takes = self._groups.round_of(c, None if self.replaying else c.opened_at)
+        number, takes = self._groups.assign_round(c, None if self.replaying else c.opened_at)
         if not takes:
             self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
             return None
@@ -232,26 +249,28 @@ class Admission:
     def _join(self, group: Group, member: Member) -> None:
         """A member comes, or a new revision of one."""
         policy = self._in_force
-        member.weigh(policy)
+        member.apply_policy(policy)
         before = group.first_closed_at if group.members else None
         group.put(member)
         if group.first_closed_at != before:
-            self._plan(Deadline(group.deadline(policy), False, group.key))
-        if member.awaits:
-            self._plan(
-                Deadline(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key)
+            self._schedule(Timer(group.deadline(policy), False, group.key))
+        if member.missing_input:
+            self._schedule(
+                Timer(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key)
             )
-        self._consider(group)
+        self._evaluate(group)
 
-    def _consider(self, group: Group, close: bool = True) -> None:
+    def _evaluate(self, group: Group, close: bool = True) -> None:
         """Bring the group to where its verdict puts it: it waits, is refused, or stands in an open batch."""
-        verdict = judge(group, self._in_force, self.channel, self.now, self._ended is not None)
+        verdict = evaluate_group(
+            group, self._in_force, self.channel, self.now, self._ended is not None
+        )
         if verdict is None:
             self._batches.remove(group)
             group.verdict = None
             return
-        if group.sealed_at is None and group.arrived < group.n and self.now is not None:
-            self._groups.seal(group, self.now)
+        if group.closed_to_new_at is None and group.arrived < group.n and self.now is not None:
+            self._groups.close_to_new(group, self.now)
         if verdict.refusal is not None:
             self._refuse(group, verdict.refusal, verdict.detail)
             return
@@ -264,8 +283,8 @@ class Admission:
             self._refuse(group, "stale", stale)
         elif group.batch is not None:
             if is_new and self.channel == "val":
-                self._plan(
-                    Deadline(
+                self._schedule(
+                    Timer(
                         group.entered_at + self._in_force.val_deadline_ms, True, ("", group.batch)
                     )
                 )
@@ -278,7 +297,7 @@ class Admission:
         oldest = verdict.oldest_sync_index if verdict is not None else None
         if self.channel == "val" or limit is None or oldest is None:
             return None
-        seq = self.ledger.next_seq
+        seq = self.state.next_seq
         trains = seq // self._in_force.sync_every
         if trains - oldest <= limit:
             return None
@@ -286,25 +305,23 @@ class Admission:
 
     # -- deadlines
 
-    def _plan(self, deadline: Deadline) -> None:
-        self._deadlines.add(deadline)
-        if self._deadlines.mostly_gone(len(self._pending) + len(self._groups)):
-            self._plan_again()
+    def _schedule(self, deadline: Timer) -> None:
+        self._timers.add(deadline)
+        if self._timers.mostly_stale(len(self._pending) + len(self._groups)):
+            self._reschedule_all()
 
-    def _plan_again(self) -> None:
+    def _reschedule_all(self) -> None:
         """All deadlines anew: the policy has changed, or most are of groups long decided."""
         policy, due = self._in_force, []
         for group in self._groups:
-            due.append(Deadline(group.deadline(policy), False, group.key))
-            due += [Deadline(at, False, group.key) for at in group.reward_deadlines(policy)]
+            due.append(Timer(group.deadline(policy), False, group.key))
+            due += [Timer(at, False, group.key) for at in group.reward_deadlines(policy)]
         if self.channel == "val":
             for group in self._batches.waiting():
                 due.append(
-                    Deadline(
-                        group.entered_at + policy.val_deadline_ms, True, ("", group.batch or 0)
-                    )
+                    Timer(group.entered_at + policy.val_deadline_ms, True, ("", group.batch or 0))
                 )
-        self._deadlines.replace(due)
+        self._timers.replace(due)
 
     # -- decisions
 
@@ -319,7 +336,7 @@ class Admission:
 
     def _admit(self, groups: list[Group]) -> None:
         """The point of no return: what is dropped is refused one by one, then the batch."""
-        policy, seq, topic = self._in_force, self.ledger.next_seq, self.source
+        policy, seq, topic = self._in_force, self.state.next_seq, self.source
         built = []
         usable: list[Member] = []
         for group in groups:
@@ -329,7 +346,7 @@ class Admission:
             for member, lack in group.verdict.dropped:
                 self._refuse_one(member.candidate, group.key[1], lack.reason, lack.detail)
             usable += group.verdict.usable
-            built.append(batch_group(group, group.verdict.usable))
+            built.append(to_batch_group(group, group.verdict.usable))
         at = self._log_time(m.candidate for m in usable)
         for group in groups:
             self._forget(group)
@@ -348,7 +365,7 @@ class Admission:
         members = [group.members[tid].candidate for tid in sorted(group.members)]
         self._forget(group)
         at = self._log_time(members)
-        *first, last = record_sized(members)
+        *first, last = split_by_record_size(members)
         for some in first:
             self._journal(self._refused(group.key, some, reason, detail, at, None))
         self._journal(self._refused(group.key, last, reason, detail, at, group.n))
@@ -367,8 +384,8 @@ class Admission:
         for tid in group.members:
             self._pending.pop(tid, None)
 
-    def _journal(self, decision: Journaled) -> None:
-        self.ledger.take(decision)
+    def _journal(self, decision: JournalRecord) -> None:
+        self.state.apply(decision)
         self._out.append(decision)
 
     def _refused(
@@ -400,9 +417,14 @@ class Admission:
 
 
 def replay(
-    records: Iterable[Entry], policy: AdmissionPolicy, channel: Channel = "train", tickers: int = 12
+    records: Iterable[InputRecord],
+    policy: AdmissionPolicy,
+    channel: Channel = "train",
+    tickers: int = 12,
 ) -> list[str]:
     """Content hashes of the batches that a log of candidates gives under one policy, whatever policies are in the log."""
-    fold = Admission(policy.run_id, channel, Source("replay", 0, tickers), Past(policy=policy))
+    fold = AdmissionFold(
+        policy.run_id, channel, CandidateLog("replay", 0, tickers), ResumePoint(policy=policy)
+    )
     kept = (e for e in records if not isinstance(e.event, AdmissionPolicy))
     return [d.content_hash for e in kept for d in fold.fold(e) if isinstance(d, ReadyBatch)]

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from schemas.records import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
 from schemas.reward_matching import SMALLEST_GROUP, training_reward
 from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
-from stream_jobs.admit.eligibility import Lack, awaited, flaws, trained_part
+from stream_jobs.admit.eligibility import (
+    Ineligibility,
+    ineligibilities,
+    missing_input,
+    trained_part,
+)
 
 GroupKey = tuple[str, int]
 """Group id and round."""
@@ -31,19 +36,23 @@ class Member:
     whole: Candidate
     place: Place | None
     first_offset: int
-    flaw: Lack | None = None
-    awaits: Lack | None = None
+    ineligibility: Ineligibility | None = None
+    missing_input: Ineligibility | None = None
     candidate: Candidate = field(init=False)
     _size: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.candidate = self.whole
 
-    def weigh(self, policy: AdmissionPolicy) -> None:
+    def apply_policy(self, policy: AdmissionPolicy) -> None:
         """Find out what of it is trained, its flaw and what it awaits, under this policy."""
         self.candidate, self._size = trained_part(self.whole, policy), None
-        self.flaw = next(flaws(self.candidate, policy, self.place is not None), None)
-        self.awaits = awaited(self.candidate, policy) if self.flaw is None else None
+        self.ineligibility = next(
+            ineligibilities(self.candidate, policy, self.place is not None), None
+        )
+        self.missing_input = (
+            missing_input(self.candidate, policy) if self.ineligibility is None else None
+        )
 
     @property
     def size(self) -> int:
@@ -74,7 +83,7 @@ class Verdict(NamedTuple):
     """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the others for their reasons."""
 
     usable: tuple[Member, ...]
-    dropped: tuple[tuple[Member, Lack], ...]
+    dropped: tuple[tuple[Member, Ineligibility], ...]
     refusal: str | None = None
     detail: str | None = None
 
@@ -101,17 +110,17 @@ class Verdict(NamedTuple):
 class Group:
     """One round of a group id that is neither admitted nor refused.
 
-    gone: members that were refused one by one before. sealed_at: log time at which its deadline passed; it takes no more members.
+    gone: members that were refused one by one before. closed_to_new_at: log time at which its deadline passed; it takes no more members.
     entered_at, batch: since when and in which open batch it waits, when it is ready; tokens, size: what it counts there.
     """
 
     key: GroupKey
     n: int
     members: dict[str, Member] = field(default_factory=dict)
-    gone: int = 0
-    awaiting: int = 0
+    refused_members: int = 0
+    awaiting_input: int = 0
     first_closed_at: int = 0
-    sealed_at: int | None = None
+    closed_to_new_at: int | None = None
     verdict: Verdict | None = None
     batch: int | None = None
     entered_at: int = 0
@@ -121,27 +130,29 @@ class Group:
     @property
     def arrived(self) -> int:
         """Members that have come, those already refused included."""
-        return len(self.members) + self.gone
+        return len(self.members) + self.refused_members
 
     @property
-    def closed_to_more(self) -> bool:
+    def closed_to_new(self) -> bool:
         """Whether the next trajectory belongs to the next round."""
-        return self.sealed_at is not None or self.arrived >= self.n
+        return self.closed_to_new_at is not None or self.arrived >= self.n
 
     def put(self, member: Member) -> None:
         """Take a member, or a new revision of one."""
         tid = member.candidate.trajectory_id
         old = self.members.get(tid)
-        self.awaiting += (member.awaits is not None) - (old is not None and old.awaits is not None)
+        self.awaiting_input += (member.missing_input is not None) - (
+            old is not None and old.missing_input is not None
+        )
         closed_at = member.candidate.closed_at
         self.first_closed_at = min(self.first_closed_at, closed_at) if self.members else closed_at
         self.members[tid] = member
 
-    def weigh(self, policy: AdmissionPolicy) -> None:
+    def apply_policy(self, policy: AdmissionPolicy) -> None:
         """Look at every member again, under another policy."""
         for member in self.members.values():
-            member.weigh(policy)
-        self.awaiting = sum(m.awaits is not None for m in self.members.values())
+            member.apply_policy(policy)
+        self.awaiting_input = sum(m.missing_input is not None for m in self.members.values())
 
     def size_with(self, verdict: Verdict) -> int:
         """Bytes that it takes in a batch at the most, with the usable members of a verdict."""
@@ -156,11 +167,11 @@ class Group:
         return [
             m.candidate.closed_at + policy.reward_deadline_ms
             for m in self.members.values()
-            if m.awaits
+            if m.missing_input
         ]
 
 
-def judge(
+def evaluate_group(
     group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
 ) -> Verdict | None:
     """The verdict, or None: it waits for members or for rewards. now: event time, None before there is any.
@@ -168,20 +179,25 @@ def judge(
     Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
     """
     sealed = (
-        group.sealed_at is not None or ended or (now is not None and now >= group.deadline(policy))
+        group.closed_to_new_at is not None
+        or ended
+        or (now is not None and now >= group.deadline(policy))
     )
     if not sealed and group.arrived < group.n:
         return None
-    if not sealed and group.awaiting:
+    if not sealed and group.awaiting_input:
         wait_ms = policy.reward_deadline_ms
         if now is None or now < group.first_closed_at + wait_ms:
             return None
-        if any(m.awaits and now < m.candidate.closed_at + wait_ms for m in group.members.values()):
+        if any(
+            m.missing_input and now < m.candidate.closed_at + wait_ms
+            for m in group.members.values()
+        ):
             return None
     usable, dropped = [], []
     for tid in sorted(group.members):
         member = group.members[tid]
-        lack = member.flaw or member.awaits
+        lack = member.ineligibility or member.missing_input
         if lack is None:
             usable.append(member)
         else:
@@ -219,7 +235,7 @@ def judge(
     return verdict
 
 
-def record_sized(members: Sequence[Candidate]) -> list[list[Candidate]]:
+def split_by_record_size(members: Sequence[Candidate]) -> list[list[Candidate]]:
     """Members of a group that is refused, parted so that each part fits into one record: nearly always one."""
     parts: list[list[Candidate]] = [[]]
     size = 0
@@ -244,7 +260,7 @@ def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
     return min(reasons, key=lambda r: (-reasons[r], r))
 
 
-def batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
+def to_batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
     """The group as a batch has it."""
     return BatchGroup(
         group_id=group.key[0],

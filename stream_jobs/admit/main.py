@@ -49,25 +49,25 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.checkpoint import CheckpointFile, Mark
+from stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
 from stream_jobs.admit.decisions.journal import (
+    CandidateLog,
     Decision,
-    Entry,
+    InputRecord,
     Invalid,
-    Journaled,
-    Source,
-    journaled_by,
+    JournalRecord,
+    decode_journal_record,
 )
-from stream_jobs.admit.decisions.journal_start import check_not_anew, check_whole
-from stream_jobs.admit.decisions.state import Ledger, Past, past_of
+from stream_jobs.admit.decisions.journal_start import check_complete, check_not_recreated
+from stream_jobs.admit.decisions.state import DecisionState, ResumePoint, resume_from_journal
 from stream_jobs.admit.equal_rewards import EqualRewards
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.policy import (
     Published,
-    flaw_of_policy,
     is_of_settings,
     next_policy,
     policy_of,
+    policy_rejection,
 )
 from stream_jobs.admit.policy_log import RunLog
 from stream_jobs.errors import PolicyRefused, TopicReplaced
@@ -77,13 +77,13 @@ POLL_RECORDS = 1000
 IDLE_S = 0.05
 COMMIT_INTERVAL_S = 0.5
 CHECK_INTERVAL_S = 5.0
-PUBLISHED_MOST = 10
-PUT_MOST, PUT_BYTES = 1000, 32 * 1024 * 1024
+PUBLISH_ATTEMPTS = 10
+MAX_SEND_RECORDS, MAX_SEND_BYTES = 1000, 32 * 1024 * 1024
 """Records of a transaction that are on their way at once, and bytes of them: the client takes 100,000 and 1 GiB."""
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
-class Desk:
+class ChannelAdmitter:
     """Admission of one channel: what it has decided, what it reads, where it writes."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Desk:
         channel: Channel,
         cluster: Cluster,
         decoder: Decoder,
-        other: Desk | None = None,
+        other: ChannelAdmitter | None = None,
     ) -> None:
         """other: that of the other channel; what it has read of the candidates is not read again."""
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
@@ -106,39 +106,39 @@ class Desk:
         topic = self._topics.candidates
         partition = partition_of(self._run.encode(), cluster.topics(topic)[topic])
         tickers = cluster.topics(self._topics.steps)[self._topics.steps]
-        self._source = Source(cluster.topic_id(topic), partition, tickers)
+        self._source = CandidateLog(cluster.topic_id(topic), partition, tickers)
         self._at = (topic, partition)
-        self._ahead: RunLog = (
-            other._ahead if other is not None else RunLog(cluster, decoder, self._at, self._run)
+        self._run_log: RunLog = (
+            other._run_log if other is not None else RunLog(cluster, decoder, self._at, self._run)
         )
         low = cluster.watermarks(topic, [partition])[partition][0]
         self._journal_id = cluster.topic_id(self._journal_topic)
-        path = settings.data_dir / "admit" / f"{self._name}.ledger"
+        path = settings.data_dir / "admit" / f"{self._name}.checkpoint"
         self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
         self._equal_rewards = EqualRewards()
-        self._mark: Mark | None = None
-        self.journaled, self.past = self._read_journal(low)
+        self._position: JournalPosition | None = None
+        self.journaled, self.resume_point = self._read_journal(low)
         """Records of the journal that were read, and what they and the checkpoint tell."""
-        self._admission = Admission(self._run, channel, self._source, self.past)
+        self._admission = AdmissionFold(self._run, channel, self._source, self.resume_point)
 
-    def _read_journal(self, low: int) -> tuple[int, Past]:
-        check_whole(self._cluster, self._journal_topic)
-        ledger, self._mark = self._kept()
+    def _read_journal(self, low: int) -> tuple[int, ResumePoint]:
+        check_complete(self._cluster, self._journal_topic)
+        state, self._position = self._load_checkpoint()
         count, last = 0, None
 
-        def records() -> Iterable[Journaled]:
+        def records() -> Iterable[JournalRecord]:
             nonlocal count, last
-            first = None if self._mark is None else self._mark.offset + 1
+            first = None if self._position is None else self._position.offset + 1
             for record in self._cluster.read_all(self._journal_topic, first=first):
-                yield journaled_by(self._decoder, record)
+                yield decode_journal_record(self._decoder, record)
                 count, last = count + 1, record
 
-        past = past_of(records(), self._source.topic_id, low, ledger)
+        resume_point = resume_from_journal(records(), self._source.topic_id, low, state)
         if last is not None:
-            self._mark = Mark.of(self._journal_id, last.offset, last.value)
-        elif self._mark is None and self._channel == "train":  # `val` has no staleness gate
+            self._position = JournalPosition.of(self._journal_id, last.offset, last.value)
+        elif self._position is None and self._channel == "train":  # `val` has no staleness gate
             weights = self._topics.weights
-            check_not_anew(
+            check_not_recreated(
                 self._cluster,
                 self._decoder,
                 weights,
@@ -147,49 +147,53 @@ class Desk:
                 self._journal_id,
             )
         topic, partition = self._at
-        if past.renewed:
+        if resume_point.renewed:
             self._log.warning(
-                "candidates_made_anew",
+                "candidates_recreated",
                 topic=topic,
                 topic_id=self._source.topic_id,
-                next=past.next_seq,
+                next=resume_point.next_seq,
             )
-        elif ledger.topic_id is not None:
-            for position in (past.resume_from, past.input_to):
+        elif state.topic_id is not None:
+            for position in (resume_point.resume_from, resume_point.input_to):
                 self._cluster.check_position(topic, self._source.topic_id, partition, position)
-        return count, past
+        return count, resume_point
 
-    def _kept(self) -> tuple[Ledger, Mark | None]:
+    def _load_checkpoint(self) -> tuple[DecisionState, JournalPosition | None]:
         """What the checkpoint has of this journal, if that still has the last record that the checkpoint knows."""
         topic = self._journal_topic
         found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
         if found is not None:
             at = found[1].offset
             there = [
-                Mark.of(self._journal_id, r.offset, r.value)
+                JournalPosition.of(self._journal_id, r.offset, r.value)
                 for r in self._cluster.read_range(topic, 0, at, at)
             ]
             if there == [found[1]]:
                 return found
-            self._checkpoint.refuse(f"the journal has another record at offset {at}")
-        return Ledger(), None
+            self._checkpoint.reject(f"the journal has another record at offset {at}")
+        return DecisionState(), None
 
     def published(self) -> Published:
         """The policies once everything that is on the log now has been read."""
-        newest, of_settings, here = self.past.newest, self.past.of_settings, not self.past.renewed
-        self._ahead.read(min(self.past.resume_from, self.past.input_to))
-        for record, event in self._ahead.said:
-            if record.offset < self.past.input_to:
+        newest, of_settings, here = (
+            self.resume_point.newest,
+            self.resume_point.of_settings,
+            not self.resume_point.renewed,
+        )
+        self._run_log.read(min(self.resume_point.resume_from, self.resume_point.input_to))
+        for record, event in self._run_log.events:
+            if record.offset < self.resume_point.input_to:
                 continue
-            if isinstance(event, AdmissionPolicy) and flaw_of_policy(event, newest) is None:
+            if isinstance(event, AdmissionPolicy) and policy_rejection(event, newest) is None:
                 newest, here = event, True
                 of_settings = event if is_of_settings(event) else of_settings
         return Published(newest, of_settings, here)
 
     def open(self) -> None:
         """Begin to read: at what is not decided, or as far before it as event time needs."""
-        self._ahead.read(self.past.resume_from)
-        first = self._ahead.next_own(self.past.resume_from)
+        self._run_log.read(self.resume_point.resume_from)
+        first = self._run_log.next_run_offset(self.resume_point.resume_from)
         topic, partition = self._at
         low = self._cluster.watermarks(topic, [partition])[partition][0]
         tickers = self._source.tickers
@@ -197,28 +201,28 @@ class Desk:
             self._cluster, self._decoder, self._at, low, max(low, first), tickers
         )
         committed = self._cluster.committed(self._name).get(self._at, 0)
-        self._buried_below = 0 if self.past.renewed else committed
+        self._dead_lettered_below = 0 if self.resume_point.renewed else committed
         self._reader = self._cluster.reader(self._name, {self._at: start})
         self._committed, self._committed_at = -1, 0.0
         self._checked_at = time.monotonic()
         self._log.info(
-            "admission_starts", next_batch=self.past.next_seq, journal=self.journaled, reads_from=start,
-            undecided_from=self.past.resume_from, decided=len(self.past.ledger.decisions),
+            "admission_starts", next_batch=self.resume_point.next_seq, journal=self.journaled, reads_from=start,
+            undecided_from=self.resume_point.resume_from, decided=len(self.resume_point.state.decisions),
         )  # fmt: skip
-        opening = self._admission.opening()
-        buried = self._skipped(first)
-        if opening or buried:
-            self._write(opening, buried, first)
-        self._keep()
+        opening = self._admission.initial_records()
+        dead_letters = self._skipped(first)
+        if opening or dead_letters:
+            self._write(opening, dead_letters, first)
+        self._save_checkpoint()
 
     def _skipped(self, first: int) -> list[DeadLetter]:
         """Dead letters of what can't be read between what is decided and `first`: it is not folded, and perhaps no one else has read it."""
-        buried: list[DeadLetter] = []
-        for record in self._ahead.strays:
-            if self.past.resume_from <= record.offset < first:
-                self._entry(record, buried)
-        self._buried_below = max(self._buried_below, first)
-        return buried
+        dead_letters: list[DeadLetter] = []
+        for record in self._run_log.unattributed:
+            if self.resume_point.resume_from <= record.offset < first:
+                self._entry(record, dead_letters)
+        self._dead_lettered_below = max(self._dead_lettered_below, first)
+        return dead_letters
 
     @property
     def position(self) -> int:
@@ -234,15 +238,15 @@ class Desk:
     def step(self, timeout_s: float) -> bool:
         """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
         records = self._poll(timeout_s)
-        decisions: list[Journaled] = []
-        buried: list[DeadLetter] = []
+        decisions: list[JournalRecord] = []
+        dead_letters: list[DeadLetter] = []
         for record in records:
-            entry = self._entry(record, buried)
+            entry = self._entry(record, dead_letters)
             if entry is not None:
-                self._sort(self._admission.fold(entry), record, decisions, buried)
-        if decisions or buried:
-            self._write(decisions, buried, self.position if buried else None)
-            self._keep()
+                self._sort(self._admission.fold(entry), record, decisions, dead_letters)
+        if decisions or dead_letters:
+            self._write(decisions, dead_letters, self.position if dead_letters else None)
+            self._save_checkpoint()
         self._commit()
         return bool(records)
 
@@ -271,17 +275,17 @@ class Desk:
         self,
         found: list[Decision],
         record: Record,
-        decisions: list[Journaled],
-        buried: list[DeadLetter],
+        decisions: list[JournalRecord],
+        dead_letters: list[DeadLetter],
     ) -> None:
         for decision in found:
             if isinstance(decision, Invalid):
-                self._bury(record, "invalid", decision.detail, buried)
+                self._dead_letter(record, "invalid", decision.detail, dead_letters)
             else:
                 decisions.append(decision)
 
-    def _entry(self, record: Record, buried: list[DeadLetter]) -> Entry | None:
-        """The record as the fold takes it. Other runs' records are passed over; what can't be read is buried."""
+    def _entry(self, record: Record, dead_letters: list[DeadLetter]) -> InputRecord | None:
+        """The record as the fold takes it. Other runs' records are passed over; what can't be read is dead_letters."""
         mine = record.key == self._run.encode()
         if not mine and record.key is not None and is_run(record.key):
             return None
@@ -291,45 +295,47 @@ class Desk:
                 raise ValueError(f"a {type(event).__name__} does not belong on {record.topic}")
             if mine and not isinstance(event, Tick) and event.run_id != self._run:
                 raise ValueError(f"key is run {self._run}, record is of run {event.run_id}")
-            return Entry(
+            return InputRecord(
                 record.offset,
                 event,
-                place_of(record.headers) if isinstance(event, Candidate) else None,
+                payload_place(record.headers) if isinstance(event, Candidate) else None,
             )
         except (Undecodable, UnknownSchema) as e:
-            self._bury(record, reason_of(e), str(e), buried)
+            self._dead_letter(record, reason_of(e), str(e), dead_letters)
         except ValueError as e:
-            self._bury(record, "invalid", str(e), buried)
+            self._dead_letter(record, "invalid", str(e), dead_letters)
         return None
 
-    def _bury(self, record: Record, reason: str, detail: str, buried: list[DeadLetter]) -> None:
+    def _dead_letter(
+        self, record: Record, reason: str, detail: str, dead_letters: list[DeadLetter]
+    ) -> None:
         """Both channels read the same log: only one of them reports what is wrong with it, and only once."""
-        if self._channel != "train" or record.offset < self._buried_below:
+        if self._channel != "train" or record.offset < self._dead_lettered_below:
             return
         self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
-        buried.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
+        dead_letters.append(dead_letter(record, self._source.topic_id, PROCESS, reason, detail))
 
     def _write(
-        self, decisions: list[Journaled], buried: list[DeadLetter], position: int | None
+        self, decisions: list[JournalRecord], dead_letters: list[DeadLetter], position: int | None
     ) -> None:
         """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
         encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
-        pace = Pace(self._producer.flush)
+        pace = SendLimit(self._producer.flush)
         with self._producer.transaction():
             for number, decision in enumerate(decisions, 1):
                 value, on_ack = encode(decision), acks.append if number == len(decisions) else None
                 pace.before(len(value))
                 self._producer.put(self._journal_topic, key, value, partition=0, on_ack=on_ack)
-            for letter in buried:
+            for letter in dead_letters:
                 said = encode(letter)
                 pace.before(len(said))
                 self._producer.put(self._topics.dead_letters, letter.key, said)
             if position is not None:
                 self._producer.commit_positions(self._reader, {self._at: position})
         if acks:
-            self._mark = Mark.of(self._journal_id, acks[0].offset, value)
+            self._position = JournalPosition.of(self._journal_id, acks[0].offset, value)
         for decision in decisions:
-            if (noticed := self._equal_rewards.take(decision)) is not None:
+            if (noticed := self._equal_rewards.observe(decision)) is not None:
                 self._log.warning(
                     "all_groups_zero_variance", groups_in_a_row=noticed.in_a_row, groups_refused=noticed.refused_groups,
                     groups_admitted=noticed.admitted_groups, detail=noticed.detail,
@@ -348,15 +354,15 @@ class Desk:
                     detail=decision.detail,
                 )
 
-    def _keep(self) -> None:
-        if self._mark is not None:
-            self._checkpoint.keep(self.past.ledger, self._mark)
+    def _save_checkpoint(self) -> None:
+        if self._position is not None:
+            self._checkpoint.save_if_due(self.resume_point.state, self._position)
 
     def _commit(self, now: bool = False) -> None:
         position = self._reader.positions[self._at]
         due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
         # Below this a commit would go back behind one of a transaction.
-        known = max(self.past.input_to, self._buried_below)
+        known = max(self.resume_point.input_to, self._dead_lettered_below)
         if (due or now) and position != self._committed and position >= known:
             self._reader.commit({self._at: position})
             self._committed, self._committed_at = position, time.monotonic()
@@ -366,11 +372,11 @@ class Desk:
         self._commit(now=True)
         self._reader.close()
         self._producer.close()
-        self._checkpoint.close(self.past.ledger, self._mark)
+        self._checkpoint.close(self.resume_point.state, self._position)
 
 
-class Pace:
-    """Records that are on their way to the broker at once: not more than PUT_MOST, nor PUT_BYTES if it is not a single one."""
+class SendLimit:
+    """Records that are on their way to the broker at once: not more than MAX_SEND_RECORDS, nor MAX_SEND_BYTES if it is not a single one."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         """flush: returns when all of them are there."""
@@ -378,14 +384,14 @@ class Pace:
 
     def before(self, size: int) -> None:
         """One of this size is next."""
-        if self._count == PUT_MOST or (self._count and self._bytes + size > PUT_BYTES):
+        if self._count == MAX_SEND_RECORDS or (self._count and self._bytes + size > MAX_SEND_BYTES):
             self._flush()
             self._count = self._bytes = 0
         self._count += 1
         self._bytes += size
 
 
-def place_of(headers: Mapping[str, bytes]) -> Place | None:
+def payload_place(headers: Mapping[str, bytes]) -> Place | None:
     """Where a candidate's payload lies; None when it has none. ValueError for anything else than four whole values."""
     if not any(name in headers for name in _PLACE):
         return None
@@ -401,12 +407,14 @@ def place_of(headers: Mapping[str, bytes]) -> Place | None:
         raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
 
 
-def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk: Desk) -> None:
+def publish_policy(
+    settings: Settings, cluster: Cluster, decoder: Decoder, admitter: ChannelAdmitter
+) -> None:
     """Put the settings' policy on the log if they have changed since they were published last: what a person has set meanwhile stays
     until then. Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and again.
     """
-    for _ in range(PUBLISHED_MOST):
-        published = desk.published()
+    for _ in range(PUBLISH_ATTEMPTS):
+        published = admitter.published()
         version = published.newest.policy_version + 1 if published.newest is not None else 1
         policy = policy_of(settings, version, now_micros())
         if published.newest is not None and published.newest.sync_every != policy.sync_every:
@@ -426,7 +434,7 @@ def publish_policy(settings: Settings, cluster: Cluster, decoder: Decoder, desk:
         )
         # Whoever sets a policy at the same time may have taken the version: then it is said again, with the next one.
     raise PolicyRefused(
-        f"others set the policy of run {settings.run_id} at the same time, {PUBLISHED_MOST} times"
+        f"others set the policy of run {settings.run_id} at the same time, {PUBLISH_ATTEMPTS} times"
     )
 
 
@@ -438,19 +446,23 @@ def serve(settings: Settings, stop: threading.Event) -> None:
         cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels]
     )
     decoder = Decoder(cluster, topics.schemas)
-    desks = list[Desk]()
+    admitters = list[ChannelAdmitter]()
     for channel in channels:
-        desks.append(Desk(settings, channel, cluster, decoder, desks[0] if desks else None))
-    publish_policy(settings, cluster, decoder, desks[0])
-    for desk in desks:
-        desk.open()
+        admitters.append(
+            ChannelAdmitter(
+                settings, channel, cluster, decoder, admitters[0] if admitters else None
+            )
+        )
+    publish_policy(settings, cluster, decoder, admitters[0])
+    for admitter in admitters:
+        admitter.open()
     ready(f"run {settings.run_id}: {', '.join(channels)}")
     busy = False
     while not stop.is_set():
-        timeout_s = 0.0 if busy else IDLE_S / len(desks)
-        busy = sum(desk.step(timeout_s) for desk in desks) > 0
-    for desk in desks:
-        desk.close()
+        timeout_s = 0.0 if busy else IDLE_S / len(admitters)
+        busy = sum(admitter.step(timeout_s) for admitter in admitters) > 0
+    for admitter in admitters:
+        admitter.close()
 
 
 def main(settings: Settings) -> None:

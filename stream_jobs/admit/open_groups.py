@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 
 from schemas.records import Candidate
 from stream_jobs.admit.decisions.rounds import Rounds
-from stream_jobs.admit.decisions.state import Ledger
+from stream_jobs.admit.decisions.state import DecisionState
 from stream_jobs.admit.group import Group, GroupKey
 
 
 @dataclass(slots=True)
-class _OfOneId:
+class _RoundsOfGroup:
     """Open rounds of one group id. No round below `current` takes a counted trajectory. sealed: no longer wait for who has not come."""
 
     current: int
     open: dict[int, Group] = field(default_factory=dict)
-    sealed: dict[int, Group] = field(default_factory=dict)
+    closed_to_new: dict[int, Group] = field(default_factory=dict)
 
 
 class OpenGroups:
     """Knows too which round a trajectory belongs to that does not say its own."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, state: DecisionState) -> None:
+        self._state = state
         self._groups: dict[GroupKey, Group] = {}
-        self._ids: dict[str, _OfOneId] = {}
+        self._ids: dict[str, _RoundsOfGroup] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -38,15 +38,15 @@ class OpenGroups:
         """The group of a group id and round, if it is open."""
         return self._groups.get(key)
 
-    def round_of(self, c: Candidate, opened_at: int | None) -> tuple[int, bool]:
+    def assign_round(self, c: Candidate, opened_at: int | None) -> tuple[int, bool]:
         """The round that a trajectory belongs to, and whether it takes it.
 
         opened_at: of the trajectory; None: what it may have missed is not asked for.
         """
         ids = self._ids.get(c.group_id)
         if c.round is not None and ids is not None and (group := ids.open.get(c.round)) is not None:
-            return c.round, not group.closed_to_more
-        rounds = self._ledger.rounds.of(c.group_id)
+            return c.round, not group.closed_to_new
+        rounds = self._state.rounds.of(c.group_id)
         if c.round is not None:
             return c.round, not rounds.closed(c.round)
         if (
@@ -59,14 +59,14 @@ class OpenGroups:
         ids.current = self._first_open(rounds, ids.current, ids.open)
         return ids.current, True
 
-    def _missed_by(self, opened_at: int, rounds: Rounds, ids: _OfOneId | None) -> int | None:
+    def _missed_by(self, opened_at: int, rounds: Rounds, ids: _RoundsOfGroup | None) -> int | None:
         """The first round, closed or sealed, that a trajectory opened at this time was meant for."""
         missed = rounds.missed_by(opened_at)
-        for number, group in ids.sealed.items() if ids is not None else ():
-            owed = group.n - group.arrived - self._ledger.turned.get(group.key, 0)
+        for number, group in ids.closed_to_new.items() if ids is not None else ():
+            owed = group.n - group.arrived - self._state.turned_away.get(group.key, 0)
             if (
                 owed > 0
-                and opened_at < (group.sealed_at or 0)
+                and opened_at < (group.closed_to_new_at or 0)
                 and (missed is None or number < missed)
             ):
                 missed = number
@@ -76,24 +76,26 @@ class OpenGroups:
     def _first_open(rounds: Rounds, number: int, open_groups: dict[int, Group]) -> int:
         """The first round from `number` on that takes members."""
         while rounds.closed(number) or (
-            (group := open_groups.get(number)) is not None and group.closed_to_more
+            (group := open_groups.get(number)) is not None and group.closed_to_new
         ):
             number += 1
         return number
 
     def begin(self, key: GroupKey, n: int) -> Group:
         """A group without members."""
-        group = self._groups[key] = Group(key, n, gone=self._ledger.gone.get(key, 0))
+        group = self._groups[key] = Group(
+            key, n, refused_members=self._state.refused_members.get(key, 0)
+        )
         ids = self._ids.get(key[0])
         if ids is None:
-            ids = self._ids[key[0]] = _OfOneId(self._ledger.rounds.of(key[0]).floor)
+            ids = self._ids[key[0]] = _RoundsOfGroup(self._state.rounds.of(key[0]).floor)
         ids.open[key[1]] = group
         return group
 
-    def seal(self, group: Group, at: int) -> None:
+    def close_to_new(self, group: Group, at: int) -> None:
         """It takes no more members although not all have come. at: log time."""
-        group.sealed_at = at
-        self._ids[group.key[0]].sealed[group.key[1]] = group
+        group.closed_to_new_at = at
+        self._ids[group.key[0]].closed_to_new[group.key[1]] = group
 
     def remove(self, group: Group) -> None:
         """The group is decided."""
@@ -101,6 +103,6 @@ class OpenGroups:
         group_id, number = group.key
         ids = self._ids[group_id]
         del ids.open[number]
-        ids.sealed.pop(number, None)
+        ids.closed_to_new.pop(number, None)
         if not ids.open:
             del self._ids[group_id]

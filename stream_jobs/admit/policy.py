@@ -103,7 +103,7 @@ def is_of_settings(policy: AdmissionPolicy) -> bool:
     return policy.published_by in (None, SETTINGS)
 
 
-def flaw_of_policy(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
+def policy_rejection(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
     """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once more."""
     name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
     if flaw is not None:

@@ -19,23 +19,23 @@ from schemas.ids import is_run
 from schemas.records import AdmissionPolicy, Channel, RunEnded
 from schemas.settings import PolicySettings, Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.policy import flaw_of_policy, policy_of, settings_of
+from stream_jobs.admit.policy import policy_of, policy_rejection, settings_of
 from stream_jobs.errors import PolicyRefused
 
 HEADER_BYTES = 10
 """Of a value in Avro single-object encoding: they name its schema."""
-STRAYS_MOST, STRAYS_BYTES = 1000, 32 * 1024 * 1024
+MAX_UNATTRIBUTED_RECORDS, MAX_UNATTRIBUTED_BYTES = 1000, 32 * 1024 * 1024
 """Records and bytes of them that are kept."""
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
-class Entry(NamedTuple):
-    """A policy on the log. timestamp_ms: the log's. flaw: why admission does not obey it; None: it does."""
+class PolicyEntry(NamedTuple):
+    """A policy on the log. timestamp_ms: the log's. rejection: why admission does not obey it; None: it does."""
 
     offset: int
     timestamp_ms: int
     policy: AdmissionPolicy
-    flaw: str | None
+    rejection: str | None
 
 
 class RunLog:
@@ -52,18 +52,23 @@ class RunLog:
         self._runs, self._ticks = set[bytes](), set[bytes]()
         self._from: int | None = None
         self.read_to = 0
-        self.said: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
+        self.events: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
         """The policies and ends, in the order of the log."""
-        self.strays: list[Record] = []
+        self.unattributed: list[Record] = []
         """What is of no run and no Tick; as many as are kept."""
-        self._strays_bytes = 0
+        self._unattributed_bytes = 0
         self._offsets = array("q")
 
     def read(self, first: int) -> None:
         """Read to the end of the log; from `first` on everything is known then. 0: from its beginning."""
         if self._from is None or first < self._from:
             self._from = self.read_to = first
-            self.said, self.strays, self._strays_bytes, self._offsets = [], [], 0, array("q")
+            self.events, self.unattributed, self._unattributed_bytes, self._offsets = (
+                [],
+                [],
+                0,
+                array("q"),
+            )
         topic, partition = self._at
         end = self._cluster.watermarks(topic, [partition])[partition][1]
         ticks = self._ticks
@@ -74,17 +79,17 @@ class RunLog:
             self.read_to = record.offset + 1
             if key == self._key:
                 self._offsets.append(record.offset)
-                self._hear(record)
-            elif not self._passed_over(key, value):
-                self._stray(record)
+                self._apply(record)
+            elif not self._is_ignored(key, value):
+                self._add_unattributed(record)
         self.read_to = max(self.read_to, end)
 
-    def next_own(self, first: int) -> int:
+    def next_run_offset(self, first: int) -> int:
         """Offset of the run's first record that is not before `first`; where it is read to when there is none."""
         at = bisect_left(self._offsets, first)
         return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
 
-    def _hear(self, record: Record) -> None:
+    def _apply(self, record: Record) -> None:
         if record.value is None:
             return
         try:
@@ -99,9 +104,9 @@ class RunLog:
             except (Undecodable, UnknownSchema):
                 return
             if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == self._run:
-                self.said.append((record, event))
+                self.events.append((record, event))
 
-    def _passed_over(self, key: bytes | None, value: bytes | None) -> bool:
+    def _is_ignored(self, key: bytes | None, value: bytes | None) -> bool:
         """Whether it is another run's, or a Tick. The next one of that run or schema is known by its key or header alone."""
         if key is not None:
             if key not in self._runs and is_run(key):
@@ -112,16 +117,19 @@ class RunLog:
             self._ticks.add(value[:HEADER_BYTES])
         return found
 
-    def _stray(self, record: Record) -> None:
+    def _add_unattributed(self, record: Record) -> None:
         """Keep it for admission, which buries it. The log is read from the first one on that is not kept, as if it were the run's."""
         size = (
             len(record.key or b"")
             + len(record.value or b"")
             + sum(map(len, record.headers.values()))
         )
-        if len(self.strays) < STRAYS_MOST and self._strays_bytes + size <= STRAYS_BYTES:
-            self.strays.append(record)
-            self._strays_bytes += size
+        if (
+            len(self.unattributed) < MAX_UNATTRIBUTED_RECORDS
+            and self._unattributed_bytes + size <= MAX_UNATTRIBUTED_BYTES
+        ):
+            self.unattributed.append(record)
+            self._unattributed_bytes += size
         else:
             self._offsets.append(record.offset)
 
@@ -140,32 +148,32 @@ class PolicyLog:
         self.partition = partition_of(settings.run_id.encode(), partitions)
         self._decoder = Decoder(cluster, self._topics.schemas)
         self._log = RunLog(cluster, self._decoder, (self.topic, self.partition), settings.run_id)
-        self.entries: list[Entry] = []
+        self.entries: list[PolicyEntry] = []
         self.ended: int | None = None
         """Offset at which the run ended."""
-        self._heard = 0
+        self._applied = 0
         self.read()
 
     def read(self) -> None:
         """Read on to the end of the log."""
         before = self.newest
         self._log.read(0)
-        for record, event in self._log.said[self._heard :]:
+        for record, event in self._log.events[self._applied :]:
             if isinstance(event, RunEnded):
                 self.ended = record.offset if self.ended is None else self.ended
                 continue
-            flaw = flaw_of_policy(event, before.policy if before is not None else None)
-            entry = Entry(record.offset, record.timestamp_ms, event, flaw)
+            rejection = policy_rejection(event, before.policy if before is not None else None)
+            entry = PolicyEntry(record.offset, record.timestamp_ms, event, rejection)
             self.entries.append(entry)
-            before = entry if flaw is None else before
-        self._heard = len(self._log.said)
+            before = entry if rejection is None else before
+        self._applied = len(self._log.events)
 
     @property
-    def newest(self) -> Entry | None:
+    def newest(self) -> PolicyEntry | None:
         """The one that is obeyed once everything has been read."""
-        return next((e for e in reversed(self.entries) if e.flaw is None), None)
+        return next((e for e in reversed(self.entries) if e.rejection is None), None)
 
-    def behind(self, entry: Entry) -> Mapping[Channel, int | None]:
+    def behind(self, entry: PolicyEntry) -> Mapping[Channel, int | None]:
         """Of each channel, how many records admission has to read until the policy holds; None: no admission has read this run."""
         found: dict[Channel, int | None] = {}
         for channel in CHANNELS:
@@ -176,7 +184,7 @@ class PolicyLog:
 
     def set(
         self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()
-    ) -> Entry:
+    ) -> PolicyEntry:
         """Publish the newest policy with some fields changed. The arguments are those of `changed_policy`.
 
         Raises PolicyRefused, or SettingsError that names the setting.
@@ -193,15 +201,15 @@ class PolicyLog:
                 f"no {', '.join(sorted(unknown))} in a policy; there are {', '.join(PolicySettings.model_fields)}"
             )
         made = changed_policy(self._settings, newest.policy, changes, by, checks)
-        flaw = flaw_of_policy(made, newest.policy)
-        if flaw is not None:
-            raise PolicyRefused(flaw)
+        rejection = policy_rejection(made, newest.policy)
+        if rejection is not None:
+            raise PolicyRefused(rejection)
         self._put(made)
         self.read()
         mine = next(e for e in reversed(self.entries) if e.policy == made)
-        if mine.flaw is not None:
+        if mine.rejection is not None:
             raise PolicyRefused(
-                f"someone else set a policy at the same time: {mine.flaw}. Look at it, and set yours again"
+                f"someone else set a policy at the same time: {mine.rejection}. Look at it, and set yours again"
             )
         return mine
 

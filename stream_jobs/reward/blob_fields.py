@@ -10,7 +10,7 @@ from schemas.blob_refs import referenced
 from schemas.records import Trajectory
 
 
-def resolved(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
+def resolve_blobs(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
     """The trajectory with metadata and replies in full. get: sha256 to bytes. Raises BlobMissing or BlobStoreAway, from `get`."""
 
     def whole(field: str, value: bytes) -> bytes:

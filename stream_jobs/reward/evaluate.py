@@ -8,11 +8,11 @@ from schemas.records import Assessment, Reward, Trajectory
 from schemas.rule_spec import is_own, of_run
 from schemas.settings import Settings
 from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
-from stream_jobs.reward.blob_fields import resolved
+from stream_jobs.reward.blob_fields import resolve_blobs
 from stream_jobs.reward.rewards import no_reward, rewards_of, rules_of
 
 
-class Answers:
+class RuleEvaluator:
     """The functions of all runs, and the blobs that they may need.
 
     Built-in functions run here: they are pure, and linear in what they read. Users' functions run in child processes.
@@ -34,21 +34,21 @@ class Answers:
         """End the child processes at once; who waits for one gets PoolStopped."""
         self.pool.stop()
 
-    def asks_children(self, run_id: str) -> bool:
+    def uses_child_processes(self, run_id: str) -> bool:
         """Whether a function of the run is a user's: then its answer may take long."""
         return any(
             is_own(spec) for configured in self._named for spec in of_run(configured, run_id)
         )
 
-    def rewards(self, run_id: str) -> bool:
+    def has_reward_functions(self, run_id: str) -> bool:
         """Whether a run has reward functions."""
         return bool(of_run(self._rewards, run_id))
 
-    def assesses(self, run_id: str) -> bool:
+    def has_quality_rules(self, run_id: str) -> bool:
         """Whether a run has quality rules."""
         return bool(of_run(self._quality, run_id))
 
-    def of(
+    def evaluate(
         self, trajectory: Trajectory, created_at: int, as_of: str | None = None
     ) -> list[Reward | Assessment]:
         """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
@@ -60,7 +60,7 @@ class Answers:
         if not rules and not quality:
             return []
         try:
-            whole = resolved(trajectory, self._blobs.get)
+            whole = resolve_blobs(trajectory, self._blobs.get)
         except BlobMissing as e:
             missing = [no_reward(trajectory, rule, created_at, str(e)) for rule in rules]
             return [

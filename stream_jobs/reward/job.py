@@ -24,15 +24,15 @@ from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.trajectory_parts import joined
-from stream_jobs.reward.evaluate import Answers
+from stream_jobs.reward.evaluate import RuleEvaluator
 
 PROCESS = "reward"
 GROUP = "reward"
 INCOMPLETE = "a part of it never came"
 
 
-GIVE_UP_RECORDS = 20_000
-GIVE_UP_MS = 6 * 3_600_000
+EXPIRE_RECORDS = 20_000
+EXPIRE_MS = 6 * 3_600_000
 """A trajectory whose next part has not come so many records of its partition, or so much time of its log, behind the last one is given up.
 
 Its parts are written one behind the other. A writer that died between two of them writes them all again before anything new; only
@@ -45,7 +45,7 @@ CONTROL_MAX = 8
 
 
 @dataclass(slots=True)
-class Begun:
+class PartialTrajectory:
     """A trajectory of which some parts have come: the record of the first one, then the place and time of the last one."""
 
     first: Record
@@ -54,14 +54,12 @@ class Begun:
     parts: dict[int, Trajectory]
 
 
-class Gather:
+class PartBuffer:
     """Puts the parts of trajectories together, one partition. Pure."""
 
-    def __init__(
-        self, give_up_records: int = GIVE_UP_RECORDS, give_up_ms: int = GIVE_UP_MS
-    ) -> None:
-        self._begun: dict[tuple[str, str], Begun] = {}
-        self._give_up = (give_up_records, give_up_ms)
+    def __init__(self, expire_records: int = EXPIRE_RECORDS, expire_ms: int = EXPIRE_MS) -> None:
+        self._begun: dict[tuple[str, str], PartialTrajectory] = {}
+        self._limits = (expire_records, expire_ms)
 
     def take(self, record: Record, part: Trajectory) -> Trajectory | None:
         """The whole trajectory when this was its last part. A part without the first one is dropped: its beginning is gone.
@@ -70,7 +68,9 @@ class Gather:
         """
         key = (part.run_id, part.trajectory_id)
         if part.part == 0:
-            self._begun[key] = Begun(record, record.offset, record.timestamp_ms, {0: part})
+            self._begun[key] = PartialTrajectory(
+                record, record.offset, record.timestamp_ms, {0: part}
+            )
         begun = self._begun.get(key)
         if (
             begun is None
@@ -85,9 +85,9 @@ class Gather:
         del self._begun[key]
         return joined([begun.parts[i] for i in sorted(begun.parts)])
 
-    def given_up(self, now: Record) -> list[tuple[Record, Trajectory]]:
+    def expire(self, now: Record) -> list[tuple[Record, Trajectory]]:
         """Forget what will never be whole, seen from the record `now`: the first part of each, and its record."""
-        records, ms = self._give_up
+        records, ms = self._limits
         late = [
             k
             for k, b in self._begun.items()
@@ -100,12 +100,12 @@ class Gather:
         return min((b.first.offset - 1 for b in self._begun.values()), default=last)
 
 
-class Rewarder:
+class RewardJob:
     """A job of `stream_jobs.worker.shell`. Every exception out of it must end the process."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, answers: Answers) -> None:
+    def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
         """answers: are closed with the job."""
-        self.answers = answers
+        self.evaluator = evaluator
         self._threads = ThreadPoolExecutor(settings.functions.processes, "answers")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
@@ -114,15 +114,15 @@ class Rewarder:
         self._cluster = cluster
         self._producer = cluster.producer()
         self.decoder = Decoder(cluster, self._topics.schemas)
-        self._gathers: dict[int, Gather] = {}
+        self._buffers: dict[int, PartBuffer] = {}
         self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
         self._topic_id = ""
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """Read on where the group is. Raises SourceTruncated when the topic has not got that any more."""
-        self._gathers = {p: Gather() for p in partitions}
+        self._buffers = {p: PartBuffer() for p in partitions}
         await asyncio.to_thread(self._check_positions, partitions)
-        logger().info("partitions_taken_over", partitions=list(partitions))
+        logger().info("partitions_assigned", partitions=list(partitions))
         return {}
 
     def _check_positions(self, partitions: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class Rewarder:
             if (
                 position is not None
                 and low == high == position + 1
-                and self._was_control(p, position)
+                and self._was_control_record(p, position)
             ):
                 position = high
             if position is not None and not low <= position <= high:
@@ -147,7 +147,7 @@ class Rewarder:
             if position is not None:
                 self._due[p] = position
 
-    def _was_control(self, partition: int, offset: int) -> bool:
+    def _was_control_record(self, partition: int, offset: int) -> bool:
         """Whether the last offset of a log that is empty now can only have been the control record of a transaction (blocking).
 
         It was when a replay of dead letters has sent the record before it: its transaction has ended, for that record was read, so its
@@ -164,7 +164,7 @@ class Rewarder:
                     return True
         return False
 
-    def _pass_control(self) -> None:
+    def _skip_control_records(self) -> None:
         """Know what is only control records behind the last record while the log still has them (blocking): they are missed by nobody."""
         topic = self._topics.trajectories
         for p, due in list(self._due.items()):
@@ -174,7 +174,7 @@ class Rewarder:
             ):
                 self._due[p] = max(end, self._due.get(p, end))
 
-    async def _refuse_hole(self, partition: int, records: Sequence[Record]) -> None:
+    async def _check_no_gap(self, partition: int, records: Sequence[Record]) -> None:
         """Never go on behind what retention has taken ahead of us. Raises SourceTruncated."""
         due = self._due.get(partition)
         for record in records:
@@ -187,19 +187,21 @@ class Rewarder:
 
     async def revoked(self) -> None:
         """Nothing is kept."""
-        self._gathers = {}
+        self._buffers = {}
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
         """Reward what became whole; returns up to which offset that is done."""
-        gather = self._gathers.get(partition)
-        if gather is None:
+        buffer = self._buffers.get(partition)
+        if buffer is None:
             return {}
-        await self._refuse_hole(partition, records)
-        buried: list[tuple[Record, str, str]] = []
-        decoded = decode_all(self.decoder.codec, records, lambda *letter: buried.append(letter))
+        await self._check_no_gap(partition, records)
+        dead_letters: list[tuple[Record, str, str]] = []
+        decoded = decode_all(
+            self.decoder.codec, records, lambda *letter: dead_letters.append(letter)
+        )
         for record, event in decoded:
             if not isinstance(event, Trajectory | StepMark):
-                buried.append(
+                dead_letters.append(
                     (
                         record,
                         "invalid",
@@ -209,17 +211,17 @@ class Rewarder:
         whole = [
             t
             for r, e in decoded
-            if isinstance(e, Trajectory) and (t := gather.take(r, e)) is not None
+            if isinstance(e, Trajectory) and (t := buffer.take(r, e)) is not None
         ]
-        for record, first in gather.given_up(records[-1]):
-            buried.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
+        for record, first in buffer.expire(records[-1]):
+            dead_letters.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
             whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
         try:
             acks = await self._answer(whole)
         except PoolStopped:
             return {}  # the job ends: whoever reads on begins here again
         encode, send = self.decoder.codec.encode, self._producer.send_soon
-        for record, reason, detail in buried:
+        for record, reason, detail in dead_letters:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
             acks.append(send(self._topics.dead_letters, letter.key, encode(letter)))
             logger().warning(
@@ -230,7 +232,7 @@ class Rewarder:
                 reason=reason,
             )
         await asyncio.gather(*acks)
-        return {self._topics.trajectories: gather.done(records[-1].offset)}
+        return {self._topics.trajectories: buffer.done(records[-1].offset)}
 
     async def _answer(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Ack]]:
         """Send what the functions say of each; returns the acknowledgements. Raises PoolStopped.
@@ -240,7 +242,9 @@ class Rewarder:
         """
         quick, slow = list[Trajectory](), list[Trajectory]()
         for trajectory in trajectories:
-            (slow if self.answers.asks_children(trajectory.run_id) else quick).append(trajectory)
+            (slow if self.evaluator.uses_child_processes(trajectory.run_id) else quick).append(
+                trajectory
+            )
         acks = self._send(await asyncio.to_thread(self._answers, quick)) if quick else []
         loop = asyncio.get_running_loop()
 
@@ -260,20 +264,22 @@ class Rewarder:
         """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there; or PoolStopped."""
         now = now_micros()
         return [
-            answer for trajectory in trajectories for answer in self.answers.of(trajectory, now)
+            answer
+            for trajectory in trajectories
+            for answer in self.evaluator.evaluate(trajectory, now)
         ]
 
     def stop(self) -> None:
         """End the functions that run; the batch in hand is given up where it waits for one."""
-        self.answers.close()
+        self.evaluator.close()
 
     async def tick(self) -> None:
         """Look at what lies behind the last record. It may stay the last one for longer than the log is kept."""
         with suppress(KafkaError):  # away for now: the next tick looks again
-            await asyncio.to_thread(self._pass_control)
+            await asyncio.to_thread(self._skip_control_records)
 
     def close(self) -> None:
         """Wait for what is in flight."""
-        self.answers.close()
+        self.evaluator.close()
         self._threads.shutdown()
         self._producer.close()

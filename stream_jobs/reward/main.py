@@ -10,8 +10,8 @@ from functools import partial
 
 from runtime.process.lifecycle import run_async
 from schemas.settings import Settings
-from stream_jobs.reward.evaluate import Answers
-from stream_jobs.reward.job import Rewarder
+from stream_jobs.reward.evaluate import RuleEvaluator
+from stream_jobs.reward.job import RewardJob
 from stream_jobs.worker.shell import serve
 
 
@@ -21,5 +21,5 @@ def main(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
-    answers = Answers(settings)  # a wrong name ends the process before Kafka is asked for
-    await serve(settings, stop, group="reward", make=partial(Rewarder, answers=answers))
+    evaluator = RuleEvaluator(settings)  # a wrong name ends the process before Kafka is asked for
+    await serve(settings, stop, group="reward", make=partial(RewardJob, evaluator=evaluator))

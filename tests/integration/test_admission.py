@@ -33,9 +33,9 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.decisions.journal import Entry
+from stream_jobs.admit.decisions.journal import InputRecord
 from stream_jobs.admit.fold import replay
-from stream_jobs.admit.main import place_of
+from stream_jobs.admit.main import payload_place
 
 ROOT = Path(__file__).parents[2]
 START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
@@ -224,7 +224,10 @@ def test_kill_at_any_time_neither_loses_nor_doubles_a_group(
     assert end.input_from == end.input_to
     assert [d for d in log.journal() if not isinstance(d, ReadyBatch | PolicyApplied)] == []
     (policy,) = log.policies()
-    entries = [Entry(r.offset, CODEC.decode(r.value), place_of(r.headers)) for r in log.records()]
+    entries = [
+        InputRecord(r.offset, CODEC.decode(r.value), payload_place(r.headers))
+        for r in log.records()
+    ]
     hashes = [b.content_hash for b in log.batches()]
     assert hashes == replay(entries, policy, tickers=4), "as if no one had ever been killed"
     process.terminate()

@@ -16,10 +16,10 @@ from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.decisions.checkpoint import WORTH_IT, Mark, written
-from stream_jobs.admit.decisions.state import Ledger
-from stream_jobs.admit.main import POLL_RECORDS, PUT_MOST, Desk, publish_policy
-from stream_jobs.admit.policy_log import STRAYS_MOST, PolicyLog
+from stream_jobs.admit.decisions.checkpoint import SAVE_AT_CLOSE, JournalPosition, serialize
+from stream_jobs.admit.decisions.state import DecisionState
+from stream_jobs.admit.main import MAX_SEND_RECORDS, POLL_RECORDS, ChannelAdmitter, publish_policy
+from stream_jobs.admit.policy_log import MAX_UNATTRIBUTED_RECORDS, PolicyLog
 from stream_jobs.errors import UnreadableJournal
 
 CODEC = Codec()
@@ -68,7 +68,7 @@ class Log:
         return self._committed(self.topics.dead_letters)
 
     def _committed(self, topic: str) -> list[Any]:
-        """A transaction is seen a moment after its commit: with `await_open` all that the desks have written until now."""
+        """A transaction is seen a moment after its commit: with `await_open` all that the admitters have written until now."""
         return [CODEC.decode(r.value) for r in self.cluster.read_all(topic, await_open=True)]
 
 
@@ -98,11 +98,13 @@ def log(mine: Settings, cluster: Cluster) -> Log:
     return Log(mine, cluster)
 
 
-def opened(settings: Settings, cluster: Cluster, publish: bool = True) -> tuple[Desk, Desk]:
+def opened(
+    settings: Settings, cluster: Cluster, publish: bool = True
+) -> tuple[ChannelAdmitter, ChannelAdmitter]:
     """Admission of both channels, as the process begins it."""
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
-    train = Desk(settings, "train", cluster, decoder)
-    val = Desk(settings, "val", cluster, decoder, train)
+    train = ChannelAdmitter(settings, "train", cluster, decoder)
+    val = ChannelAdmitter(settings, "val", cluster, decoder, train)
     if publish:
         publish_policy(settings, cluster, decoder, train)
     train.open()
@@ -110,11 +112,11 @@ def opened(settings: Settings, cluster: Cluster, publish: bool = True) -> tuple[
     return train, val
 
 
-def read_on(desk: Desk) -> None:
+def read_on(admitter: ChannelAdmitter) -> None:
     deadline = time.monotonic() + 90
-    while desk.position < desk.end:
+    while admitter.position < admitter.end:
         assert time.monotonic() < deadline
-        desk.step(0.1)
+        admitter.step(0.1)
 
 
 def test_a_journal_made_anew_behind_trained_weights_is_refused(
@@ -137,8 +139,8 @@ def test_a_journal_made_anew_behind_trained_weights_is_refused(
     for version in (initial, other, trained):
         log.producer.put(log.topics.weights, version.version_id.encode(), CODEC.encode(version))
     log.producer.flush()
-    for desk in opened(mine, cluster):
-        desk.close()
+    for admitter in opened(mine, cluster):
+        admitter.close()
     lost = replace(trained, version_id="r/10.0", batches_topic_id="gone")
     log.producer.put(log.topics.weights, b"r/10.0", CODEC.encode(lost))
     log.producer.flush()
@@ -157,9 +159,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
     log.put(None, b"garbage")
     log.ticks(OLD // 2)
     end = log.end
-    desks = opened(mine, cluster)
-    for desk in desks:
-        assert desk.position == end - 4, (
+    admitters = opened(mine, cluster)
+    for admitter in admitters:
+        assert admitter.position == end - 4, (
             "the last tick of each partition, and nothing that trim does not keep"
         )
     assert [(d.key, d.reason) for d in log.letters()] == [(None, "undecodable")]
@@ -172,9 +174,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
     )
     log.ticks(4)
     assert log.end > end
-    for desk in desks:
-        read_on(desk)
-        desk.close()
+    for admitter in admitters:
+        read_on(admitter)
+        admitter.close()
     (batch,) = log.decisions(ReadyBatch)
     assert [g.group_id for g in batch.groups] == ["h"]
     (refused,) = log.decisions(Refused)
@@ -182,9 +184,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
         "event time was known"
     )
     again = opened(mine, cluster)
-    for desk in again:
-        read_on(desk)
-        desk.close()
+    for admitter in again:
+        read_on(admitter)
+        admitter.close()
     assert len(log.letters()) == 1 and len(log.decisions(ReadyBatch)) == 1
 
 
@@ -220,20 +222,22 @@ def test_what_a_run_had_long_before_its_admission_is_found(
     read_on(train)
     (refused,) = log.decisions(Refused)
     assert (refused.reason, refused.trajectory_ids) == ("run_ended", ("c",))
-    for desk in (train, val):
-        desk.close()
+    for admitter in (train, val):
+        admitter.close()
 
 
 def test_more_poison_than_is_kept_is_buried_all_the_same(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
     log.ticks(8)
-    log.put(None, *(b"garbage %d" % i for i in range(STRAYS_MOST + 5)))
+    log.put(None, *(b"garbage %d" % i for i in range(MAX_UNATTRIBUTED_RECORDS + 5)))
     log.ticks(OLD)
-    desk, _ = opened(mine, cluster)
-    read_on(desk)
-    assert [d.value for d in log.letters()] == [b"garbage %d" % i for i in range(STRAYS_MOST + 5)]
-    desk.close()
+    admitter, _ = opened(mine, cluster)
+    read_on(admitter)
+    assert [d.value for d in log.letters()] == [
+        b"garbage %d" % i for i in range(MAX_UNATTRIBUTED_RECORDS + 5)
+    ]
+    admitter.close()
 
 
 def test_a_checkpoint_spares_the_journal_and_is_never_needed(
@@ -241,18 +245,18 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
 ) -> None:
     """Left at the orderly end and used; then of another journal, damaged, and impossible to write: each time the same admission."""
     log.ticks(4)
-    groups = WORTH_IT // 2
+    groups = SAVE_AT_CLOSE // 2
     log.put(RUN, *(cand(f"{g}-{i}", f"g{g}", float(i)) for g in range(groups) for i in (0, 1)))
     log.producer.flush()
     first, other = opened(mine, cluster)
     read_on(first)
     eventually(lambda: len(log.decisions(ReadyBatch)) == groups)
     files = [
-        mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.{c}.ledger"
+        mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.{c}.checkpoint"
         for c in ("train", "val")
     ]
-    for desk in (first, other):
-        desk.close()
+    for admitter in (first, other):
+        admitter.close()
     assert [f.exists() for f in files] == [True, False], "channel val has decided nothing"
     whole = files[0].read_bytes()
     for revision, damage in enumerate((None, whole.replace(b"]", b")", 1), whole, b""), 1):
@@ -263,15 +267,18 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
             files[0].parent.rmdir()
             files[0].parent.write_bytes(b"no directory")
         read_before = len(log.decisions(object))
-        desk, other = opened(mine, cluster)
-        assert desk.journaled == {1: 0, 2: read_before, 3: 1 + 1, 4: read_before}[revision]
-        assert desk.past.next_seq == groups and len(desk.past.ledger.decisions) == 2 * groups
+        admitter, other = opened(mine, cluster)
+        assert admitter.journaled == {1: 0, 2: read_before, 3: 1 + 1, 4: read_before}[revision]
+        assert (
+            admitter.resume_point.next_seq == groups
+            and len(admitter.resume_point.state.decisions) == 2 * groups
+        )
         log.put(RUN, cand("7-0", "g7", 1.0, revision=revision))
         log.producer.flush()
-        read_on(desk)
+        read_on(admitter)
         eventually(lambda n=revision: len(log.decisions(Late)) >= n)
         assert [d.revision for d in log.decisions(Late)] == list(range(1, revision + 1))
-        for it in (desk, other):
+        for it in (admitter, other):
             it.close()
 
 
@@ -282,23 +289,30 @@ def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
     log.ticks(4)
     log.put(RUN, cand("a", "g", 0.0), cand("b", "g", 1.0))
     log.producer.flush()
-    desks = opened(mine, cluster)
-    read_on(desks[0])
-    for desk in desks:
-        desk.close()
-    path = mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.train.ledger"
+    admitters = opened(mine, cluster)
+    read_on(admitters[0])
+    for admitter in admitters:
+        admitter.close()
+    path = mine.data_dir / "admit" / f"{mine.kafka.topic_prefix}-admit.r.train.checkpoint"
     journal = mine.kafka.topics.ready_batches("r", "train")
-    foreign = Ledger(next_seq=99)
+    foreign = DecisionState(next_seq=99)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(
         b"".join(
-            written(foreign, Mark.of(cluster.topic_id(journal), 1, b"what stood there"), CODEC)
+            serialize(
+                foreign,
+                JournalPosition.of(cluster.topic_id(journal), 1, b"what stood there"),
+                CODEC,
+            )
         )
     )
-    desks = opened(mine, cluster)
-    assert desks[0].past.next_seq == 1 and len(desks[0].past.ledger.decisions) == 2
-    for desk in desks:
-        desk.close()
+    admitters = opened(mine, cluster)
+    assert (
+        admitters[0].resume_point.next_seq == 1
+        and len(admitters[0].resume_point.state.decisions) == 2
+    )
+    for admitter in admitters:
+        admitter.close()
 
 
 def test_poison_is_buried_once_whenever_admission_is_killed(
@@ -309,7 +323,7 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
     log.put(None, b"garbage 1")
     log.ticks(OLD)
     for _ in range(3):
-        desk, _ = opened(mine, cluster)
+        admitter, _ = opened(mine, cluster)
         eventually(log.letters)
         assert [d.value for d in log.letters()] == [b"garbage 1"], (
             "killed before it has read anything"
@@ -318,11 +332,11 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
     log.put(RUN, b"garbage 3")
     for _ in range(3):
         while len(log.letters()) < 3:
-            desk.step(0.1)
-        desk, _ = opened(mine, cluster)
-    read_on(desk)
+            admitter.step(0.1)
+        admitter, _ = opened(mine, cluster)
+    read_on(admitter)
     assert [d.value for d in log.letters()] == [b"garbage 1", b"garbage 2", b"garbage 3"]
-    desk.close()
+    admitter.close()
 
 
 def test_killed_while_it_catches_up_admission_buries_nothing_twice(
@@ -330,36 +344,36 @@ def test_killed_while_it_catches_up_admission_buries_nothing_twice(
 ) -> None:
     """The position that is in the transaction with the letter is never committed lower."""
     log.ticks(8)
-    desk, _ = opened(mine, cluster)
+    admitter, _ = opened(mine, cluster)
     log.put(RUN, cand("a", "g", 1.0))
     log.ticks(3 * POLL_RECORDS)
     log.put(RUN, b"garbage")
     log.producer.flush()
-    read_on(desk)
+    read_on(admitter)
     assert [d.value for d in log.letters()] == [b"garbage"]
     for _ in range(2):
-        desk, _ = opened(mine, cluster)
+        admitter, _ = opened(mine, cluster)
         deadline = time.monotonic() + 90
-        while not desk.step(0.1):
+        while not admitter.step(0.1):
             assert time.monotonic() < deadline
-        assert desk.position < desk.end, "killed, with its position committed as advice"
-    desk, _ = opened(mine, cluster)
-    read_on(desk)
+        assert admitter.position < admitter.end, "killed, with its position committed as advice"
+    admitter, _ = opened(mine, cluster)
+    read_on(admitter)
     assert [d.value for d in log.letters()] == [b"garbage"]
-    desk.close()
+    admitter.close()
 
 
 def test_group_of_which_a_batch_drops_thousands(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
     """Each of them is a record of one transaction: more than are put at once."""
-    n, dropped = PUT_MOST + 1200, PUT_MOST + 1000
+    n, dropped = MAX_SEND_RECORDS + 1200, MAX_SEND_RECORDS + 1000
     small = mine.admit.policy.model_copy(update={"group_size": n, "min_members": 2})
     huge = mine.model_copy(update={"admit": mine.admit.model_copy(update={"policy": small})})
     log.put(RUN, *(cand(f"t{i}", "g", None if i < dropped else float(i)) for i in range(n)))
     log.producer.flush()
-    desk, _ = opened(huge, cluster)
-    read_on(desk)
+    admitter, _ = opened(huge, cluster)
+    read_on(admitter)
     (batch,) = eventually(lambda: log.decisions(ReadyBatch))
     assert len(batch.groups[0].members) == n - dropped and len(log.decisions(Refused)) == dropped
-    desk.close()
+    admitter.close()

@@ -15,7 +15,7 @@ from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder
 from schemas.records import Candidate, ReadyBatch
 from schemas.settings import Settings
-from stream_jobs.admit.decisions.journal import journaled_by
+from stream_jobs.admit.decisions.journal import decode_journal_record
 from trainer.data.sequences import rows_of
 from trainer.data.trajectories import read_payload
 
@@ -61,7 +61,9 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
 
     def batches() -> list[ReadyBatch]:
         records = jobs.cluster.read_all(journal) if jobs.cluster.topics(journal) else ()
-        return [d for r in records if isinstance(d := journaled_by(decoder, r), ReadyBatch)]
+        return [
+            d for r in records if isinstance(d := decode_journal_record(decoder, r), ReadyBatch)
+        ]
 
     (batch,) = eventually(batches, 300)
     (member,) = (m for m in batch.groups[0].members if m.trajectory_id == KEY)

@@ -23,7 +23,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.main import Desk, publish_policy
+from stream_jobs.admit.main import ChannelAdmitter, publish_policy
 from stream_jobs.admit.policy import Published, policy_of
 from stream_jobs.errors import UnreadableJournal
 
@@ -144,7 +144,7 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     )
 
     history = json.loads(cli("policy", "history", "--run", "demo", "--format", "json").stdout)
-    assert [(h["policy"]["policy_version"], h["policy"]["published_by"], h["flaw"]) for h in history] == [
+    assert [(h["policy"]["policy_version"], h["policy"]["published_by"], h["rejection"]) for h in history] == [
         (1, "settings", None), (2, "ann", None), (3, "settings", None),
     ]  # fmt: skip
     told = cli("policy", "history", "--run", "demo").stdout
@@ -173,7 +173,7 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
     create_topics(cluster, settings, [topics.ready_batches_spec("demo", "train")])
     decoder = Decoder(cluster, topics.schemas)
 
-    class Raced(Desk):
+    class Raced(ChannelAdmitter):
         """Between reading and writing someone sets policy 2."""
 
         rival: AdmissionPolicy | None = policy_of(
@@ -189,17 +189,17 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
                 self.rival = None
             return seen
 
-    publish_policy(first, cluster, decoder, Desk(first, "train", cluster, decoder))
-    desk = Raced(then, "train", cluster, decoder)
-    publish_policy(then, cluster, decoder, desk)
+    publish_policy(first, cluster, decoder, ChannelAdmitter(first, "train", cluster, decoder))
+    admitter = Raced(then, "train", cluster, decoder)
+    publish_policy(then, cluster, decoder, admitter)
     said = [
         (p.policy_version, p.batch_groups, p.published_by)
         for p in read(cluster, topics.candidates, AdmissionPolicy)
     ]
     assert said == [(1, 16, "settings"), (2, 9, "ann"), (2, 5, "settings"), (3, 5, "settings")]
-    newest = desk.published().newest
+    newest = admitter.published().newest
     assert newest is not None and newest.policy_version == 3
-    publish_policy(then, cluster, decoder, desk)
+    publish_policy(then, cluster, decoder, admitter)
     assert len(read(cluster, topics.candidates, AdmissionPolicy)) == len(said), (
         "nothing is due any more"
     )
@@ -223,5 +223,5 @@ def test_a_journal_that_cannot_be_read_stops_admission(
     producer.put(topics.ready_batches("demo", "train"), b"demo", value, partition=0)
     producer.flush()
     with pytest.raises(UnreadableJournal, match=why) as e:
-        Desk(mine, "train", cluster, Decoder(cluster, topics.schemas))
+        ChannelAdmitter(mine, "train", cluster, Decoder(cluster, topics.schemas))
     assert exit_code(e.value) == EXIT_SOURCE and "offset 0" in str(e.value)

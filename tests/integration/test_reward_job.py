@@ -34,8 +34,8 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.assemble.output_records import in_parts
-from stream_jobs.reward.evaluate import Answers
-from stream_jobs.reward.job import GIVE_UP_MS, GIVE_UP_RECORDS, INCOMPLETE, Rewarder
+from stream_jobs.reward.evaluate import RuleEvaluator
+from stream_jobs.reward.job import EXPIRE_MS, EXPIRE_RECORDS, INCOMPLETE, RewardJob
 
 ROOT = Path(__file__).parents[2]
 RUN = "import sys; from runtime.process.config import load; from stream_jobs.reward.main import main; main(load(overrides=sys.argv[1:]))"
@@ -230,7 +230,7 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
     (first, *_) = cluster.read_all(topics.trajectories, await_open=True)
 
     async def work() -> None:
-        running, started = (Rewarder(settings, cluster, Answers(settings)) for _ in range(2))
+        running, started = (RewardJob(settings, cluster, RuleEvaluator(settings)) for _ in range(2))
         await running.assigned([0])
         await running.process(0, [first])
         await running.tick()
@@ -265,7 +265,7 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
 
 @pytest.mark.parametrize(
     ("just_in_time", "too_late"),
-    [((1 + GIVE_UP_RECORDS, 0), (2 + GIVE_UP_RECORDS, 0)), ((3, GIVE_UP_MS), (4, GIVE_UP_MS + 1))],
+    [((1 + EXPIRE_RECORDS, 0), (2 + EXPIRE_RECORDS, 0)), ((3, EXPIRE_MS), (4, EXPIRE_MS + 1))],
     ids=["records", "time"],
 )
 def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
@@ -300,7 +300,7 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
     async def work() -> list[int]:
         jobs = settings.jobs.model_copy(update={"reward_functions": functions})
         tuned = settings.model_copy(update={"jobs": jobs})
-        job = Rewarder(tuned, cluster, Answers(tuned))
+        job = RewardJob(tuned, cluster, RuleEvaluator(tuned))
         await job.assigned([0])
         done = [(await job.process(0, batch))[topics.trajectories] for batch in batches]
         job.close()

@@ -28,9 +28,9 @@ from schemas.codec.single_object import Codec
 from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
 from schemas.settings import AdmitSettings, Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import Entry, Source
-from stream_jobs.admit.fold import Admission
-from stream_jobs.admit.main import Desk, place_of, publish_policy
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord
+from stream_jobs.admit.fold import AdmissionFold
+from stream_jobs.admit.main import ChannelAdmitter, payload_place, publish_policy
 from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.errors import UnreadableJournal
 from stream_jobs.lake import positions
@@ -72,34 +72,34 @@ class Installation:
         admit = AdmitSettings.model_validate({"channels": ["train"], "policy": POLICY})
         return self.settings.model_copy(update={"run_id": run, "admit": admit})
 
-    def desk(self, run: str) -> Desk:
+    def admitter(self, run: str) -> ChannelAdmitter:
         """Admission of a run, as the process begins it."""
         mine = self.of(run)
         create_topics(self.cluster, mine, [self.topics.ready_batches_spec(run, "train")])
         decoder = Decoder(self.cluster, self.topics.schemas)
-        desk = Desk(mine, "train", self.cluster, decoder)
-        publish_policy(mine, self.cluster, decoder, desk)
-        desk.open()
-        return desk
+        admitter = ChannelAdmitter(mine, "train", self.cluster, decoder)
+        publish_policy(mine, self.cluster, decoder, admitter)
+        admitter.open()
+        return admitter
 
     def admit(self, run: str) -> None:
         """An admission that reads all that is there, and ends."""
-        desk = self.desk(run)
-        end = desk.end
-        while desk.position < end:
-            desk.step(0.1)
-        desk.close()
+        admitter = self.admitter(run)
+        end = admitter.end
+        while admitter.position < end:
+            admitter.step(0.1)
+        admitter.close()
         for _ in self.cluster.read_all(self.journal(run), await_open=True):
             pass  # a transaction is seen a moment after its commit
 
-    def candidates(self) -> list[Entry]:
+    def candidates(self) -> list[InputRecord]:
         """Of the runs' partition: everything that any admission reads. Waits a moment: who polls this should leave the jobs some time."""
         time.sleep(0.2)
         found = []
         for record in self.cluster.read_all(self.topics.candidates, PARTITION):
             event = CODEC.decode(record.value)
-            place = place_of(record.headers) if isinstance(event, Candidate) else None
-            found.append(Entry(record.offset, event, place))
+            place = payload_place(record.headers) if isinstance(event, Candidate) else None
+            found.append(InputRecord(record.offset, event, place))
         return found
 
     def wait_for_candidates(self, *keys: str) -> None:
@@ -228,9 +228,9 @@ def installation(
             feed.close()
 
 
-def decided_at_once(entries: list[Entry], topic_id: str) -> list[str]:
+def decided_at_once(entries: list[InputRecord], topic_id: str) -> list[str]:
     """Content hashes of the batches of the run that lives that one fold over the whole log gives."""
-    fold = Admission(ALIVE, "train", Source(topic_id, PARTITION, 4))
+    fold = AdmissionFold(ALIVE, "train", CandidateLog(topic_id, PARTITION, 4))
     return [d.content_hash for e in entries for d in fold.fold(e) if hasattr(d, "content_hash")]
 
 
@@ -322,7 +322,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
         whole, cluster.topic_id(topics.candidates)
     )
     assert check(i.of(ALIVE), "train")["first_difference"] is None
-    for refused in (lambda: i.desk(OLD), lambda: check(i.of(OLD), "train")):
+    for refused in (lambda: i.admitter(OLD), lambda: check(i.of(OLD), "train")):
         with pytest.raises(UnreadableJournal, match="take another run_id"):
             refused()
     assert cluster.check_position(journal[0], position.topic_id, 0, position.next_offset), (

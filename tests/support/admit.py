@@ -15,10 +15,10 @@ from schemas.records import (
     RewardValue,
     Tick,
 )
-from stream_jobs.admit.decisions.journal import Decision, Entry, Source
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from stream_jobs.admit.fold import AdmissionFold
 
-SOURCE = Source("topic-1", 2, 1)
+SOURCE = CandidateLog("topic-1", 2, 1)
 
 
 def policy(**changes: Any) -> AdmissionPolicy:
@@ -52,16 +52,16 @@ def tick(event_time: int, partition: int = 0) -> Tick:
     return Tick(partition=partition, event_time=event_time)
 
 
-def entries(*events: Any) -> list[Entry]:
+def entries(*events: Any) -> list[InputRecord]:
     return [
-        Entry(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i))
+        InputRecord(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i))
         for i, e in enumerate(events)
     ]
 
 
-def fold(*events: Any, channel: Any = "train", source: Source = SOURCE) -> list[Decision]:
+def fold(*events: Any, channel: Any = "train", source: CandidateLog = SOURCE) -> list[Decision]:
     """All decisions but the first policy's."""
-    state = Admission("r", channel, source)
+    state = AdmissionFold("r", channel, source)
     out = [d for e in entries(*events) for d in state.fold(e)]
     return out[1:] if out and isinstance(out[0], PolicyApplied) else out
 

@@ -38,10 +38,9 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
-from stream_jobs.admit.decisions.journal import Decision, Entry
-from stream_jobs.admit.decisions.journal import Source as CandidateLog
-from stream_jobs.admit.fold import Admission
-from stream_jobs.admit.main import place_of
+from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from stream_jobs.admit.fold import AdmissionFold
+from stream_jobs.admit.main import payload_place
 from stream_jobs.assemble import state as op
 from stream_jobs.assemble.changelog import counts, state_record, unpacked
 from stream_jobs.assemble.job import limits_of
@@ -130,7 +129,7 @@ class Logs:
     """Dead letters of a place."""
     times: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """(topic, partition) of an output to the log timestamps of its records, ms, ticks left out."""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[InputRecord] = field(default_factory=list)
     """The log of candidates that admission reads."""
     decisions: list[Decision] = field(default_factory=list)
     """The journal."""
@@ -167,8 +166,8 @@ class Logs:
             for record, event in decoded(topics.candidates, p):
                 out._output(record, event)
                 if mine and isinstance(event, Candidate | AdmissionPolicy | RunEnded | Tick):
-                    place = place_of(record.headers) if isinstance(event, Candidate) else None
-                    out.entries.append(Entry(record.offset, event, place))
+                    place = payload_place(record.headers) if isinstance(event, Candidate) else None
+                    out.entries.append(InputRecord(record.offset, event, place))
         for record, event in decoded(topics.dead_letters, 0):
             out._output(record, event)
         out._await_admission(cluster)
@@ -291,7 +290,7 @@ class Logs:
         topic_id = next(
             d.input_topic_id for d in self.decisions if isinstance(d, ReadyBatch | Refused)
         )
-        fold = Admission(
+        fold = AdmissionFold(
             self.settings.run_id, TRAIN, CandidateLog(topic_id, 0, self.settings.kafka.partitions)
         )
         expected = [d for e in self.entries for d in fold.fold(e)]

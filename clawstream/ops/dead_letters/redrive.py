@@ -37,8 +37,8 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
-from stream_jobs.admit.main import place_of
-from stream_jobs.admit.policy import flaw_of_policy
+from stream_jobs.admit.main import payload_place
+from stream_jobs.admit.policy import policy_rejection
 from stream_jobs.assemble import state as op
 from stream_jobs.assemble.fold import Fold
 from stream_jobs.assemble.job import limits_of
@@ -123,15 +123,18 @@ def check(
         raise NotSendable(f"Kafka key {key!r:.250} is not {key_of(event)!r:.250}: repair it")
     if topic in (topics.steps, topics.rewards):
         _check_fold(settings, STEPS if topic == topics.steps else REWARDS, key, event)
-    if isinstance(event, AdmissionPolicy) and (flaw := flaw_of_policy(event, None)) is not None:
-        raise NotSendable(flaw)
+    if (
+        isinstance(event, AdmissionPolicy)
+        and (rejection := policy_rejection(event, None)) is not None
+    ):
+        raise NotSendable(rejection)
     if isinstance(event, Candidate):
         if headers is None:
             raise NotSendable(
                 "where its payload lies was in its headers, and they are gone with its log. Dismiss it"
             )
         try:
-            place_of(headers)
+            payload_place(headers)
         except ValueError as e:
             raise NotSendable(str(e)) from e
 

@@ -10,8 +10,8 @@ from typing import Any
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder
 from schemas.records import Candidate, Late, PolicyApplied, ReadyBatch, Refused
-from stream_jobs.admit.decisions.journal import Decision, Entry, Journaled
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.journal import Decision, InputRecord, JournalRecord
+from stream_jobs.admit.fold import AdmissionFold
 
 
 @dataclass(slots=True)
@@ -39,16 +39,16 @@ class Outcome:
         """For a report."""
         return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
 
-    def fold(self, admission: Admission, entries: Iterable[Entry]) -> Outcome:
+    def fold(self, admission: AdmissionFold, entries: Iterable[InputRecord]) -> Outcome:
         """Let an admission decide about a log from its beginning."""
-        self.add(admission.opening())
+        self.add(admission.initial_records())
         for entry in entries:
             self.candidates += isinstance(entry.event, Candidate)
             self.add(admission.fold(entry))
         return self
 
 
-def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[Journaled]:
+def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[JournalRecord]:
     """All decisions on a ready-batches topic."""
     for record in cluster.read_all(topic):
         event = decoder.decode(record.value)

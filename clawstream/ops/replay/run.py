@@ -36,13 +36,13 @@ from schemas.ids import check_run_id
 from schemas.records import AdmissionPolicy, RunEnded, Tick, Trajectory
 from schemas.rule_spec import of_run
 from schemas.settings import PolicySettings, Settings
-from stream_jobs.admit.main import Desk
+from stream_jobs.admit.main import ChannelAdmitter
 from stream_jobs.admit.policy import policy_of
 from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.assemble.job import limits_of
 from stream_jobs.assemble.model import STEPS
 from stream_jobs.errors import PolicyRefused
-from stream_jobs.reward.evaluate import Answers
+from stream_jobs.reward.evaluate import RuleEvaluator
 
 NAME = re.compile(r"[a-z0-9-]{1,25}")
 PROGRESS_S = 10.0
@@ -109,7 +109,7 @@ def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
         settings, request.name, request.as_run or settings.run_id, settings.kafka.partitions
     )
     prefix_files, topics = _target_prefix(settings, cluster, request.name), target.kafka.topics
-    with closing(Answers(settings)) as answers, prefix_files.held():
+    with closing(RuleEvaluator(settings)) as answers, prefix_files.held():
         begun = prefix_files.begin(
             _asked(settings, request), lambda: _plan(settings, cluster, request, answers)
         )
@@ -164,7 +164,7 @@ def _target_prefix(settings: Settings, cluster: Cluster, name: str) -> TargetPre
 
 
 def _plan(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: Answers
+    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
 ) -> dict[str, Any]:
     """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
     policy = {"policy": _recorded_policy(settings, cluster, request, answers)}
@@ -192,7 +192,7 @@ def _plan(
 
 
 def _recorded_policy(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: Answers
+    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
 ) -> dict[str, Any]:
     """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
 
@@ -203,8 +203,8 @@ def _recorded_policy(
     names = set(PolicySettings.model_fields) if said == PolicySettings() else set[str]()
     names |= {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"} if names else set()
     for name, is_set, is_asked in (
-        ("required_rewards", said.required_rewards is not None, answers.rewards(run)),
-        ("require_assessment", said.require_assessment is not None, answers.assesses(run)),
+        ("required_rewards", said.required_rewards is not None, answers.has_reward_functions(run)),
+        ("require_assessment", said.require_assessment is not None, answers.has_quality_rules(run)),
     ):
         if is_set or (is_asked and not request.keep_rules):
             names.discard(name)
@@ -228,14 +228,14 @@ def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, plan: Mapping[str, Any], answers: Answers
+    settings: Settings, cluster: Cluster, request: ReplayRequest, plan: Mapping[str, Any], answers: RuleEvaluator
 ) -> ReplaySource:  # fmt: skip
     run = settings.run_id
     record_filter = RecordFilter(
         run,
         request.as_run,
-        request.keep_rules or not answers.rewards(run),
-        request.keep_rules or not answers.assesses(run),
+        request.keep_rules or not answers.has_reward_functions(run),
+        request.keep_rules or not answers.has_quality_rules(run),
     )
     if plan["from"] == "lake":
         from clawstream.ops.replay.lake_source import LakeReplaySource, Span
@@ -252,7 +252,7 @@ def _source(
 
 
 def _assemble(
-    target: Settings, cluster: Cluster, request: ReplayRequest, source: ReplaySource, answers: Answers, source_run: str, policy: AdmissionPolicy
+    target: Settings, cluster: Cluster, request: ReplayRequest, source: ReplaySource, answers: RuleEvaluator, source_run: str, policy: AdmissionPolicy
 ) -> dict[str, Any]:  # fmt: skip
     """Everything up to the candidates. source_run: whose rules are asked."""
 
@@ -261,7 +261,7 @@ def _assemble(
         return (
             []
             if request.keep_rules
-            else answers.of(trajectory, trajectory.closed_at * 1000, source_run)
+            else answers.evaluate(trajectory, trajectory.closed_at * 1000, source_run)
         )
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
@@ -336,15 +336,15 @@ def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
     began, topics, channels = time.monotonic(), target.kafka.topics, target.admit.channels
     create_topics(cluster, target, [topics.ready_batches_spec(target.run_id, c) for c in channels])
     decoder = Decoder(cluster, topics.schemas)
-    desks = [Desk(target, channel, cluster, decoder) for channel in channels]
-    for desk in desks:
-        desk.open()
-    for desk in desks:
-        end = desk.end
-        while desk.position < end:
-            desk.step(0.5)
-    for desk in desks:
-        desk.close()
+    admitters = [ChannelAdmitter(target, channel, cluster, decoder) for channel in channels]
+    for admitter in admitters:
+        admitter.open()
+    for admitter in admitters:
+        end = admitter.end
+        while admitter.position < end:
+            admitter.step(0.5)
+    for admitter in admitters:
+        admitter.close()
     said = {c: _said(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
     return {"channels": said, "admit_s": round(time.monotonic() - began, 3)}
 

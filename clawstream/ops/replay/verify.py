@@ -26,11 +26,11 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import Entry, Journaled, Source
-from stream_jobs.admit.decisions.journal_start import check_whole
-from stream_jobs.admit.decisions.state import Past, past_of
-from stream_jobs.admit.fold import Admission
-from stream_jobs.admit.main import place_of
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, JournalRecord
+from stream_jobs.admit.decisions.journal_start import check_complete
+from stream_jobs.admit.decisions.state import ResumePoint, resume_from_journal
+from stream_jobs.admit.fold import AdmissionFold
+from stream_jobs.admit.main import payload_place
 from stream_jobs.admit.policy import policy_of
 from stream_jobs.errors import StreamJobError
 
@@ -41,12 +41,12 @@ class NothingRecorded(StreamJobError):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run and channel have recorded. past: what was decided on candidates topics before today's. candidates: reads the log."""
+    """What a run and channel have recorded. resume_point: what was decided on candidates topics before today's. candidates: reads the log."""
 
-    source: Source
-    past: Past
-    journal: list[Journaled]
-    candidates: Callable[[], Iterator[Entry]]
+    source: CandidateLog
+    resume_point: ResumePoint
+    journal: list[JournalRecord]
+    candidates: Callable[[], Iterator[InputRecord]]
 
 
 def check(settings: Settings, channel: Channel) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
     """
     recorded = read(cluster_of(settings), settings, channel)
     wanted = [described(r) for r in recorded.journal if isinstance(r, ReadyBatch)]
-    not_checked = recorded.past.next_seq
-    admission = Admission(settings.run_id, channel, recorded.source, recorded.past)
+    not_checked = recorded.resume_point.next_seq
+    admission = AdmissionFold(settings.run_id, channel, recorded.source, recorded.resume_point)
     found = Outcome().fold(admission, recorded.candidates())
     return {
         "run": settings.run_id, "channel": channel, "candidates": found.candidates, "batches": len(wanted),
@@ -69,8 +69,8 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
 def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
     """Fold the recorded candidates under the policy of the settings, whatever was in force then."""
     recorded = read(cluster_of(settings), settings, channel)
-    past = Past(policy=policy_of(settings, 1, now_micros()))
-    admission = Admission(settings.run_id, channel, recorded.source, past)
+    resume_point = ResumePoint(policy=policy_of(settings, 1, now_micros()))
+    admission = AdmissionFold(settings.run_id, channel, recorded.source, resume_point)
     entries = (e for e in recorded.candidates() if not isinstance(e.event, AdmissionPolicy))
     found = Outcome().fold(admission, entries)
     return {
@@ -89,9 +89,9 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
             raise NothingRecorded(f"there is no topic {name} on {cluster.bootstrap_servers}")
     decoder = Decoder(cluster, topics.schemas)
     partition = partition_of(run.encode(), there[topic])
-    source = Source(cluster.topic_id(topic), partition, there[topics.steps])
+    source = CandidateLog(cluster.topic_id(topic), partition, there[topics.steps])
     low = cluster.watermarks(topic, [partition])[partition][0]
-    check_whole(cluster, journal_topic)
+    check_complete(cluster, journal_topic)
     whole = list(journal(cluster, decoder, journal_topic))
     first = next(
         (
@@ -108,9 +108,12 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
         raise SourceTruncated(
             f"source truncated: {topic}-{partition} begins at {low}, run {run} at {opened.from_offset}: its beginning is gone"
         )
-    past = past_of(whole[:first], source.topic_id, low)
+    resume_point = resume_from_journal(whole[:first], source.topic_id, low)
     return Recorded(
-        source, past, whole[first:], partial(_candidates, cluster, decoder, topic, partition, run)
+        source,
+        resume_point,
+        whole[first:],
+        partial(_candidates, cluster, decoder, topic, partition, run),
     )
 
 
@@ -130,21 +133,21 @@ def first_difference(
 
 def _candidates(
     cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str
-) -> Iterator[Entry]:
+) -> Iterator[InputRecord]:
     """The log as admission takes it: ticks, and what is of the run. What can't be read was buried."""
     for record in cluster.read_all(topic, partition):
         try:
             event = decoder.decode(record.value)
             if isinstance(event, Tick):
-                yield Entry(record.offset, event)
+                yield InputRecord(record.offset, event)
             elif (
                 isinstance(event, Candidate | AdmissionPolicy | RunEnded)
                 and record.key == run.encode()
             ):
-                yield Entry(
+                yield InputRecord(
                     record.offset,
                     event,
-                    place_of(record.headers) if isinstance(event, Candidate) else None,
+                    payload_place(record.headers) if isinstance(event, Candidate) else None,
                 )
         except (Undecodable, UnknownSchema, ValueError):
             continue

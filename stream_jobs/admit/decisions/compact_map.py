@@ -21,7 +21,7 @@ Values = tuple[int, int, int]
 """Two of 64 bits, one of 32, all signed."""
 
 
-class Packed:
+class CompactMap:
     """A name is known by 127 bits of its BLAKE2b: two that are alike are not met in any run. It can't be found out from them.
 
     15 bits of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched by `bytes.find`. Nothing is ever
@@ -65,9 +65,9 @@ class Packed:
             self._buckets[number] = bucket[:at] + bucket[at + WIDTH :]
             self._count -= 1
 
-    def copy(self) -> Packed:
+    def copy(self) -> CompactMap:
         """As it is now, whatever is put into this one later. Costs half a millisecond."""
-        twin = Packed.__new__(Packed)
+        twin = CompactMap.__new__(CompactMap)
         twin._buckets, twin._count = self._buckets.copy(), self._count
         return twin
 
@@ -78,7 +78,7 @@ class Packed:
             yield b"".join(self._buckets[first : first + CHUNK])
 
     @classmethod
-    def of_bytes(cls, data: memoryview) -> tuple[Packed, memoryview]:
+    def of_bytes(cls, data: memoryview) -> tuple[CompactMap, memoryview]:
         """What `chunks` gave, and what follows it. Raises struct.error or ValueError when it is not all there."""
         buckets, at = list[bytes](), _LENGTHS.size
         for length in _LENGTHS.unpack_from(data):

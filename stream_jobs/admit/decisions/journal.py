@@ -23,11 +23,11 @@ from schemas.records import (
 )
 from stream_jobs.errors import UnreadableJournal
 
-Journaled = ReadyBatch | Refused | Late | PolicyApplied
+JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CandidateLog:
     """The log that is folded: topic id and partition of the candidates, and how many partitions write ticks to it."""
 
     topic_id: str
@@ -36,7 +36,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class InputRecord:
     """One record of that log. place: of the payload, from a candidate's headers; None when it has none."""
 
     offset: int
@@ -52,10 +52,10 @@ class Invalid:
     detail: str
 
 
-Decision = Journaled | Invalid
+Decision = JournalRecord | Invalid
 
 
-def journaled_by(decoder: Decoder, record: Record) -> Journaled:
+def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:
     """What a record of the journal says. Raises UnreadableJournal."""
     where = f"{record.topic}-{record.partition} offset {record.offset}"
     try:
@@ -68,7 +68,7 @@ def journaled_by(decoder: Decoder, record: Record) -> Journaled:
         raise UnreadableJournal(
             f"{where}: {e}. What it decided can't be known; an operator must look"
         ) from e
-    if not isinstance(event, Journaled):
+    if not isinstance(event, JournalRecord):
         raise UnreadableJournal(
             f"{where}: a {type(event).__name__} is no decision; an operator must look"
         )

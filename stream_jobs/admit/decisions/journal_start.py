@@ -14,7 +14,7 @@ def first_offset(cluster: Cluster, journal: str) -> int:
     return cluster.watermarks(journal, [0])[0][0]
 
 
-def check_whole(cluster: Cluster, journal: str) -> None:
+def check_complete(cluster: Cluster, journal: str) -> None:
     """Raises UnreadableJournal when decisions at the beginning of a journal are gone: they would be made again."""
     first = first_offset(cluster, journal)
     if first > 0:
@@ -24,7 +24,7 @@ def check_whole(cluster: Cluster, journal: str) -> None:
         )
 
 
-def check_not_anew(
+def check_not_recreated(
     cluster: Cluster, decoder: Decoder, weights: str, run_id: str, journal: str, journal_id: str
 ) -> None:
     """Hold a journal without records against the versions that the run has published.

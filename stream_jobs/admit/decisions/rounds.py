@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from stream_jobs.admit.decisions.compact_map import LARGEST_THIRD, Packed
+from stream_jobs.admit.decisions.compact_map import LARGEST_THIRD, CompactMap
 
 Span = tuple[int, int]
 """A round, and the one behind the last that is closed with it."""
@@ -19,7 +19,7 @@ _LARGEST_END = 1 << 31
 """A round is an Avro int."""
 
 
-class Owed(NamedTuple):
+class MissingMembers(NamedTuple):
     """A round closed `left` members short. Whoever was opened before `closed_at` (log time) and comes now was one of them."""
 
     round: int
@@ -32,7 +32,7 @@ class Rounds:
     """Closed rounds of one group id. spans: from a round to before another one, in order, each behind a round that is not closed."""
 
     spans: tuple[Span, ...] = ()
-    owed: tuple[Owed, ...] = ()
+    missing_members: tuple[MissingMembers, ...] = ()
 
     @property
     def floor(self) -> int:
@@ -47,7 +47,7 @@ class Rounds:
     def close(self, number: int, closed_at: int, left: int) -> None:
         """A round is admitted or refused although `left` of its members have not come."""
         if left > 0:
-            self.owed += (Owed(number, closed_at, left),)
+            self.missing_members += (MissingMembers(number, closed_at, left),)
         if self.closed(number):
             return
         spans, first, end = self.spans, number, number + 1
@@ -62,12 +62,14 @@ class Rounds:
 
     def missed_by(self, opened_at: int) -> int | None:
         """The first round that a trajectory opened at this time was meant for and has missed; None: it belongs to a later one."""
-        return min((o.round for o in self.owed if opened_at < o.closed_at), default=None)
+        return min((o.round for o in self.missing_members if opened_at < o.closed_at), default=None)
 
     def turned_away(self, number: int) -> None:
         """One of those that missed this round has come and was refused."""
-        fewer = (o._replace(left=o.left - 1) if o.round == number else o for o in self.owed)
-        self.owed = tuple(o for o in fewer if o.left > 0)
+        fewer = (
+            o._replace(left=o.left - 1) if o.round == number else o for o in self.missing_members
+        )
+        self.missing_members = tuple(o for o in fewer if o.left > 0)
 
 
 class ClosedRounds:
@@ -76,9 +78,9 @@ class ClosedRounds:
     """
 
     def __init__(
-        self, packed: Packed | None = None, others: Iterable[tuple[str, Rounds]] = ()
+        self, compact: CompactMap | None = None, others: Iterable[tuple[str, Rounds]] = ()
     ) -> None:
-        self.packed = Packed() if packed is None else packed
+        self.compact = CompactMap() if compact is None else compact
         self.others = dict(others)
         """Of group ids whose closed rounds have a gap, or of which another round than the last is owed members."""
 
@@ -87,22 +89,26 @@ class ClosedRounds:
         found = self.others.get(group_id) if self.others else None
         if found is not None:
             return found
-        values = self.packed.get(group_id)
+        values = self.compact.get(group_id)
         if values is None:
             return Rounds()
         closed_at, span, left = values
         first, end = span >> _END_BITS, span % (1 << _END_BITS)
-        return Rounds(((first, end),), (Owed(end - 1, closed_at, left),) if left else ())
+        return Rounds(((first, end),), (MissingMembers(end - 1, closed_at, left),) if left else ())
 
     def put(self, group_id: str, rounds: Rounds) -> None:
         """Set those of a group id."""
-        if len(rounds.spans) == 1 and len(rounds.owed) < 2:
+        if len(rounds.spans) == 1 and len(rounds.missing_members) < 2:
             ((first, end),) = rounds.spans
-            owed = rounds.owed[0] if rounds.owed else Owed(end - 1, 0, 0)
+            owed = (
+                rounds.missing_members[0]
+                if rounds.missing_members
+                else MissingMembers(end - 1, 0, 0)
+            )
             if owed.round == end - 1 and end <= _LARGEST_END and owed.left <= LARGEST_THIRD:
                 self.others.pop(group_id, None)
-                self.packed.put(group_id, (owed.closed_at, first << _END_BITS | end, owed.left))
+                self.compact.put(group_id, (owed.closed_at, first << _END_BITS | end, owed.left))
                 return
         if group_id not in self.others:
-            self.packed.discard(group_id)
+            self.compact.discard(group_id)
         self.others[group_id] = rounds

@@ -1,6 +1,6 @@
 """What admission has decided: a fold over its journal, which the admission that writes the journal goes on with. Pure.
 
-After a crash admission folds the candidates again from `Past.resume_from`. What the journal has decided folds to nothing; the rest is, at
+After a crash admission folds the candidates again from `ResumePoint.resume_from`. What the journal has decided folds to nothing; the rest is, at
 the last journaled step, exactly what it was: groups half full, batches half full, deadlines. Only ticks before `resume_from` are
 needed besides, for event time; the reader fetches them.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from schemas.records import AdmissionPolicy, Late, PolicyApplied, ReadyBatch, Refused
-from stream_jobs.admit.decisions.compact_map import Packed
-from stream_jobs.admit.decisions.journal import Journaled
+from stream_jobs.admit.decisions.compact_map import CompactMap
+from stream_jobs.admit.decisions.journal import JournalRecord
 from stream_jobs.admit.decisions.rounds import ClosedRounds
 from stream_jobs.admit.group import GroupKey
 from stream_jobs.admit.policy import is_of_settings
@@ -32,21 +32,21 @@ class Decided(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ledger:
+class DecisionState:
     """What the records of a journal say, from its first on. For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
-    `ClosedRounds.others` take more), and what the buckets of `Packed` take besides.
+    `ClosedRounds.others` take more), and what the buckets of `CompactMap` take besides.
 
     gone: members refused one by one, of rounds that are still open; turned: refused because such a round was full or sealed.
     told: trajectories that the records have named. Of the candidates topic that the last ones came from: its id, the policies applied,
     `input_from` (None before the first decision), the last step (`stepped_to`), and how far it was read (`input_to`).
     """
 
-    decisions: Packed = field(default_factory=Packed)
+    decisions: CompactMap = field(default_factory=CompactMap)
     rounds: ClosedRounds = field(default_factory=ClosedRounds)
-    gone: Counter[GroupKey] = field(default_factory=Counter)
-    turned: Counter[GroupKey] = field(default_factory=Counter)
+    refused_members: Counter[GroupKey] = field(default_factory=Counter)
+    turned_away: Counter[GroupKey] = field(default_factory=Counter)
     next_seq: int = 0
-    told: int = 0
+    decided_count: int = 0
     newest: PolicyApplied | None = None
     of_settings: PolicyApplied | None = None
     topic_id: str | None = None
@@ -63,7 +63,7 @@ class Ledger:
         at, revision, seq = found
         return Decided(revision, None if seq == _REFUSED else seq, at)
 
-    def take(self, record: Journaled) -> None:
+    def apply(self, record: JournalRecord) -> None:
         """The next record of the journal."""
         if not isinstance(record, Late) and record.input_topic_id != self.topic_id:
             # The candidates topic was made anew.
@@ -83,14 +83,14 @@ class Ledger:
                     old.at if old else 0,
                 )
             case PolicyApplied():
-                self._apply(record)
+                self._apply_policy(record)
         if not isinstance(record, PolicyApplied):
             self.stepped_to = max(self.stepped_to, record.input_to - 1)
             self.input_to = max(self.input_to, record.input_to)
         if isinstance(record, ReadyBatch | Refused):
             self.input_from = record.input_from
 
-    def _apply(self, record: PolicyApplied) -> None:
+    def _apply_policy(self, record: PolicyApplied) -> None:
         self.applied.append(record)
         self.newest = record
         self.of_settings = record if is_of_settings(record.policy) else self.of_settings
@@ -101,7 +101,7 @@ class Ledger:
         self.decisions.put(
             trajectory_id, (at, revision, _REFUSED if batch_seq is None else batch_seq)
         )
-        self.told += 1
+        self.decided_count += 1
 
     def _admitted(self, batch: ReadyBatch) -> None:
         at = batch.created_at_event_time
@@ -121,30 +121,30 @@ class Ledger:
         if refused.whole_group:
             self._close(key, refused.n, len(refused.trajectory_ids), at)
         elif refused.reason != "round_closed":
-            self.gone[key] += len(refused.trajectory_ids)
+            self.refused_members[key] += len(refused.trajectory_ids)
         elif (rounds := self.rounds.of(refused.group_id)).closed(refused.round):
             rounds.turned_away(refused.round)
             self.rounds.put(refused.group_id, rounds)
         else:
-            self.turned[key] += 1
+            self.turned_away[key] += 1
 
     def _close(self, key: GroupKey, n: int, members: int, at: int) -> None:
-        left = n - members - self.gone.pop(key, 0) - self.turned.pop(key, 0)
+        left = n - members - self.refused_members.pop(key, 0) - self.turned_away.pop(key, 0)
         rounds = self.rounds.of(key[0])
         rounds.close(key[1], at, left)
         self.rounds.put(key[0], rounds)
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class ResumePoint:
     """What an admission begins with. Offsets are of the candidates topic that exists today; there are none when it was made anew (`renewed`).
 
-    ledger: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the last one applied; of_settings: the last
+    state: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the last one applied; of_settings: the last
     one of them that settings have published. replay_until: offset of the last step in the journal; below it every decision there was is in
     the journal.
     """
 
-    ledger: Ledger = field(default_factory=Ledger)
+    state: DecisionState = field(default_factory=DecisionState)
     policy: AdmissionPolicy | None = None
     newest: AdmissionPolicy | None = None
     of_settings: AdmissionPolicy | None = None
@@ -155,27 +155,25 @@ class Past:
     renewed: bool = False
 
 
-def past_of(
-    journal: Iterable[Journaled], topic_id: str, low: int, ledger: Ledger | None = None
-) -> Past:
+def resume_from_journal(
+    journal: Iterable[JournalRecord], topic_id: str, low: int, state: DecisionState | None = None
+) -> ResumePoint:
     """The past that a journal tells. topic_id: of today's candidates topic; low: the first offset that it has.
 
-    ledger: of the records before these.
+    state: of the records before these.
     """
-    ledger = Ledger() if ledger is None else ledger
+    state = DecisionState() if state is None else state
     for record in journal:
-        ledger.take(record)
-    newest = ledger.newest.policy if ledger.newest is not None else None
-    of_settings = ledger.of_settings.policy if ledger.of_settings is not None else None
-    if ledger.topic_id not in (None, topic_id):
-        return Past(
-            ledger, newest, newest, of_settings, ledger.next_seq, low, low, low, renewed=True
+        state.apply(record)
+    newest = state.newest.policy if state.newest is not None else None
+    of_settings = state.of_settings.policy if state.of_settings is not None else None
+    if state.topic_id not in (None, topic_id):
+        return ResumePoint(
+            state, newest, newest, of_settings, state.next_seq, low, low, low, renewed=True
         )
-    resume_from = low if ledger.input_from is None else ledger.input_from
-    policy = next(
-        (a.policy for a in reversed(ledger.applied) if a.from_offset <= resume_from), None
-    )
-    return Past(
-        ledger, policy, newest, of_settings, ledger.next_seq,
-        resume_from, max(low, ledger.stepped_to), max(low, ledger.input_to),
+    resume_from = low if state.input_from is None else state.input_from
+    policy = next((a.policy for a in reversed(state.applied) if a.from_offset <= resume_from), None)
+    return ResumePoint(
+        state, policy, newest, of_settings, state.next_seq,
+        resume_from, max(low, state.stepped_to), max(low, state.input_to),
     )  # fmt: skip

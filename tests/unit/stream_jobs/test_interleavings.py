@@ -39,15 +39,15 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from stream_jobs.admit.decisions.journal import Entry, Invalid, Journaled, Source
-from stream_jobs.admit.decisions.state import past_of
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid, JournalRecord
+from stream_jobs.admit.decisions.state import resume_from_journal
+from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.testing import BUCKET, Worker, curation, reward, session, spoken, step
 
 SEED = st.integers(0, 2**32)
-SOURCE = Source("t", 0, 2)
+SOURCE = CandidateLog("t", 0, 2)
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 PATIENT = Limits(
     trajectory_timeout=50_000, closed_horizon=10_000_000, orphan_after=5_000_000, closed_max=10_000, bucket_inactivity=900,
@@ -90,7 +90,7 @@ def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
 # ---------------------------------------------------------------- through admission
 
 
-def candidates_log(rigs: Iterable[Rig], rng: Random) -> list[Entry]:
+def candidates_log(rigs: Iterable[Rig], rng: Random) -> list[InputRecord]:
     """The candidates topic: each partition's records in their order, the policies somewhere, both runs' ends last."""
     queues = [list(rig.sent) for rig in rigs]
     events: list[Any] = []
@@ -102,13 +102,15 @@ def candidates_log(rigs: Iterable[Rig], rng: Random) -> list[Entry]:
     for partition in (0, 1):
         events.insert(rng.randint(0, len(events)), Tick(partition=partition, event_time=5))
     events += [RunEnded(run_id=run, created_at=0) for run in ("r", "s")]
-    return [Entry(i, e, PLACE if isinstance(e, Candidate) else None) for i, e in enumerate(events)]
+    return [
+        InputRecord(i, e, PLACE if isinstance(e, Candidate) else None) for i, e in enumerate(events)
+    ]
 
 
-def admitted(log: list[Entry], run: str, rng: Random) -> list[Journaled]:
+def admitted(log: list[InputRecord], run: str, rng: Random) -> list[JournalRecord]:
     """The journal of a run whose admission is killed anywhere: before its decisions are written, or after."""
-    journal: list[Journaled] = []
-    state, at, lives = Admission(run, "train", SOURCE), 0, rng.choice([0, 0, 3])
+    journal: list[JournalRecord] = []
+    state, at, lives = AdmissionFold(run, "train", SOURCE), 0, rng.choice([0, 0, 3])
     while at < len(log):
         decided = state.fold(log[at])
         assert not any(isinstance(d, Invalid) for d in decided)
@@ -118,11 +120,13 @@ def admitted(log: list[Entry], run: str, rng: Random) -> list[Journaled]:
         at += 1
         if killed:
             lives, at = lives - 1, 0
-            state = Admission(run, "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+            state = AdmissionFold(
+                run, "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0)
+            )
     return journal
 
 
-def groups_of(journal: list[Journaled]) -> dict[tuple[str, int], set[str]]:
+def groups_of(journal: list[JournalRecord]) -> dict[tuple[str, int], set[str]]:
     """Members by group and round; each once."""
     found = [g for d in journal if isinstance(d, ReadyBatch) for g in d.groups]
     out = {(g.group_id, g.round): {m.trajectory_id for m in g.members} for g in found}
@@ -130,7 +134,7 @@ def groups_of(journal: list[Journaled]) -> dict[tuple[str, int], set[str]]:
     return out
 
 
-def check_revisions(log: list[Entry], journal: list[Journaled], run: str) -> None:
+def check_revisions(log: list[InputRecord], journal: list[JournalRecord], run: str) -> None:
     """Before admission the newest revision replaces the others, after it each newer one is late, and nothing enters twice."""
     seen = [
         (e.offset, e.event) for e in log if isinstance(e.event, Candidate) and e.event.run_id == run
@@ -173,7 +177,7 @@ def test_full_rounds_give_the_same_groups_however_they_come(seed: int) -> None:
         check_revisions(other_log, other, run)
 
 
-def _round_is_named(log: list[Entry], run: str, group: str) -> bool:
+def _round_is_named(log: list[InputRecord], run: str, group: str) -> bool:
     found = [
         e.event
         for e in log
@@ -300,13 +304,13 @@ def test_of_candidates_from_before_the_first_policy_the_newest_revision_is_admit
     first, second = old.sent
     made = AdmissionPolicy(run_id="r", batch_groups=1, **POLICY)
     log = [
-        Entry(0, replace(first, rewards=second.rewards), PLACE),
-        Entry(1, second, PLACE),
-        Entry(2, made),
+        InputRecord(0, replace(first, rewards=second.rewards), PLACE),
+        InputRecord(1, second, PLACE),
+        InputRecord(2, made),
     ]
     later = replace(second, revision=2)
-    state = Admission("r", "train", SOURCE)
-    _, batch, late = (d for e in [*log, Entry(3, later, PLACE)] for d in state.fold(e))
+    state = AdmissionFold("r", "train", SOURCE)
+    _, batch, late = (d for e in [*log, InputRecord(3, later, PLACE)] for d in state.fold(e))
     assert isinstance(batch, ReadyBatch) and batch.groups[0].members[0].revision == 1
     assert isinstance(late, Late) and late.revision == 2
 
@@ -317,14 +321,16 @@ def test_candidates_from_before_the_first_policy_outlive_a_crash_behind_its_firs
         replace(made, trajectory_id=t, group_id=t) for t in "ab" for made in _rewarded_candidates()
     ]
     log = [
-        *(Entry(i, c, PLACE) for i, c in enumerate(closed)),
-        Entry(2, AdmissionPolicy(run_id="r", batch_groups=1, **POLICY)),
+        *(InputRecord(i, c, PLACE) for i, c in enumerate(closed)),
+        InputRecord(2, AdmissionPolicy(run_id="r", batch_groups=1, **POLICY)),
     ]
-    state = Admission("r", "train", SOURCE)
+    state = AdmissionFold("r", "train", SOURCE)
     decided = [d for e in log for d in state.fold(e) if not isinstance(d, Invalid)]
     for kept in range(len(decided) + 1):
         journal = decided[:kept]
-        state = Admission("r", "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+        state = AdmissionFold(
+            "r", "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0)
+        )
         journal += [d for e in log for d in state.fold(e) if not isinstance(d, Invalid)]
         assert groups_of(journal) == {("a", 0): {"a"}, ("b", 0): {"b"}}
 

@@ -25,8 +25,8 @@ from schemas.records import (
     Tick,
 )
 from schemas.reward_matching import training_reward
-from stream_jobs.admit.decisions.journal import Decision, Entry, Source
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.handlers import PAYLOAD_BYTES
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
@@ -47,7 +47,9 @@ class Pool:
     """Both folds. What assemble puts out goes to admission at once, event time too."""
 
     worker: Worker = field(default_factory=Worker)
-    admission: Admission = field(default_factory=lambda: Admission("r", "train", Source("t", 0, 1)))
+    admission: AdmissionFold = field(
+        default_factory=lambda: AdmissionFold("r", "train", CandidateLog("t", 0, 1))
+    )
     decided: list[Decision] = field(default_factory=list)
     now: int = 0
     _told: int = 0
@@ -61,7 +63,7 @@ class Pool:
     def tell(self, event: Any) -> None:
         """One record of the candidates topic."""
         self.decided += self.admission.fold(
-            Entry(self._offset, event, PLACE if isinstance(event, Candidate) else None)
+            InputRecord(self._offset, event, PLACE if isinstance(event, Candidate) else None)
         )
         self._offset += 1
 
@@ -189,13 +191,13 @@ def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
                 fold._groups,
                 fold._pending,
                 fold._batches._open,
-                fold._early,
+                fold._before_policy,
                 pool.worker.state.buckets,
             )
             sizes.append(
                 (
                     len(pool.worker.state.dump()),
-                    len(fold._deadlines._heap) < 1200,
+                    len(fold._timers._heap) < 1200,
                     [len(h) for h in held],
                 )
             )

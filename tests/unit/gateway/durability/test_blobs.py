@@ -30,7 +30,7 @@ from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, Trajec
 from schemas.settings import Settings
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.lake.tables.catalog import Placed, catalog
-from stream_jobs.reward.blob_fields import resolved
+from stream_jobs.reward.blob_fields import resolve_blobs
 from stream_jobs.reward.rewards import no_reward, rules_of
 
 CODEC = Codec()
@@ -391,7 +391,7 @@ def test_reward_functions_see_what_lies_outside(tmp_path: Path) -> None:
         blob_of(store, b'{"gold":"42"}'), b'{"content":"1"}', blob_of(store, b'{"content":"42"}')
     )
     whole = a_trajectory(b'{"gold":"42"}', b'{"content":"1"}', b'{"content":"42"}')
-    assert resolved(kept, store.get) == whole and resolved(whole, store.get) == whole
+    assert resolve_blobs(kept, store.get) == whole and resolve_blobs(whole, store.get) == whole
 
 
 def test_a_reference_that_was_made_up_reads_nothing(tmp_path: Path) -> None:
@@ -401,10 +401,10 @@ def test_a_reference_that_was_made_up_reads_nothing(tmp_path: Path) -> None:
     digest = sha256(b"password").hexdigest()
     made_up = reference(Blob(field="f", url=secret.as_uri(), sha256=digest, size_bytes=8))
     with pytest.raises(BlobMissing):
-        resolved(a_trajectory(made_up, b"{}"), store.get)
+        resolve_blobs(a_trajectory(made_up, b"{}"), store.get)
     wrong_size = reference(Blob(field="f", url="", sha256=store.put(b"x"), size_bytes=8))
     with pytest.raises(BlobMissing, match="not the 8"):
-        resolved(a_trajectory(wrong_size, b"{}"), store.get)
+        resolve_blobs(a_trajectory(wrong_size, b"{}"), store.get)
 
 
 def test_a_rule_that_can_not_be_asked_says_so() -> None:

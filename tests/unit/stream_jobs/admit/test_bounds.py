@@ -11,7 +11,7 @@ from runtime.kafka import Cluster, Record
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
 from stream_jobs.admit import policy_log
-from stream_jobs.admit.main import PUT_BYTES, PUT_MOST, Pace
+from stream_jobs.admit.main import MAX_SEND_BYTES, MAX_SEND_RECORDS, SendLimit
 from stream_jobs.admit.policy_log import RunLog
 
 AT = ("candidates", 0)
@@ -36,34 +36,36 @@ class Source:
 
 def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key, value and headers count. From the first that is not kept on the log is read, so that none is passed over."""
-    monkeypatch.setattr(policy_log, "STRAYS_BYTES", 100)
+    monkeypatch.setattr(policy_log, "MAX_UNATTRIBUTED_BYTES", 100)
     source = Source([30, 30, 30, 5, 1])
     log = RunLog(cast(Cluster, source), cast(Decoder, source), AT, "r")
     for _ in range(2):
         log.read(0)
-        assert [r.offset for r in log.strays] == [0, 1, 3], "30 bytes more are too many, 5 are not"
-        assert log.next_own(0) == 2
+        assert [r.offset for r in log.unattributed] == [0, 1, 3], (
+            "30 bytes more are too many, 5 are not"
+        )
+        assert log.next_run_offset(0) == 2
     log.read(1)
-    assert log.next_own(3) == 4
+    assert log.next_run_offset(3) == 4
     log._from = None  # as at a first reading
     log.read(1)
-    assert [r.offset for r in log.strays] == [1, 2, 3] and log.next_own(1) == 4
+    assert [r.offset for r in log.unattributed] == [1, 2, 3] and log.next_run_offset(1) == 4
 
 
 @pytest.mark.parametrize(
     ("sizes", "waits"),
     [
-        ([1] * PUT_MOST, []),
-        ([1] * (2 * PUT_MOST + 1), [PUT_MOST, 2 * PUT_MOST]),
-        ([PUT_BYTES // 4] * 9, [4, 8]),
-        ([PUT_BYTES + 1, 1, PUT_BYTES, 1], [1, 2, 3]),
+        ([1] * MAX_SEND_RECORDS, []),
+        ([1] * (2 * MAX_SEND_RECORDS + 1), [MAX_SEND_RECORDS, 2 * MAX_SEND_RECORDS]),
+        ([MAX_SEND_BYTES // 4] * 9, [4, 8]),
+        ([MAX_SEND_BYTES + 1, 1, MAX_SEND_BYTES, 1], [1, 2, 3]),
     ],
 )
 def test_a_transaction_waits_before_too_much_is_on_its_way(
     sizes: list[int], waits: list[int]
 ) -> None:
     waited, begun = list[int](), 0
-    pace = Pace(lambda: waited.append(begun))
-    for begun, size in enumerate(sizes):  # noqa: B007 - told by the pace
-        pace.before(size)
+    limit = SendLimit(lambda: waited.append(begun))
+    for begun, size in enumerate(sizes):  # noqa: B007 - told by the limit
+        limit.before(size)
     assert waited == waits

@@ -20,9 +20,9 @@ from schemas.records import (
     RunEnded,
 )
 from schemas.settings import Settings
-from stream_jobs.admit.decisions.journal import Entry, Invalid, Source
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid
 from stream_jobs.admit.equal_rewards import EqualRewards
-from stream_jobs.admit.fold import Admission, replay
+from stream_jobs.admit.fold import AdmissionFold, replay
 from stream_jobs.admit.policy import policy_of
 
 
@@ -52,9 +52,9 @@ def test_full_group_with_rewards_becomes_a_batch() -> None:
 def test_first_policy_opens_the_run_and_earlier_candidates_count() -> None:
     opened = fold(cand("a", value=1.0), cand("b", value=0.0), policy())
     assert groups(opened) == [[["a", "b"]]]
-    state = Admission("r", "train", SOURCE)
+    state = AdmissionFold("r", "train", SOURCE)
     assert [state.fold(e) for e in entries(cand("a"))] == [[]] and state.input_from == 0
-    (applied,) = Admission("r", "train", SOURCE).fold(Entry(4, policy()))
+    (applied,) = AdmissionFold("r", "train", SOURCE).fold(InputRecord(4, policy()))
     assert isinstance(applied, PolicyApplied) and (applied.from_offset, applied.policy) == (
         4,
         policy(),
@@ -98,7 +98,7 @@ def test_reward_that_does_not_come_drops_its_member() -> None:
 
 
 def test_event_time_is_the_minimum_over_the_source_partitions() -> None:
-    two = Source("t", 0, 2)
+    two = CandidateLog("t", 0, 2)
     start = (policy(), cand("a", rewards=()), cand("b", rewards=()))
     assert fold(*start, tick(9000, 0), source=two) == []
     assert fold(*start, tick(9000, 0), tick(100, 1), source=two) == []
@@ -331,14 +331,14 @@ def test_validation_batches_hold_one_sync_index_and_close_by_time() -> None:
 
 
 def test_content_hash_knows_no_clock_run_or_place() -> None:
-    def digest(*events: Any, source: Source = SOURCE, run: str = "r") -> str:
-        state = Admission(run, "train", source)
+    def digest(*events: Any, source: CandidateLog = SOURCE, run: str = "r") -> str:
+        state = AdmissionFold(run, "train", source)
         (batch,) = [d for e in entries(*events) for d in state.fold(e) if isinstance(d, ReadyBatch)]
         return batch.content_hash
 
     plain = digest(policy(), cand("a"), cand("b", value=0.0))
     assert plain == digest(
-        policy(), cand("b", value=0.0), cand("a", closed_at=50), source=Source("other", 0, 1)
+        policy(), cand("b", value=0.0), cand("a", closed_at=50), source=CandidateLog("other", 0, 1)
     )
     moved = [
         dataclasses.replace(e, run_id="s") for e in (policy(), cand("a"), cand("b", value=0.0))
@@ -351,7 +351,7 @@ def test_replay_gives_the_same_batches_in_the_same_order() -> None:
     log = entries(
         policy(batch_groups=2), *(cand(f"t{i}", f"g{i % 7}", i % 3) for i in range(50)), tick(9000)
     )
-    state = Admission("r", "train", SOURCE)
+    state = AdmissionFold("r", "train", SOURCE)
     live = [d.content_hash for e in log for d in state.fold(e) if isinstance(d, ReadyBatch)]
     assert len(live) > 5
     assert (
@@ -363,9 +363,9 @@ def test_replay_gives_the_same_batches_in_the_same_order() -> None:
 
 def test_straggler_blocks_nobody_and_costs_nothing() -> None:
     """10,000 groups pass one that never completes; no call more a candidate for the last ones than for the first ones."""
-    state = Admission("r", "train", SOURCE)
-    state.fold(Entry(0, policy(batch_groups=10)))
-    state.fold(Entry(1, cand("straggler", "slow")))
+    state = AdmissionFold("r", "train", SOURCE)
+    state.fold(InputRecord(0, policy(batch_groups=10)))
+    state.fold(InputRecord(1, cand("straggler", "slow")))
     place = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
     calls, batches = [0, 0], 0
 
@@ -374,7 +374,7 @@ def test_straggler_blocks_nobody_and_costs_nothing() -> None:
 
     for part in (0, 1):
         log = [
-            Entry(2 + 2 * g + i, cand(f"{g}-{i}", f"g{g}", float(i)), place)
+            InputRecord(2 + 2 * g + i, cand(f"{g}-{i}", f"g{g}", float(i)), place)
             for g in range(part * 5000, part * 5000 + 5000)
             for i in (0, 1)
         ]
@@ -386,7 +386,7 @@ def test_straggler_blocks_nobody_and_costs_nothing() -> None:
     assert batches == 1000
     assert state.input_from == 1
     assert calls[1] < 1.02 * calls[0]
-    (refused,) = state.fold(Entry(99_999, tick(5010)))
+    (refused,) = state.fold(InputRecord(99_999, tick(5010)))
     assert isinstance(refused, Refused) and refused.trajectory_ids == ("straggler",)
     assert refused.input_from == 100_000
 
@@ -441,7 +441,7 @@ def test_a_run_of_groups_with_equal_rewards_is_noticed_now_and_then() -> None:
         for decision in fold(
             policy(), *(cand(f"{number}.{i}", f"g{number}", v) for i, v in enumerate(values))
         ):
-            found.append(counted.take(decision))
+            found.append(counted.observe(decision))
 
     for number in range(20):
         decide(number, (1.0, 1.0))

@@ -12,10 +12,10 @@ from schemas.errors import SettingsError
 from schemas.settings import PolicySettings, Settings
 from stream_jobs.admit.policy import (
     Published,
-    flaw_of_policy,
     is_of_settings,
     next_policy,
     policy_of,
+    policy_rejection,
     same_content,
     settings_of,
 )
@@ -230,6 +230,6 @@ def test_a_policy_that_no_settings_could_say_is_not_obeyed(
 ) -> None:
     """It may have been written by another program."""
     policy = policy_of(SETTINGS, 7, 0)
-    assert flaw_of_policy(policy, None) is None
-    flaw = flaw_of_policy(dataclasses.replace(policy, **changes), None)
-    assert flaw is not None and flaw.startswith(f"policy 7: {why}")
+    assert policy_rejection(policy, None) is None
+    rejection = policy_rejection(dataclasses.replace(policy, **changes), None)
+    assert rejection is not None and rejection.startswith(f"policy 7: {why}")

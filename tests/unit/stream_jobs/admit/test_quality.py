@@ -9,7 +9,7 @@ import pytest
 from support.admit import cand, fold, groups, policy, refusals, reward, tick
 
 from schemas.records import Candidate, CandidateStep, Late, ReadyBatch, Refused, RunEnded
-from stream_jobs.admit.policy import flaw_of_policy
+from stream_jobs.admit.policy import policy_rejection
 
 
 def steps(tid: str, *changes: dict[str, Any]) -> tuple[CandidateStep, ...]:
@@ -241,9 +241,9 @@ def test_group_size_of_the_opened_event_stands_above_the_policy() -> None:
 @pytest.mark.parametrize("name", ["min_quality", "min_step_quality"])
 def test_a_quality_outside_of_its_range_is_no_policy(name: str) -> None:
     for wrong in (1.5, -0.1, float("nan")):
-        flaw = flaw_of_policy(policy(**{name: wrong}), None)
-        assert flaw is not None and name in flaw
-    assert flaw_of_policy(policy(**{name: 1.0}), None) is None
+        rejection = policy_rejection(policy(**{name: wrong}), None)
+        assert rejection is not None and name in rejection
+    assert policy_rejection(policy(**{name: 1.0}), None) is None
 
 
 def test_policies_that_say_the_same_are_the_same_whoever_says_it() -> None:

@@ -26,16 +26,27 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from stream_jobs.admit.decisions.checkpoint import CheckpointFlaw, Mark, read, written
-from stream_jobs.admit.decisions.journal import Decision, Entry, Invalid, Journaled, Source
-from stream_jobs.admit.decisions.state import Ledger, past_of
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.checkpoint import (
+    JournalPosition,
+    UnusableCheckpoint,
+    deserialize,
+    serialize,
+)
+from stream_jobs.admit.decisions.journal import (
+    CandidateLog,
+    Decision,
+    InputRecord,
+    Invalid,
+    JournalRecord,
+)
+from stream_jobs.admit.decisions.state import DecisionState, resume_from_journal
+from stream_jobs.admit.fold import AdmissionFold
 
-SOURCE = Source("topic-1", 0, 2)
+SOURCE = CandidateLog("topic-1", 0, 2)
 SEED = st.integers(0, 2**32)
 LENGTH = st.integers(5, 120)
 CODEC = Codec()
-MARK = Mark.of("journal-1", 7, b"its last record")
+POSITION = JournalPosition.of("journal-1", 7, b"its last record")
 
 
 def policy(version: int = 1, **changes: Any) -> AdmissionPolicy:
@@ -85,15 +96,15 @@ def ops_of(rng: random.Random, length: int) -> list[Any]:
     return [(kind, *every[kind]()) for kind in kinds]
 
 
-def log_of(ops: list[Any], channel: Any, ended: bool) -> list[Entry]:
+def log_of(ops: list[Any], channel: Any, ended: bool) -> list[InputRecord]:
     """A log of candidates on which time passes with every record, read as the ops say."""
-    out: list[Entry] = []
+    out: list[InputRecord] = []
     seen: list[Candidate] = []
     version, now = 1, 100
 
     def put(event: Any) -> None:
         out.append(
-            Entry(
+            InputRecord(
                 3 * len(out),
                 event,
                 Place(topic_id="t", partition=0, first_offset=len(out), last_offset=len(out)),
@@ -169,16 +180,16 @@ def rewarded(value: float) -> RewardValue:
     )
 
 
-def run(state: Admission, log: list[Entry]) -> list[list[Journaled]]:
+def run(state: AdmissionFold, log: list[InputRecord]) -> list[list[JournalRecord]]:
     """What each record brings about, dead letters left out."""
-    return [journaled(state.fold(e)) for e in log]
+    return [journal_records(state.fold(e)) for e in log]
 
 
-def journaled(decisions: list[Decision]) -> list[Journaled]:
+def journal_records(decisions: list[Decision]) -> list[JournalRecord]:
     return [d for d in decisions if not isinstance(d, Invalid)]
 
 
-def check(journal: list[Journaled]) -> None:
+def check(journal: list[JournalRecord]) -> None:
     """What must hold for any journal."""
     batches = [d for d in journal if isinstance(d, ReadyBatch)]
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
@@ -219,16 +230,16 @@ def test_crash_after_any_step_changes_nothing(
 ) -> None:
     """Decisions of one step are one transaction. Cut behind any of them, admission goes on with exactly the same decisions."""
     log = log_of(ops_of(random.Random(seed), length), channel, ended)
-    steps = run(Admission("r", channel, SOURCE), log)
+    steps = run(AdmissionFold("r", channel, SOURCE), log)
     whole = [d for step in steps for d in step]
     check(whole)
-    done: list[Journaled] = []
+    done: list[JournalRecord] = []
     for at, step in enumerate(steps):
         done += step
         if not step:
             continue  # the journal, and so the way on, is as before
-        state = Admission("r", channel, SOURCE, past_of(done, SOURCE.topic_id, 0))
-        assert journaled(state.opening()) == []
+        state = AdmissionFold("r", channel, SOURCE, resume_from_journal(done, SOURCE.topic_id, 0))
+        assert journal_records(state.initial_records()) == []
         resumed = [d for step in run(state, log) for d in step]
         assert resumed == [d for step in steps[at + 1 :] for d in step]
 
@@ -241,12 +252,14 @@ def test_cut_at_any_decision_decides_each_trajectory_once(
     """Even inside a step, which transactions prevent; and again and again."""
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), "train", ended)
-    journal: list[Journaled] = []
+    journal: list[JournalRecord] = []
     for _ in range(3):
-        state = Admission("r", "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+        state = AdmissionFold(
+            "r", "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0)
+        )
         more = [d for step in run(state, log) for d in step]
         journal += more[: rng.randint(0, len(more))]  # what got through
-    state = Admission("r", "train", SOURCE, past_of(journal, SOURCE.topic_id, 0))
+    state = AdmissionFold("r", "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0))
     journal += [d for step in run(state, log) for d in step]
     check(journal)
     if ended:
@@ -262,9 +275,9 @@ def test_cut_at_any_decision_decides_each_trajectory_once(
         assert decided == closed, "none is lost"
 
 
-def kept(ledger: Ledger) -> bytes:
-    """A checkpoint. Two ledgers that know the same have the same bytes: they were told it in the same order."""
-    return b"".join(written(ledger, MARK, CODEC))
+def kept(state: DecisionState) -> bytes:
+    """A checkpoint. Two states that know the same have the same bytes: they were told it in the same order."""
+    return b"".join(serialize(state, POSITION, CODEC))
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -272,42 +285,42 @@ def kept(ledger: Ledger) -> bytes:
 def test_checkpoint_and_the_rest_are_the_whole_journal(
     seed: int, length: int, channel: Any, ended: bool
 ) -> None:
-    """Killed behind any record of the journal, with a checkpoint of any moment before: the same past, and the same decisions after it."""
+    """Killed behind any record of the journal, with a checkpoint of any moment before: the same resume point, and the same decisions after it."""
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), channel, ended)
-    live = Admission("r", channel, SOURCE)
+    live = AdmissionFold("r", channel, SOURCE)
     stop = rng.randint(0, len(log))
     journal = [d for step in run(live, log[:stop]) for d in step]
-    early, cut = Ledger(), rng.randint(0, len(journal))
-    past_of(journal[:cut], SOURCE.topic_id, 0, early)
-    ledger, mark = read(kept(early), CODEC)
-    assert mark == MARK
-    past, whole = (
-        past_of(journal[cut:], SOURCE.topic_id, 0, ledger),
-        past_of(journal, SOURCE.topic_id, 0),
+    early, cut = DecisionState(), rng.randint(0, len(journal))
+    resume_from_journal(journal[:cut], SOURCE.topic_id, 0, early)
+    state, position = deserialize(kept(early), CODEC)
+    assert position == POSITION
+    resume_point, whole = (
+        resume_from_journal(journal[cut:], SOURCE.topic_id, 0, state),
+        resume_from_journal(journal, SOURCE.topic_id, 0),
     )
-    assert kept(past.ledger) == kept(whole.ledger) == kept(live.ledger), (
+    assert kept(resume_point.state) == kept(whole.state) == kept(live.state), (
         "and what wrote it goes on with no other"
     )
-    assert dataclasses.replace(past, ledger=whole.ledger) == whole
-    resumed = run(Admission("r", channel, SOURCE, past), log)
-    assert resumed == run(Admission("r", channel, SOURCE, whole), log)
+    assert dataclasses.replace(resume_point, state=whole.state) == whole
+    resumed = run(AdmissionFold("r", channel, SOURCE, resume_point), log)
+    assert resumed == run(AdmissionFold("r", channel, SOURCE, whole), log)
 
 
 def test_checkpoint_that_is_damaged_or_of_another_release_is_refused() -> None:
     log = log_of(ops_of(random.Random(3), 120), "train", False)
-    live = Admission("r", "train", SOURCE)
+    live = AdmissionFold("r", "train", SOURCE)
     run(live, log)
-    assert live.ledger.told > 10
-    whole = kept(live.ledger)
-    assert kept(read(whole, CODEC)[0]) == whole
+    assert live.state.decided_count > 10
+    whole = kept(live.state)
+    assert kept(deserialize(whole, CODEC)[0]) == whole
     rng = random.Random(0)
     for at in [0, 18, 25, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]:
-        with pytest.raises(CheckpointFlaw):
-            read(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], CODEC)
+        with pytest.raises(UnusableCheckpoint):
+            deserialize(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], CODEC)
     for cut in (b"", whole[:10], whole[:-1], whole[: len(whole) // 2]):
-        with pytest.raises(CheckpointFlaw):
-            read(cut, CODEC)
+        with pytest.raises(UnusableCheckpoint):
+            deserialize(cut, CODEC)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -317,7 +330,7 @@ def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: 
     first, *rest = log_of(ops_of(rng, length), "train", False)
     rng.shuffle(rest)
     log = [first, *(dataclasses.replace(e, offset=3 * i + 3) for i, e in enumerate(rest))]
-    check([d for step in run(Admission("r", "train", SOURCE), log) for d in step])
+    check([d for step in run(AdmissionFold("r", "train", SOURCE), log) for d in step])
 
 
 def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
@@ -327,18 +340,19 @@ def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
     old = log[1].event
     assert isinstance(old, Candidate)
     late = dataclasses.replace(old, trajectory_id="late", group_id="h", group_size=1, rewards=())
-    steps = run(Admission("r", "train", SOURCE), [*log, Entry(99, late, log[1].place)])
+    steps = run(AdmissionFold("r", "train", SOURCE), [*log, InputRecord(99, late, log[1].place)])
     whole = [d for step in steps for d in step]
     last = whole[-1]
     assert isinstance(last, Refused) and (last.reason, last.trajectory_ids) == (
         "reward_missing",
         ("late",),
     )
-    past = past_of(whole[:-1], SOURCE.topic_id, 0)
-    assert past.resume_from > log[0].offset
-    assert run(Admission("r", "train", SOURCE, past), [*log, Entry(99, late, log[1].place)])[
-        -1
-    ] == [last]
+    resume_point = resume_from_journal(whole[:-1], SOURCE.topic_id, 0)
+    assert resume_point.resume_from > log[0].offset
+    assert run(
+        AdmissionFold("r", "train", SOURCE, resume_point),
+        [*log, InputRecord(99, late, log[1].place)],
+    )[-1] == [last]
 
 
 def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
@@ -347,14 +361,14 @@ def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
         "train",
         False,
     )
-    before = [d for step in run(Admission("r", "train", SOURCE), log) for d in step]
+    before = [d for step in run(AdmissionFold("r", "train", SOURCE), log) for d in step]
     assert [d.batch_seq for d in before if isinstance(d, ReadyBatch)] == [0]
-    anew = Source("topic-2", 0, 2)
-    past = past_of(before, anew.topic_id, 7)
-    assert (past.renewed, past.resume_from, past.next_seq) == (True, 7, 1)
-    state = Admission("r", "train", anew, past)
-    (opening,) = state.opening()
-    assert opening == PolicyApplied(
+    recreated = CandidateLog("topic-2", 0, 2)
+    resume_point = resume_from_journal(before, recreated.topic_id, 7)
+    assert (resume_point.renewed, resume_point.resume_from, resume_point.next_seq) == (True, 7, 1)
+    state = AdmissionFold("r", "train", recreated, resume_point)
+    (initial,) = state.initial_records()
+    assert initial == PolicyApplied(
         run_id="r", channel="train", policy=policy(), input_topic_id="topic-2", from_offset=7
     )
     moved = [dataclasses.replace(e, offset=7 + i) for i, e in enumerate(log)]
@@ -362,17 +376,17 @@ def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
     assert after == [], (
         "what was trained is not trained again; the third group waits for a second one"
     )
-    changed = Entry(40, policy(2, batch_groups=1))
+    changed = InputRecord(40, policy(2, batch_groups=1))
     applied, batch = (d for step in run(state, [changed]) for d in step)
     assert (
         isinstance(applied, PolicyApplied)
         and isinstance(batch, ReadyBatch)
         and batch.batch_seq == 1
     )
-    again = past_of(
+    again = resume_from_journal(
         [
             *before,
-            opening,
+            initial,
             Late(run_id="r", channel="train", trajectory_id="t0", revision=1, input_to=9),
         ],
         "topic-2",
@@ -384,4 +398,4 @@ def test_topic_made_anew_goes_on_with_the_next_batch_from_its_start() -> None:
         8,
         policy(),
     )
-    assert past_of([], "topic-2", 7).renewed is False
+    assert resume_from_journal([], "topic-2", 7).renewed is False

@@ -10,11 +10,11 @@ from gateway.api.rollout_budget.budget import Demand
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.admit.decisions.journal import Entry, Journaled
+from stream_jobs.admit.decisions.journal import InputRecord, JournalRecord
 from stream_jobs.admit.decisions.rounds import Rounds
-from stream_jobs.admit.decisions.state import past_of
-from stream_jobs.admit.fold import Admission
-from stream_jobs.admit.group import Group, Member, Verdict, batch_group
+from stream_jobs.admit.decisions.state import resume_from_journal
+from stream_jobs.admit.fold import AdmissionFold
+from stream_jobs.admit.group import Group, Member, Verdict, to_batch_group
 
 SCORES = tuple(
     dataclasses.replace(
@@ -32,11 +32,11 @@ def with_steps(tid: str, group: str, value: float, n: int | None = None) -> Cand
     return dataclasses.replace(plain, rewards=(*plain.rewards, *SCORES))
 
 
-def decided(log: list[Entry], state: Admission) -> list[Journaled]:
-    return [d for e in log for d in state.fold(e) if isinstance(d, Journaled)]
+def decided(log: list[InputRecord], state: AdmissionFold) -> list[JournalRecord]:
+    return [d for e in log for d in state.fold(e) if isinstance(d, JournalRecord)]
 
 
-def hashes(decisions: list[Journaled]) -> list[str]:
+def hashes(decisions: list[JournalRecord]) -> list[str]:
     return [d.content_hash for d in decisions if isinstance(d, ReadyBatch)]
 
 
@@ -47,7 +47,7 @@ def test_batch_closes_before_it_is_larger_than_a_record() -> None:
         *(with_steps(f"{g}-{i}", f"g{g}", float(i)) for g in range(30) for i in range(8)),
         policy(policy_version=2, group_size=8, batch_groups=1),
     )
-    decisions = decided(log, Admission("r", "train", SOURCE))
+    decisions = decided(log, AdmissionFold("r", "train", SOURCE))
     batches = [d for d in decisions if isinstance(d, ReadyBatch)]
     early = [b for b in batches if b.policy_version == 1]
     sizes = [len(Codec().encode(b)) for b in early]
@@ -56,7 +56,9 @@ def test_batch_closes_before_it_is_larger_than_a_record() -> None:
     )
     assert [g.group_id for b in batches for g in b.groups] == [f"g{g}" for g in range(30)]
     cut = decisions.index(early[0]) + 1
-    state = Admission("r", "train", SOURCE, past_of(decisions[:cut], SOURCE.topic_id, 0))
+    state = AdmissionFold(
+        "r", "train", SOURCE, resume_from_journal(decisions[:cut], SOURCE.topic_id, 0)
+    )
     assert hashes(decided(log, state)) == hashes(decisions[cut:])
 
 
@@ -75,7 +77,7 @@ def test_size_of_a_member_is_never_less_than_what_it_takes() -> None:
     place = Place(topic_id="t" * 22, partition=2**30, first_offset=high, last_offset=high)
     for c in (extreme, cand("a"), with_steps("a", "g", 1.0)):
         group, member = Group((c.group_id, 2**30), 2**30), Member(c, place, 0)
-        whole = dataclasses.replace(frame, groups=(batch_group(group, [member]),))
+        whole = dataclasses.replace(frame, groups=(to_batch_group(group, [member]),))
         taken = len(Codec().encode(whole)) - empty
         assert taken <= group.size_with(Verdict((member,), ())) <= 1.1 * taken + 100
 
@@ -119,7 +121,7 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
     n = 50_000
     like = cand("x", "big", 1.0, group_size=n)
     members = [dataclasses.replace(like, trajectory_id=f"{i:05d}" + "x" * 222) for i in range(n)]
-    state = Admission("r", "train", SOURCE)
+    state = AdmissionFold("r", "train", SOURCE)
     log = entries(policy(), *members, *(cand(t, "h", float(i)) for i, t in enumerate("ab")))
     _, *decisions = decided(log, state)
     *refused, batch = decisions
@@ -130,11 +132,11 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
         (False, 0, "zero_variance", 0), (False, 0, "zero_variance", 0), (True, n, "zero_variance", 0)
     ]  # fmt: skip
     assert [t for r in parts for t in r.trajectory_ids] == [c.trajectory_id for c in members]
-    past = past_of(decisions, SOURCE.topic_id, 0)
-    assert past.ledger.rounds.of("big") == Rounds(((0, 1),)) == state.ledger.rounds.of("big"), (
-        "nobody is owed"
-    )
-    assert past.ledger.gone == {} and len(past.ledger.decisions) == n + 2
+    resume_point = resume_from_journal(decisions, SOURCE.topic_id, 0)
+    assert (
+        resume_point.state.rounds.of("big") == Rounds(((0, 1),)) == state.state.rounds.of("big")
+    ), "nobody is owed"
+    assert resume_point.state.refused_members == {} and len(resume_point.state.decisions) == n + 2
     demand = Demand("r")
     for offset, record in enumerate(decisions):
         demand.take(offset, record)

@@ -16,8 +16,8 @@ from schemas.codec.single_object import Codec
 from schemas.ids import agent_key
 from schemas.records import Place, ReadyBatch, Tag, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.admit.decisions.journal import Entry
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.decisions.journal import InputRecord
+from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.matching import token_prefix
 from stream_jobs.assemble.matching.token_prefix import measure
 from stream_jobs.assemble.model import REWARDS, STEPS, Open, StepEntry, Steps
@@ -161,10 +161,10 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
         Codec().decode(Codec().encode(last)),
         Place(topic_id="T", partition=0, first_offset=0, last_offset=9),
     )
-    admission = Admission("r", "train", SOURCE)
+    admission = AdmissionFold("r", "train", SOURCE)
     of_run = policy(required_rewards=("env",), untrained_tags=("title",), drop_zero_variance=False)
     log = [of_run, found, cand("other", key, rewards=found.rewards[:1])]
-    decided = [d for i, e in enumerate(log) for d in admission.fold(Entry(i, e, place))]
+    decided = [d for i, e in enumerate(log) for d in admission.fold(InputRecord(i, e, place))]
     (batch,) = (d for d in decided if isinstance(d, ReadyBatch))
     (member,) = (m for m in batch.groups[0].members if m.trajectory_id == key)
     left_out = {*ids[::10], ids[7]}

@@ -28,7 +28,7 @@ from stream_jobs.assemble.model import (
 from stream_jobs.assemble.output_records import at_most, candidate, in_parts, payload_bytes, slices
 from stream_jobs.assemble.payload.cache import Payload, PayloadCache
 from stream_jobs.assemble.testing import Worker, session, step
-from stream_jobs.reward.job import Gather
+from stream_jobs.reward.job import PartBuffer
 
 CODEC = Codec()
 
@@ -66,8 +66,8 @@ def test_parts_hold_everything_once_within_the_limit(
     assert [(p.part, p.parts) for p in parts] == [(i, len(parts)) for i in range(len(parts))]
     assert joined(parts) == trajectory
     assert all(len(CODEC.encode(p)) <= 6000 + 300 for p in parts)
-    gather = Gather()
-    assert [gather.take(at(i), p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [
+    buffer = PartBuffer()
+    assert [buffer.take(at(i), p) for i, p in enumerate(parts)] == [None] * (len(parts) - 1) + [
         trajectory
     ]
 
@@ -85,37 +85,37 @@ def test_parts_count_bytes_not_characters() -> None:
 
 def test_a_writer_that_begins_anew_is_followed_and_holds_nothing_up() -> None:
     parts = list(in_parts(whole([500] * 6, [10]), 4000))
-    gather = Gather()
-    assert [gather.take(at(10 + i), p) for i, p in enumerate(parts[:2])] == [None, None]
-    assert gather.done(11) == 9
-    assert [gather.take(at(12 + i), p) is not None for i, p in enumerate(parts)] == [False] * (
+    buffer = PartBuffer()
+    assert [buffer.take(at(10 + i), p) for i, p in enumerate(parts[:2])] == [None, None]
+    assert buffer.done(11) == 9
+    assert [buffer.take(at(12 + i), p) is not None for i, p in enumerate(parts)] == [False] * (
         len(parts) - 1
     ) + [True]
-    assert gather.done(99) == 99
-    assert gather.take(at(100), parts[1]) is None and gather.done(100) == 100
+    assert buffer.done(99) == 99
+    assert buffer.take(at(100), parts[1]) is None and buffer.done(100) == 100
 
 
 def test_the_parts_of_two_writers_may_be_mixed() -> None:
     """One was killed and fenced; what it had under way lands between those of the next owner."""
     parts = list(in_parts(whole([500] * 6, [10]), 4000))
-    gather = Gather()
+    buffer = PartBuffer()
     mixed = [parts[0], parts[1], parts[0], *parts[2:], *parts[1:]]
-    assert [t for i, p in enumerate(mixed) if (t := gather.take(at(i), p)) is not None] == [
+    assert [t for i, p in enumerate(mixed) if (t := buffer.take(at(i), p)) is not None] == [
         joined(parts)
     ]
-    assert gather.done(99) == 99
+    assert buffer.done(99) == 99
 
 
 def test_what_never_becomes_whole_is_given_up() -> None:
     parts = list(in_parts(whole([500] * 6, [10]), 4000))
     for missing in (1, len(parts) - 1):
         for late in (at(200), at(20, 1001)):
-            gather = Gather(give_up_records=100, give_up_ms=1000)
+            buffer = PartBuffer(expire_records=100, expire_ms=1000)
             came = [p for p in parts if p.part != missing]
-            assert [gather.take(at(10 + i), p) for i, p in enumerate(came)] == [None] * len(came)
-            assert gather.given_up(at(99, 1000)) == [] and gather.done(99) == 9
-            assert gather.given_up(late) == [(at(10), parts[0])] and gather.given_up(late) == []
-            assert gather.done(late.offset) == late.offset
+            assert [buffer.take(at(10 + i), p) for i, p in enumerate(came)] == [None] * len(came)
+            assert buffer.expire(at(99, 1000)) == [] and buffer.done(99) == 9
+            assert buffer.expire(late) == [(at(10), parts[0])] and buffer.expire(late) == []
+            assert buffer.done(late.offset) == late.offset
 
 
 def closed(steps: int, reason: str | None = None) -> Closed:

@@ -21,7 +21,7 @@ from gateway.testing.script import Say, Script
 from schemas.codec.single_object import Codec
 from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
 from stream_jobs.admit.decisions.journal import Invalid
-from stream_jobs.admit.fold import Admission
+from stream_jobs.admit.fold import AdmissionFold
 
 CODEC = Codec()
 SCRIPT = Script([Say([7], ["x"], [-0.5])])
@@ -55,7 +55,7 @@ def applied(**changes: Any) -> PolicyApplied:
 
 def journal_of(*events: Any) -> list[Journaled]:
     """What the real admission writes of a log of candidates."""
-    state = Admission("r", "train", SOURCE)
+    state = AdmissionFold("r", "train", SOURCE)
     return [d for e in entries(*events) for d in state.fold(e) if not isinstance(d, Invalid)]
 
 

@@ -10,25 +10,30 @@ import structlog
 
 from schemas.codec.single_object import Codec
 from schemas.records import Refused
-from stream_jobs.admit.decisions.checkpoint import EVERY, WORTH_IT, CheckpointFile, Mark
-from stream_jobs.admit.decisions.state import Ledger
+from stream_jobs.admit.decisions.checkpoint import (
+    SAVE_AT_CLOSE,
+    SAVE_EVERY,
+    CheckpointFile,
+    JournalPosition,
+)
+from stream_jobs.admit.decisions.state import DecisionState
 
 CODEC = Codec()
-MARK = Mark.of("journal-1", 7, b"its last record")
+POSITION = JournalPosition.of("journal-1", 7, b"its last record")
 
 
-def told(many: int, ledger: Ledger | None = None) -> Ledger:
-    """A ledger of that many trajectories more."""
-    ledger = Ledger() if ledger is None else ledger
-    first = ledger.told
+def decided(many: int, state: DecisionState | None = None) -> DecisionState:
+    """A state of that many trajectories more."""
+    state = DecisionState() if state is None else state
+    first = state.decided_count
     ids = tuple(f"t{i}" for i in range(first, first + many))
-    ledger.take(
+    state.apply(
         Refused(
             run_id="r", channel="train", group_id="g", trajectory_ids=ids, revisions=(0,) * many, whole_group=False,
             reason="run_ended", n=0, input_topic_id="topic-1", input_from=1, input_to=2, event_time=3,
         )
     )  # fmt: skip
-    return ledger
+    return state
 
 
 def file_at(path: Path) -> CheckpointFile:
@@ -40,21 +45,25 @@ def said(logs: Any) -> list[str]:
 
 
 def test_written_when_enough_is_decided_and_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "admit" / "x.ledger"
-    file, ledger = file_at(path), told(EVERY - 1)
-    file.keep(ledger, MARK)
-    file.close(Ledger(), MARK)
+    path = tmp_path / "admit" / "x.checkpoint"
+    file, state = file_at(path), decided(SAVE_EVERY - 1)
+    file.save_if_due(state, POSITION)
+    file.close(DecisionState(), POSITION)
     assert not path.exists(), "neither enough nor worth it"
-    file.keep(told(1, ledger), MARK)
-    told(WORTH_IT - 1, ledger)
-    file.close(ledger, MARK)
+    file.save_if_due(decided(1, state), POSITION)
+    decided(SAVE_AT_CLOSE - 1, state)
+    file.close(state, POSITION)
     found = file_at(path).load("journal-1", 8)
-    assert found is not None and found[0].told == EVERY and found[1] == MARK
+    assert found is not None and found[0].decided_count == SAVE_EVERY and found[1] == POSITION
     again = file_at(path)
     assert again.load("journal-1", 8) is not None
-    again.close(told(1, ledger), Mark.of("journal-1", 9, b"later"))
+    again.close(decided(1, state), JournalPosition.of("journal-1", 9, b"later"))
     found = file_at(path).load("journal-1", 10)
-    assert found is not None and found[0].told == EVERY + WORTH_IT and found[1].offset == 9
+    assert (
+        found is not None
+        and found[0].decided_count == SAVE_EVERY + SAVE_AT_CLOSE
+        and found[1].offset == 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,29 +84,29 @@ def test_written_when_enough_is_decided_and_at_the_end(tmp_path: Path) -> None:
 def test_of_another_journal_or_of_a_longer_one_it_is_not_used(
     tmp_path: Path, journal: str, end: int, why: str
 ) -> None:
-    path = tmp_path / "x.ledger"
-    file_at(path).close(told(WORTH_IT), MARK)
+    path = tmp_path / "x.checkpoint"
+    file_at(path).close(decided(SAVE_AT_CLOSE), POSITION)
     with structlog.testing.capture_logs() as logs:
         assert file_at(path).load(journal, end) is None
     assert [(e["event"], e["why"]) for e in logs] == [("checkpoint_not_used", why)]
 
 
 def test_what_is_no_checkpoint_is_not_used_and_drafts_of_the_killed_go(tmp_path: Path) -> None:
-    path, draft = tmp_path / "x.ledger", tmp_path / ".x.ledger.99.abcd"
+    path, draft = tmp_path / "x.checkpoint", tmp_path / ".x.checkpoint.99.abcd"
     path.write_bytes(b"something else")
     draft.write_bytes(b"half of one")
     with structlog.testing.capture_logs() as logs:
         assert file_at(path).load("journal-1", 8) is None
     assert said(logs) == ["checkpoint_not_used"] and not draft.exists()
     with structlog.testing.capture_logs() as logs:
-        assert file_at(tmp_path / "none.ledger").load("journal-1", 8) is None
+        assert file_at(tmp_path / "none.checkpoint").load("journal-1", 8) is None
     assert said(logs) == [], "a first start"
 
 
 def test_where_nothing_can_be_written_admission_goes_on(tmp_path: Path) -> None:
     (tmp_path / "admit").write_bytes(b"a file where the directory should be")
     with structlog.testing.capture_logs() as logs:
-        file = file_at(tmp_path / "admit" / "x.ledger")
+        file = file_at(tmp_path / "admit" / "x.checkpoint")
         assert file.load("journal-1", 8) is None
-        file.close(told(WORTH_IT), MARK)
+        file.close(decided(SAVE_AT_CLOSE), POSITION)
     assert said(logs) == ["checkpoint_not_used", "checkpoint_not_written"]

@@ -1,4 +1,4 @@
-"""Packed numbers: as a dict, in bytes, and as a picture of one moment."""
+"""A compact map: as a dict, in bytes, and as a picture of one moment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, Packed, _place
-from stream_jobs.admit.decisions.rounds import ClosedRounds, Owed, Rounds
+from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, CompactMap, _place
+from stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
 
 NUMBERS = st.tuples(
     st.integers(-(2**63), 2**63 - 1),
@@ -24,7 +24,7 @@ NAMES = st.text(max_size=3)
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(NAMES, st.none() | NUMBERS), max_size=60))
 def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> None:
-    packed, plain = Packed(), dict[str, tuple[int, int, int]]()
+    packed, plain = CompactMap(), dict[str, tuple[int, int, int]]()
     for name, values in changes:
         if values is None:
             packed.discard(name)
@@ -36,7 +36,7 @@ def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> No
     assert {name: packed.get(name) for name, _ in changes} == {
         name: plain.get(name) for name, _ in changes
     }
-    again, rest = Packed.of_bytes(memoryview(b"".join(packed.chunks()) + b"more"))
+    again, rest = CompactMap.of_bytes(memoryview(b"".join(packed.chunks()) + b"more"))
     assert bytes(rest) == b"more" and len(again) == len(plain)
     assert all(again.get(name) == values for name, values in plain.items())
 
@@ -48,7 +48,7 @@ def test_what_looks_like_a_key_but_is_none() -> None:
     assert len(false) == WIDTH
     buckets = [b""] * BUCKETS
     buckets[number] = false * 2
-    packed = Packed(buckets)
+    packed = CompactMap(buckets)
     assert packed.get("sought") is None and len(packed) == 2
     packed.put("sought", (1, 2, 3))
     assert packed.get("sought") == (1, 2, 3) and len(packed) == 3
@@ -57,7 +57,7 @@ def test_what_looks_like_a_key_but_is_none() -> None:
 
 
 def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
-    packed = Packed()
+    packed = CompactMap()
     packed.put("a", (1, 2, 3))
     before = packed.copy()
     packed.put("a", (4, 5, 6))
@@ -66,7 +66,7 @@ def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
     whole = b"".join(packed.chunks())
     for cut in (whole[:-1], whole[:100]):
         with pytest.raises((ValueError, struct.error)):
-            Packed.of_bytes(memoryview(cut))
+            CompactMap.of_bytes(memoryview(cut))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -96,11 +96,11 @@ def test_most_group_ids_are_packed() -> None:
         rounds = store.of(group_id)
         rounds.close(0, 7, left)
         store.put(group_id, rounds)
-    assert store.others == {} and store.of("short") == Rounds(((0, 1),), (Owed(0, 7, 1),))
+    assert store.others == {} and store.of("short") == Rounds(((0, 1),), (MissingMembers(0, 7, 1),))
     rounds = store.of("short")
     rounds.close(1, 9, 0)
     store.put("short", rounds)
-    assert list(store.others) == ["short"] and len(store.packed) == 1
+    assert list(store.others) == ["short"] and len(store.compact) == 1
     rounds.turned_away(0)
     store.put("short", rounds)
     assert store.others == {} and store.of("short") == Rounds(((0, 2),))
@@ -114,7 +114,7 @@ def test_rounds_that_do_not_begin_at_0_are_packed_too(first: int) -> None:
         assert not rounds.closed(number)
         rounds.close(number, number, 0)
         store.put("g", rounds)
-    assert store.others == {} and len(store.packed) == 1
+    assert store.others == {} and len(store.compact) == 1
     rounds = store.of("g")
     assert [rounds.closed(n) for n in (-1, 0, first - 1, first, first + 19)] == [
         True,
