@@ -54,11 +54,11 @@ class LakeDamaged(LakeError):
     Other tables are not concerned: the writer goes on with them, and reads again what this one lacks once it is repaired.
     """
 
-    def __init__(self, table: str, flaw: str) -> None:
+    def __init__(self, table: str, damage: str) -> None:
         super().__init__(
-            f"table {table} of the lake is damaged: {flaw}; run `clawstream tables repair {table}`"
+            f"table {table} of the lake is damaged: {damage}; run `clawstream tables repair {table}`"
         )
-        self.table, self.flaw = table, flaw
+        self.table, self.damage = table, damage
 
 
 class LakeRepaired(LakeDamaged):

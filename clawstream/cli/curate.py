@@ -53,14 +53,14 @@ def curate(
     settings = settings_of(config, overrides)
     module, sql = load("clawstream.query.curation"), load("clawstream.query.connection")
     try:
-        mark = module.Mark(
+        mark = module.CurationMark(
             by or current_user(),
             quality,
             None if trainable is None else trainable == "true",
             tuple(tag) if tag else None,
             note,
         )
-    except module.WrongMark as e:
+    except module.InvalidCurationMark as e:
         fail(str(e), 2)
     connection = sql.connect(settings)
     try:

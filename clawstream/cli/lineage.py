@@ -22,7 +22,7 @@ def _ask(settings: Settings, question: Callable[[Any], Any]) -> Any:
     ancestry, sql = load("clawstream.query.lineage"), load("clawstream.query.connection")
     connection = sql.connect(settings)
     try:
-        return question(ancestry.Ancestry(connection))
+        return question(ancestry.Lineage(connection))
     finally:
         connection.close()
 

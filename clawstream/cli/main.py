@@ -214,14 +214,15 @@ def sql(
     at: Annotated[
         str | None,
         typer.Option(
-            "--at", help="All tables as of a time, a kept pin, or a file of `tables pin`."
+            "--at",
+            help="All tables as of a time, a named snapshot, or a file of `tables snapshot`.",
         ),
     ] = None,
 ) -> None:
     """Ask the lake."""
     with load(
         "clawstream.query.sandbox_launch"
-    ).SqlWorker() as worker:  # it starts up while this process reads its settings
+    ).QueryProcess() as worker:  # it starts up while this process reads its settings
         settings = settings_of(config, overrides)
         module = load("clawstream.query.sandbox")
         if output == "parquet" and sys.stdout.isatty():

@@ -54,7 +54,9 @@ def replay_run(
     ] = "topics",
     at: Annotated[
         str | None,
-        typer.Option("--at", help="The lake as of a time, a kept pin, or a file of `tables pin`."),
+        typer.Option(
+            "--at", help="The lake as of a time, a named snapshot, or a file of `tables snapshot`."
+        ),
     ] = None,
     since: Since = None,
     until: Until = None,
@@ -83,17 +85,27 @@ def replay_run(
     configure("replay", settings.log_level)
     cluster_of(settings)
     request = module.ReplayRequest(
-        name, _pins(settings, source, at), *span, as_run, keep_rules, with_steps, stay_open
+        name,
+        _table_versions(settings, source, at),
+        *span,
+        as_run,
+        keep_rules,
+        with_steps,
+        stay_open,
     )
     report = module.run_replay(settings, request)
     typer.echo(json.dumps(report, indent=1) if output == "json" else _report(settings, report))
 
 
-def _pins(settings: Settings, source: str, at: str | None) -> Any:
+def _table_versions(settings: Settings, source: str, at: str | None) -> Any:
     """Versions of the lake's tables, none named: as they are now. None: the topics are the source."""
     if source == "topics":
         return None
-    return {} if at is None else load("stream_jobs.lake.delta.snapshots").versions_of(settings, at)
+    return (
+        {}
+        if at is None
+        else load("stream_jobs.lake.delta.snapshots").resolve_versions(settings, at)
+    )
 
 
 def _report(settings: Settings, report: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def repair(
         typer.echo("\n".join(flaws) or f"{table}: every file can be read")
         raise SystemExit(1 if flaws else 0)
     done = module.repair(settings, table, cluster_of(settings), accept_loss)
-    for flaw in done.flaws:
+    for flaw in done.damage:
         typer.echo(flaw)
     if done.restored is None:
         typer.echo(f"{table}: no row had to be taken back")
@@ -103,77 +103,79 @@ def repair(
     typer.echo(
         f"{table}: restored version {done.restored}; {done.rows} rows are read again by the writer, or by its next start"
     )
-    for back in done.back:
+    for back in done.rewinds:
         given_up = f", {back.lost} offsets are given up" if back.lost else ""
         typer.echo(
             f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}"
         )
-    if done.pins:
-        typer.echo(f"pins that lack what the lost commits had: {', '.join(done.pins)}")
+    if done.snapshots:
+        typer.echo(f"snapshots that lack the rows of the lost commits: {', '.join(done.snapshots)}")
 
 
 @app.command()
 def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
     """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
     settings = _settings(config, None, sets)
-    care = load("stream_jobs.lake.delta.maintenance")
-    for done in care.care(settings, None if table is None else [_known(table)]):
+    maintenance = load("stream_jobs.lake.delta.maintenance")
+    for done in maintenance.maintain(settings, None if table is None else [_known(table)]):
         typer.echo(
             f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
             f"{done.deleted_files} old files deleted"
-            + (f"; the rest next time: {done.put_off}" if done.put_off else "")
+            + (f"; the rest next time: {done.deferred}" if done.deferred else "")
         )
 
 
 @app.command()
 def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
-    """Delete files that no version within lake.history_days and no kept pin needs."""
+    """Delete files that no version within lake.history_days and no named snapshot needs."""
     settings = _settings(config, None, sets)
-    care, versions = (
+    maintenance, versions = (
         load("stream_jobs.lake.delta.maintenance"),
         load("stream_jobs.lake.delta.snapshots"),
     )
     for name in (
         [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]
     ):
-        typer.echo(f"{name}: {care.vacuum(settings, name)} files deleted")
+        typer.echo(f"{name}: {maintenance.vacuum(settings, name)} files deleted")
 
 
 @app.command()
-def pin(
+def snapshot(
     overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
-    keep: Annotated[
+    name: Annotated[
         str | None,
-        typer.Option("--keep", metavar="NAME", help="Keep these versions until `unpin`."),
+        typer.Option("--name", help="Keep these versions until `delete-snapshot`."),
     ] = None,
 ) -> None:
-    """Print the versions of all tables now, as JSON: what `sql --at` takes."""
+    """Print the versions of all tables now, as JSON, which `sql --at` accepts."""
     settings = _settings(config, overrides, sets)
-    typer.echo(json.dumps(load("stream_jobs.lake.delta.snapshots").pin(settings, keep)))
+    typer.echo(json.dumps(load("stream_jobs.lake.delta.snapshots").take_snapshot(settings, name)))
 
 
 @app.command()
-def pins(overrides: Overrides = None, config: Config = None, sets: Set = None) -> None:
-    """The kept pins."""
+def snapshots(overrides: Overrides = None, config: Config = None, sets: Set = None) -> None:
+    """List the named snapshots."""
     settings = _settings(config, overrides, sets)
-    for name, found in sorted(load("stream_jobs.lake.delta.snapshots").pins(settings).items()):
+    for name, found in sorted(
+        load("stream_jobs.lake.delta.snapshots").named_snapshots(settings).items()
+    ):
         typer.echo(
             f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
         )
 
 
 @app.command()
-def unpin(
-    name: Annotated[str, typer.Argument(help="Of `pin --keep`.")],
+def delete_snapshot(
+    name: Annotated[str, typer.Argument(help="Name of the snapshot.")],
     overrides: Overrides = None,
     config: Config = None,
     sets: Set = None,
 ) -> None:
-    """Let the files of a kept pin go."""
+    """Delete a named snapshot; its files may then be deleted."""
     settings = _settings(config, overrides, sets)
-    load("stream_jobs.lake.delta.snapshots").unpin(settings, name)
+    load("stream_jobs.lake.delta.snapshots").delete_snapshot(settings, name)
 
 
 def _known(table: str) -> str:

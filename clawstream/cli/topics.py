@@ -111,7 +111,9 @@ def topics_trim(
     lake, jobs = load("stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
     cluster = cluster_of(settings)
     applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
-    kept = TrimInputs(lake.held(settings, cluster), applied, before_ms, frozenset(give_up or ()))
+    kept = TrimInputs(
+        lake.offsets_in_lake(settings, cluster), applied, before_ms, frozenset(give_up or ())
+    )
     try:
         plan = TopicTrim(cluster, settings, kept)
     except NotGivenUp as e:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from clawstream.query.connection import connect_empty
 from clawstream.query.view_columns import VIEW_COLUMNS, comment_of, described
-from stream_jobs.lake.tables.catalog import PLACE, catalog
+from stream_jobs.lake.tables.catalog import KAFKA_COLUMNS, catalog
 
 _INTRODUCTION = """# Columns of the lake
 
@@ -46,7 +46,7 @@ class Described(NamedTuple):
 
 def of_tables() -> dict[str, list[Described]]:
     """The columns of each table with the fields inside them, but for the place, which all have."""
-    place = {c.field.name for c in PLACE}
+    place = {c.field.name for c in KAFKA_COLUMNS}
     return {
         name: [d for field in table.schema if field.name not in place for d in _described(field)]
         for name, table in catalog().items()
@@ -76,7 +76,7 @@ def reference() -> str:
 def _page() -> Iterator[str]:
     yield _INTRODUCTION
     yield "## Tables\n\nThe table as it was written is `<table>_raw` in SQL. Each ends with where its record lies on Kafka:\n"
-    yield from _rows(d for column in PLACE for d in _described(column.field))
+    yield from _rows(d for column in KAFKA_COLUMNS for d in _described(column.field))
     for name, columns in of_tables().items():
         yield f"### {name}\n"
         yield from _rows(columns)

@@ -148,7 +148,7 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
         if version is not None:
             check_files(table, name, options)
         found = dataset(table, options)
-        return _widened(
+        return _with_schema(
             found, merged(found.schema, catalog()[name].schema)
         )  # it may be older than the views
     except LakeMissing:
@@ -157,7 +157,7 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
         return None
 
 
-def _widened(found: Any, schema: pa.Schema) -> Any:
+def _with_schema(found: Any, schema: pa.Schema) -> Any:
     """The dataset with more columns or more fields inside structs, which are null where a file lacks them."""
     try:
         return found.replace_schema(schema)
@@ -263,7 +263,7 @@ def batches_of(
 
     A statement that has no result has a schema without fields.
     """
-    with _told():
+    with _translated_errors():
         relation = connection.sql(query)
         if relation is None:
             return pa.schema([]), iter(())
@@ -272,13 +272,13 @@ def batches_of(
 
 
 def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    with _told():
+    with _translated_errors():
         yield from reader
 
 
 def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """All rows of a query. Raises SqlError."""
-    with _told():
+    with _translated_errors():
         found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
     return found
 
@@ -290,7 +290,7 @@ def table_at_fault(error: SqlError) -> str | None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     try:
         yield
     except duckdb.OutOfMemoryException as e:

@@ -28,7 +28,7 @@ _FROM = {
 }
 
 
-class WrongMark(StreamJobError):
+class InvalidCurationMark(StreamJobError):
     """A mark that says nothing, or what it must not say. The message names the field."""
 
 
@@ -42,8 +42,8 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What is said of each; None stays as it was. Raises WrongMark."""
+class CurationMark:
+    """What is said of each; None stays as it was. Raises InvalidCurationMark."""
 
     by: str
     quality: float | None = None
@@ -58,13 +58,15 @@ class Mark:
             and self.tags is None
             and self.note is None
         ):
-            raise WrongMark("nothing to say: give a quality, trainable, a tag or a note")
+            raise InvalidCurationMark("nothing to say: give a quality, trainable, a tag or a note")
         if self.quality is not None and not 0 <= self.quality <= 1:
-            raise WrongMark(f"quality: {self.quality:g} is not in [0, 1]")
+            raise InvalidCurationMark(f"quality: {self.quality:g} is not in [0, 1]")
         if len(self.tags or ()) > TAGS_MAX or any(
             not 0 < len(tag) <= NAME_CHARS for tag in self.tags or ()
         ):
-            raise WrongMark(f"tags: at most {TAGS_MAX}, each of 1 to {NAME_CHARS} characters")
+            raise InvalidCurationMark(
+                f"tags: at most {TAGS_MAX}, each of 1 to {NAME_CHARS} characters"
+            )
 
     def of(self, target: Target) -> Curation:
         """The record. Said again it counts again: the last mark holds."""
@@ -98,7 +100,7 @@ def targets(sql: Any, of: Of, where: str, run_id: str | None = None) -> list[Tar
     return [Target(*row) for row in rows_of(sql, query, {"run": run_id})]
 
 
-def send(settings: Settings, cluster: Cluster, mark: Mark, found: Iterable[Target]) -> int:
+def send(settings: Settings, cluster: Cluster, mark: CurationMark, found: Iterable[Target]) -> int:
     """Put the mark on each; all are acknowledged when it returns. Returns how many. Raises Unavailable: then some may be there."""
     topics, codec, sent = settings.kafka.topics, Codec(), 0
     publish_schemas(cluster, topics.schemas)

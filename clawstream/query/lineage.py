@@ -27,7 +27,7 @@ class NotInLake(StreamJobError):
     """The lake has no such version, step, trajectory or run. It may be behind: `clawstream lag` tells."""
 
 
-class Ancestry:
+class Lineage:
     """Asks one lake. connection: of `clawstream.query.connection.connect`."""
 
     def __init__(self, connection: Any) -> None:

@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO
 import pyarrow as pa
 
 from clawstream.query.result_format import Format, write
-from clawstream.query.sandbox_launch import SqlWorker
+from clawstream.query.sandbox_launch import QueryProcess
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
@@ -117,13 +117,13 @@ def write_sql(
     out: BinaryIO,
     fmt: Format = "table",
     at: str | None = None,
-    worker: SqlWorker | None = None,
+    worker: QueryProcess | None = None,
 ) -> None:
     """Write the answer to a query while it comes.
 
     Args:
-        at: a kept pin, a file with a pin, or a time; all tables are read as they were then.
-        worker: one that was started before and was not asked yet.
+        at: a named snapshot, a file with a snapshot, or a time; all tables are read as they were then.
+        worker: one that was started before and was not used yet.
 
     Raises:
         SqlError: the query is wrong, asks for what a query may not do, takes too much memory or time, or the lake can't be read.
@@ -134,12 +134,14 @@ def write_sql(
 
 @contextmanager
 def answer(
-    settings: Settings, query: str, at: str | None = None, worker: SqlWorker | None = None
+    settings: Settings, query: str, at: str | None = None, worker: QueryProcess | None = None
 ) -> Iterator[Answer]:
     """The answer to a query; its process ends with the context. Raises SqlError here or while it is read.
 
-    worker: one that was started before and was not asked yet.
+    worker: one that was started before and was not used yet.
     """
-    with worker or SqlWorker() as asked:
-        asked.ask({"settings": settings.model_dump(mode="json"), "query": query, "at": at})
-        yield Answer(asked.process, asked.told, settings)
+    with worker or QueryProcess() as process:
+        process.send_request(
+            {"settings": settings.model_dump(mode="json"), "query": query, "at": at}
+        )
+        yield Answer(process.process, process.errors, settings)

@@ -29,7 +29,7 @@ _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
 """Address space is limited: allocators that reserve much of it in advance would use it up."""
 
 
-class SqlWorker:
+class QueryProcess:
     """A process that waits for a request. It ends with the context.
 
     process: its standard output has the answer. told: what it says on failure, until it ends.
@@ -37,14 +37,14 @@ class SqlWorker:
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
-        self.told: IO[bytes] = os.fdopen(reading, "rb")
+        self.errors: IO[bytes] = os.fdopen(reading, "rb")
         self.process = subprocess.Popen(
             die_with_parent([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
             env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
         )  # fmt: skip
         os.close(writing)
 
-    def ask(self, request: Mapping[str, Any]) -> None:
+    def send_request(self, request: Mapping[str, Any]) -> None:
         """Send the only request."""
         assert self.process.stdin is not None
         with (
@@ -67,4 +67,4 @@ class SqlWorker:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
-        self.told.close()
+        self.errors.close()

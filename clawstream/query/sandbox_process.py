@@ -28,8 +28,8 @@ from clawstream.query.sandbox import too_large
 from clawstream.query.view_columns import ASKS
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, LakeError, SqlError
-from stream_jobs.lake.delta.snapshots import versions_of
-from stream_jobs.lake.delta.table import flaw_of_table, open_table
+from stream_jobs.lake.delta.snapshots import resolve_versions
+from stream_jobs.lake.delta.table import open_table, table_damage
 
 BATCH_ROWS = 1024
 _MESSAGE_BYTES = 16_000
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
-    versions = None if at is None else versions_of(settings, at)
+    versions = None if at is None else resolve_versions(settings, at)
     connection = connect(settings, versions, with_comments=ASKS.search(query) is not None)
     limit(settings.lake)
     os.dup2(1, 2)  # nor are a library's last words when its memory ends
@@ -77,7 +77,7 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
 
 def _raise_damaged(uri: str, table: str, storage_options: Mapping[str, str]) -> None:
     """Raise LakeDamaged with the file that can't be read, if there is one: not every error names it."""
-    flaw = flaw_of_table(open_table(uri, table, storage_options), storage_options)
+    flaw = table_damage(open_table(uri, table, storage_options), storage_options)
     if flaw is not None:
         raise LakeDamaged(table, flaw)
 

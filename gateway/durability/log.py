@@ -139,7 +139,7 @@ class KafkaBus:
                 if self._topic_id not in (None, topic_id):
                     self._outbox.renew_soon(f"topic {self._topic} was made anew")
                     logger().warning(
-                        "topic_made_anew",
+                        "topic_recreated",
                         topic=self._topic,
                         topic_id=topic_id,
                         former=self._topic_id,

@@ -14,7 +14,7 @@ from schemas.topics import REPLAYS, Topics
 from stream_jobs.errors import TooManyFields
 from stream_jobs.lake.dedupe import Positions
 from stream_jobs.lake.tables.catalog import Row, Table, catalog, tables_of
-from stream_jobs.lake.tables.row_decoder import Rows, Schemas
+from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 from stream_jobs.lake.writer import Lake
 
 POLL_RECORDS = 500
@@ -35,7 +35,7 @@ class _Followed(NamedTuple):
     records: frozenset[str]
 
 
-class Feed:
+class LakeConsumer:
     """Reads its share of every topic that the lake keeps, from what its tables have committed, and buffers rows until `taken`.
 
     A topic is followed under the id it had when it was found; `look` tells when that changed, and then this feed must be
@@ -44,10 +44,15 @@ class Feed:
     """
 
     def __init__(
-        self, cluster: Cluster, settings: Settings, schemas: Schemas, decoder: Decoder, lake: Lake
+        self,
+        cluster: Cluster,
+        settings: Settings,
+        schemas: WriterSchemas,
+        decoder: Decoder,
+        lake: Lake,
     ) -> None:
         self._cluster, self._codec, self._lake, self._share = cluster, schemas, lake, lake.share
-        self._parse = Rows(schemas, decoder, lake.tables, self._widen)
+        self._parse = RowDecoder(schemas, decoder, lake.tables, self._add_columns)
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
@@ -68,7 +73,7 @@ class Feed:
         """Whether it is time to flush, however short ago the last flush was."""
         return self._buffered_rows >= self._flush_rows or self._buffered_bytes >= MAX_BUFFER_BYTES
 
-    def look(self) -> bool:
+    def refresh_topics(self) -> bool:
         """Follow topics that are new. False: one of those followed was deleted or made anew. Raises Unavailable, SourceTruncated."""
         ids = self._cluster.topic_ids(list(self._followed))
         if any(ids.get(topic) != f.topic_id for topic, f in self._followed.items()):
@@ -97,7 +102,7 @@ class Feed:
             marks = [
                 m
                 for t in followed.tables
-                for m in [self._lake.marks(t, sources)]
+                for m in [self._lake.committed_offsets(t, sources)]
                 if t not in self._lake.damaged
             ]
             for p, (low, high) in ends[topic].items():
@@ -127,13 +132,15 @@ class Feed:
             return
         except TooManyFields as e:
             self.skipped += 1
-            self._bury(record, "invalid", str(e))  # on any topic: its owner may have taken it
+            self._dead_letter(
+                record, "invalid", str(e)
+            )  # on any topic: its owner may have taken it
             return
         if name not in followed.records:
             self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")
             return
         if REPLAYS in record.headers:
-            self._lake.again.add((followed.topic_id, record.partition, record.offset))
+            self._lake.redelivered.add((followed.topic_id, record.partition, record.offset))
         for table, rows in found:
             if table in self._lake.damaged:
                 continue
@@ -143,18 +150,18 @@ class Feed:
                 _PART_KEPT if self._lake.tables[table].omit else 1
             )
 
-    def _widen(self, wider: Table) -> bool:
+    def _add_columns(self, wider: Table) -> bool:
         """Columns for what a newer schema has besides, for the rows that wait as well. False: the lake can't have them."""
         former = self._lake.tables[wider.name]
-        if not self._lake.widen(wider):
+        if not self._lake.add_columns(wider):
             return False
-        self.rows[wider.name] = [wider.adopted(row, former) for row in self.rows[wider.name]]
+        self.rows[wider.name] = [wider.upgraded(row, former) for row in self.rows[wider.name]]
         return True
 
     def _skip(self, record: Record, reason: str, detail: str) -> None:
         self.skipped += 1
         if self._is_ours(record.topic):
-            self._bury(record, reason, detail)
+            self._dead_letter(record, reason, detail)
         else:
             logger().warning(
                 "lake_skipped",
@@ -182,14 +189,14 @@ class Feed:
             if table in self._followed[topic].tables
         }
 
-    def bury(self, row: Row, why: str) -> None:
+    def reject(self, row: Row, why: str) -> None:
         """Dead-letter the record of a row that no column can hold. Its owner may have taken it, so the lake must say it."""
         topic_id, partition, offset, _ = row[-4:]
         topic = next(t for t, f in self._followed.items() if f.topic_id == topic_id)
         (record,) = self._cluster.read_range(topic, partition, offset, offset)
-        self._bury(record, "invalid", why)
+        self._dead_letter(record, "invalid", why)
 
-    def _bury(self, record: Record, reason: str, detail: str) -> None:
+    def _dead_letter(self, record: Record, reason: str, detail: str) -> None:
         """At least once: after a crash the same record may be buried again; the lake keeps one row of it."""
         letter = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
         self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
@@ -199,7 +206,7 @@ class Feed:
             detail=detail,
         )  # fmt: skip
 
-    def taken(self) -> None:
+    def commit(self) -> None:
         """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is.
 
         Of a topic that feeds a damaged table Kafka is told nothing: its lag is what that table lacks.
@@ -207,7 +214,7 @@ class Feed:
         for rows in self.rows.values():
             rows.clear()
         self._buffered_rows = self._buffered_bytes = 0
-        self._lake.again.clear()
+        self._lake.redelivered.clear()
         behind = {t for t, f in self._followed.items() if len(self._written(t)) < len(f.tables)}
         moved = {
             s: o
@@ -217,10 +224,10 @@ class Feed:
         self._reader.commit(moved)
         self._committed |= moved
 
-    def gone(self, error: SourceTruncated) -> bool:
+    def is_recreated(self, error: SourceTruncated) -> bool:
         """Whether an offset that can't be read is so because its topic was made anew; raises `error` when it was not."""
         try:
-            if not self.look():
+            if not self.refresh_topics():
                 return True
         except Unavailable as e:
             raise error from e

@@ -8,13 +8,13 @@ from typing import Any
 
 from stream_jobs.lake.tables.catalog import Row, Table
 
-Source = tuple[str, int]
+TopicIdPartition = tuple[str, int]
 """(topic id, partition): where a position counts."""
-Positions = Mapping[Source, int]
-"""Source to the next offset: everything below was handled."""
+Positions = Mapping[TopicIdPartition, int]
+"""TopicIdPartition to the next offset: everything below was handled."""
 
 
-class Window:
+class DedupeWindow:
     """The keys of the newest rows of one table, at most `size`; the oldest goes first."""
 
     def __init__(self, size: int) -> None:
@@ -42,8 +42,8 @@ def digest(key: Iterable[Any]) -> bytes:
     return blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
 
 
-def fresh(
-    table: Table, rows: Sequence[Row], marks: Positions, window: Window
+def drop_duplicates(
+    table: Table, rows: Sequence[Row], marks: Positions, window: DedupeWindow
 ) -> tuple[list[Row], list[bytes]]:
     """The rows that the table does not have, and the digests of their keys: offset at or past the mark of their source, key neither in
     the window nor earlier in `rows`. A table without key columns has no digests.

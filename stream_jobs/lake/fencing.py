@@ -23,11 +23,11 @@ REPAIR = "repair"
 """App id whose version is how often a table was repaired. A writer that finds another one than it claimed reads its topics again."""
 
 
-class LakeTaken(Fenced):
+class LakeFenced(Fenced):
     """A newer lake writer has claimed this lake. This one must end and must not be restarted."""
 
 
-class Share(NamedTuple):
+class PartitionShare(NamedTuple):
     """Writer `writer` of `writers`, from 0: it takes the partitions p of every topic with p % writers == writer."""
 
     writer: int = 0
@@ -46,10 +46,10 @@ class Share(NamedTuple):
         return f"writer {self.writer} of {self.writers}"
 
 
-ALONE = Share()
+SINGLE_WRITER = PartitionShare()
 
 
-class Hold(NamedTuple):
+class Lease(NamedTuple):
     """What a writer has decided at its first table. epoch: its version of its own app id."""
 
     epoch: int
@@ -61,25 +61,27 @@ def writer_id(writer: int) -> str:
     return f"writer:{writer}" if writer else "writer"
 
 
-def claim(
-    share: Share, hold: Hold | None, version_of: Callable[[str], int | None]
-) -> tuple[Hold, dict[str, int]]:
+def acquire_lease(
+    share: PartitionShare, lease: Lease | None, version_of: Callable[[str], int | None]
+) -> tuple[Lease, dict[str, int]]:
     """What to commit to a table to claim it, on the snapshot that `version_of` asks; and what then holds for the other tables.
 
-    hold: None for the first table. Raises LakeTaken when a newer writer has claimed the table already.
+    lease: None for the first table. Raises LakeFenced when a newer writer has claimed the table already.
     """
     held, layout = version_of(share.app_id) or 0, version_of(LAYOUT) or 1
-    if hold is None:
+    if lease is None:
         same = layout % _STRIDE == share.writers
-        hold = Hold(held + 1, layout if same else (layout // _STRIDE + 1) * _STRIDE + share.writers)
-    elif held > hold.epoch or layout > hold.layout:
-        raise LakeTaken(
-            f"lake: another writer took over from {hold.epoch} ({share}) while it was starting"
+        lease = Lease(
+            held + 1, layout if same else (layout // _STRIDE + 1) * _STRIDE + share.writers
+        )
+    elif held > lease.epoch or layout > lease.layout:
+        raise LakeFenced(
+            f"lake: another writer took over from {lease.epoch} ({share}) while it was starting"
         )
     raised: dict[str, int] = {}
-    if layout != hold.layout:
+    if layout != lease.layout:
         raised = {
             name: (version_of(name) or 0) + 1 for name in map(writer_id, range(layout % _STRIDE))
         }
-        raised[LAYOUT] = hold.layout
-    return hold, {**raised, share.app_id: hold.epoch}
+        raised[LAYOUT] = lease.layout
+    return lease, {**raised, share.app_id: lease.epoch}

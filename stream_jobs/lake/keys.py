@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 Key = tuple[Any, ...]
 
 
-def present(rows: Any, names: Sequence[str], keys: Collection[Key]) -> set[Key]:
+def existing_keys(rows: Any, names: Sequence[str], keys: Collection[Key]) -> set[Key]:
     """Those of the keys that are there. rows: a pyarrow dataset; only files whose statistics allow one of the keys are read."""
     condition = None
     for at, name in enumerate(names):

@@ -8,9 +8,9 @@ from typing import Any
 
 from runtime.kafka import Cluster
 from schemas.settings import Settings
-from stream_jobs.lake.delta.log import marks_in
+from stream_jobs.lake.delta.log import read_committed_offsets
 from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
-from stream_jobs.lake.keys import present
+from stream_jobs.lake.keys import existing_keys
 from stream_jobs.lake.tables.catalog import Table, catalog, tables_of
 
 TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
@@ -31,7 +31,7 @@ def check_not_behind(settings: Settings, cluster: Cluster, topic: str) -> None:
     ends = cluster.watermarks(topic)
     behind = 0
     for table in tables_of(settings.kafka.topics, topic):
-        stored = marks_in(settings.lake_uri, table, settings.lake.storage_options)
+        stored = read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options)
         marks = {p: mark for (t, p), mark in stored.items() if t == topic_id}
         behind = max(behind, sum(end - max(low, marks.get(p, 0)) for p, (low, end) in ends.items()))
     if behind > settings.lake.dedupe_window // 2:
@@ -64,4 +64,4 @@ def _present(
         delta = open_table(settings.lake_uri, table.name, settings.lake.storage_options)
     except LakeMissing:
         return []
-    return list(present(dataset(delta, settings.lake.storage_options), table.key, keys))
+    return list(existing_keys(dataset(delta, settings.lake.storage_options), table.key, keys))

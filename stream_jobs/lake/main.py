@@ -5,7 +5,7 @@ The protocol:
 1. A writer claims the lake: it raises the version of app id `writer` in every table, `steps` first. Each later commit repeats its
    number, so that of two writers the newer goes on and the older ends as fenced (exit code 78) at its next commit. Of several
    (`lake.writers`) each claims its share, the partitions p of every topic with p % writers == writer, under an app id of its own, so
-   their commits never collide; another number of writers than before fences all of before (`lake_claims`).
+   their commits never collide; another number of writers than before fences all of before (`stream_jobs.lake.fencing`).
 2. A table knows how far each partition is in it by Delta `txn` actions: app id `<table>:<topic id>:<partition>`, version = one past
    the last offset handled. A topic made anew has another id, so it starts a new position.
 3. Reading starts at the lowest mark of the tables that a topic feeds; none: at the log's start. Whose share it was says nothing.
@@ -20,7 +20,7 @@ A table that is damaged (a file of it can't be read) takes no rows and its marks
 each of the other tables drops what is below its own marks.
 
 A table without new rows is not committed at every flush. Its mark follows by an empty commit when there is none yet, when it is
-MARK_OFFSETS behind or MARK_S old, and when the writer is told to stop: so that is the most a restart reads again.
+COMMIT_AFTER_OFFSETS behind or COMMIT_AFTER_S old, and when the writer is told to stop: so that is the most a restart reads again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from runtime.process.lifecycle import run_sync
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
-from stream_jobs.lake.consumer import Feed
-from stream_jobs.lake.delta.maintenance import Caretaker
+from stream_jobs.lake.consumer import LakeConsumer
+from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from stream_jobs.lake.delta.table import LakeError, LakeFull, LakeMissing, dataset, open_table
-from stream_jobs.lake.fencing import LakeTaken, Share
-from stream_jobs.lake.positions import made_anew, positions
-from stream_jobs.lake.tables.row_decoder import Schemas
+from stream_jobs.lake.fencing import LakeFenced, PartitionShare
+from stream_jobs.lake.positions import positions, recreated_topics
+from stream_jobs.lake.tables.row_decoder import WriterSchemas
 from stream_jobs.lake.writer import Lake
 
 RECOVER_S = 5.0
@@ -54,8 +54,8 @@ MAX_WAIT_S = 30.0
 __all__ = [
     "Lake",
     "LakeError",
+    "LakeFenced",
     "LakeMissing",
-    "LakeTaken",
     "dataset",
     "main",
     "open_table",
@@ -74,7 +74,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
     create_topics(cluster, settings)
     _tell_of_new_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
-    share = Share(settings.lake.writer, settings.lake.writers)
+    share = PartitionShare(settings.lake.writer, settings.lake.writers)
     lake = Lake(
         settings.lake_uri,
         settings.lake.storage_options,
@@ -82,62 +82,67 @@ def write(settings: Settings, stop: threading.Event) -> None:
         history,
         share,
     )
-    if not _with_room(lake.claim, stop):
+    if not _with_room(lake.acquire, stop):
         return
-    schemas = Schemas()
+    schemas = WriterSchemas()
     decoder = Decoder(cluster, settings.kafka.topics.schemas, schemas)
-    caretaker = Caretaker(settings)
+    maintenance = MaintenanceRunner(settings)
     while not stop.is_set():
-        feed = Feed(cluster, settings, schemas, decoder, lake)
+        consumer = LakeConsumer(cluster, settings, schemas, decoder, lake)
         ready(settings.lake_uri)
         try:
-            _follow(lake, feed, caretaker, settings.lake.flush_interval_s, stop)
+            _follow(lake, consumer, maintenance, settings.lake.flush_interval_s, stop)
         finally:
-            feed.close()
-            caretaker.stop()
+            consumer.close()
+            maintenance.stop()
 
 
 def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
     """A wiped broker must not look like a quiet one."""
     stored = [p for p in positions(settings, cluster) if p.flaw is None]
     ids = cluster.topic_ids(sorted({p.topic for p in stored if not p.topic.endswith("*")}))
-    for topic, former in made_anew(stored, ids):
+    for topic, former in recreated_topics(stored, ids):
         logger().warning(
-            "topic_made_anew", topic=topic, topic_id=ids[topic], stored_topic_ids=former,
+            "topic_recreated", topic=topic, topic_id=ids[topic], stored_topic_ids=former,
             action="read from its start; the rows of the old one stay",
         )  # fmt: skip
 
 
 def _follow(
-    lake: Lake, feed: Feed, caretaker: Caretaker, interval_s: float, stop: threading.Event
+    lake: Lake,
+    consumer: LakeConsumer,
+    maintenance: MaintenanceRunner,
+    interval_s: float,
+    stop: threading.Event,
 ) -> None:
     """Read and flush until `stop`, or until a followed topic is another one."""
     flushed_at, recover_at = float("-inf"), time.monotonic() + RECOVER_S
     look_at = time.monotonic() + REPAIR_LOOK_S
     while not stop.is_set():
         if time.monotonic() >= look_at:
-            lake.look_for_repairs()
+            lake.check_repairs()
             look_at = time.monotonic() + REPAIR_LOOK_S
         if lake.damaged and time.monotonic() >= recover_at:
             if lake.recover():
                 return  # the topics of these tables are read from their marks again
             recover_at = time.monotonic() + RECOVER_S
-        if feed.full or time.monotonic() - flushed_at >= interval_s:
-            same = _topics_same(feed)
+        if consumer.full or time.monotonic() - flushed_at >= interval_s:
+            same = _topics_same(consumer)
             if same is False:
                 logger().warning(
-                    "lake_topics_changed", dropped={n: len(r) for n, r in feed.rows.items() if r}
+                    "lake_topics_changed",
+                    dropped={n: len(r) for n, r in consumer.rows.items() if r},
                 )
                 return
             if same is None:
                 stop.wait(1.0)
                 continue
-            if not _with_room(lambda: _flush(lake, feed, marks=False), stop):
+            if not _with_room(lambda: _flush(lake, consumer, marks=False), stop):
                 return
             flushed_at = time.monotonic()
-            caretaker.look()
+            maintenance.poll()
         try:
-            feed.poll()
+            consumer.poll()
         except (
             LakeFull
         ) as e:  # no room for new columns: what this feed has read since is read again
@@ -145,10 +150,10 @@ def _follow(
             stop.wait(MAX_WAIT_S)
             return
         except SourceTruncated as e:
-            if feed.gone(e):
+            if consumer.is_recreated(e):
                 return
-    if _topics_same(feed):
-        _with_room(lambda: _flush(lake, feed, marks=True), stop)
+    if _topics_same(consumer):
+        _with_room(lambda: _flush(lake, consumer, marks=True), stop)
 
 
 def _with_room(write: Callable[[], None], stop: threading.Event) -> bool:
@@ -174,22 +179,22 @@ def _tell_full(error: LakeFull) -> None:
     )
 
 
-def _topics_same(feed: Feed) -> bool | None:
+def _topics_same(consumer: LakeConsumer) -> bool | None:
     """None: Kafka can't tell now, so nothing read may be written yet."""
     try:
-        return feed.look()
+        return consumer.refresh_topics()
     except Unavailable as e:
         logger().warning("lake_waits_for_kafka", error=str(e))
         return None
 
 
-def _flush(lake: Lake, feed: Feed, marks: bool) -> None:
+def _flush(lake: Lake, consumer: LakeConsumer, marks: bool) -> None:
     added = {}
-    for name, rows in feed.rows.items():
-        positions = feed.positions(name)
-        mark = marks or lake.mark_due(name, positions)
+    for name, rows in consumer.rows.items():
+        positions = consumer.positions(name)
+        mark = marks or lake.commit_due(name, positions)
         if rows or mark:
-            added[name] = lake.append(name, rows, positions, feed.bury, mark)
-    feed.taken()
+            added[name] = lake.append(name, rows, positions, consumer.reject, mark)
+    consumer.commit()
     if any(added.values()):
         logger().debug("lake_flushed", rows={n: c for n, c in added.items() if c})

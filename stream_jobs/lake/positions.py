@@ -9,9 +9,9 @@ from runtime.topics.positions import StoredPosition
 from schemas.settings import Settings
 from schemas.topics import Topics
 from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.dedupe import Source
-from stream_jobs.lake.delta.log import marks_in
-from stream_jobs.lake.delta.table import LakeMissing, flaw_of_table, open_table
+from stream_jobs.lake.dedupe import TopicIdPartition
+from stream_jobs.lake.delta.log import read_committed_offsets
+from stream_jobs.lake.delta.table import LakeMissing, open_table, table_damage
 from stream_jobs.lake.tables.catalog import catalog, tables_of
 
 
@@ -29,17 +29,17 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
             )
             continue
         for (topic_id, partition), mark in sorted(
-            marks_in(settings.lake_uri, table, settings.lake.storage_options).items()
+            read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options).items()
         ):
             topic = names.get(topic_id) or _former(topics, table)
             found.append(StoredPosition("lake", f"table {table}", topic, topic_id, partition, mark))
     return found
 
 
-def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
+def offsets_in_lake(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
     """Of each partition the offset below which every table that it feeds has all; those that some table knows nothing of are left out."""
     there = {t: n for t, n in cluster.topics().items() if tables_of(settings.kafka.topics, t)}
-    marks = {name: _marks(settings, name) for name in catalog()}
+    marks = {name: _committed_offsets(settings, name) for name in catalog()}
     found = {}
     for topic, topic_id in cluster.topic_ids(sorted(there)).items():
         tables = tables_of(settings.kafka.topics, topic)
@@ -52,10 +52,10 @@ def held(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
     return found
 
 
-def _marks(settings: Settings, table: str) -> dict[Source, int]:
+def _committed_offsets(settings: Settings, table: str) -> dict[TopicIdPartition, int]:
     """The marks of a table; none of a damaged one, so that no record is given up that it may have to read again."""
     try:
-        return marks_in(settings.lake_uri, table, settings.lake.storage_options)
+        return read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options)
     except LakeDamaged:
         return {}
 
@@ -64,7 +64,7 @@ def _flaw(settings: Settings, table: str) -> str | None:
     """Why a table can't be read, as far as its log and the sizes of its files tell."""
     options = settings.lake.storage_options
     try:
-        wrong = flaw_of_table(open_table(settings.lake_uri, table, options), options, whole=False)
+        wrong = table_damage(open_table(settings.lake_uri, table, options), options, whole=False)
     except LakeDamaged as e:
         return str(e)
     except LakeMissing:
@@ -81,7 +81,7 @@ def _former(topics: Topics, table: str) -> str:
     return f"{topics.prefix}.*" if fixed else f"{topics.ready_batches_prefix}*"
 
 
-def made_anew(
+def recreated_topics(
     stored: Iterable[StoredPosition], topic_ids: Mapping[str, str]
 ) -> Iterator[tuple[str, list[str]]]:
     """Topics of which the lake has positions, but none of today's topic of that name; with the ids it knows."""

@@ -15,35 +15,48 @@ import pyarrow.compute as pc
 
 from runtime.logs import logger
 from stream_jobs.errors import LakeDamaged, LakeRepaired
-from stream_jobs.lake.dedupe import Positions, Source, Window, digest, fresh
-from stream_jobs.lake.delta.log import app_id, marks_in
+from stream_jobs.lake.dedupe import (
+    DedupeWindow,
+    Positions,
+    TopicIdPartition,
+    digest,
+    drop_duplicates,
+)
+from stream_jobs.lake.delta.log import app_id, read_committed_offsets
 from stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
     LakeError,
     SchemaRefused,
+    add_columns,
     commit,
     create,
     dataset,
     open_table,
     reading,
     refresh,
-    widen,
 )
-from stream_jobs.lake.fencing import ALONE, REPAIR, Hold, LakeTaken, Share, claim
-from stream_jobs.lake.keys import present
+from stream_jobs.lake.fencing import (
+    REPAIR,
+    SINGLE_WRITER,
+    LakeFenced,
+    Lease,
+    PartitionShare,
+    acquire_lease,
+)
+from stream_jobs.lake.keys import existing_keys
 from stream_jobs.lake.tables.catalog import Row, Table, catalog
 
-MARK_OFFSETS = 10_000
-MARK_S = 600.0
+COMMIT_AFTER_OFFSETS = 10_000
+COMMIT_AFTER_S = 600.0
 REOPEN_COMMITS = 20
 REOPEN_S = 60.0
 """A table is opened anew after so many commits, for its log grows in memory, and after so long, for an old log is cleaned up."""
 _ATTEMPTS = 8
-CLAIM_S = 60.0
+LEASE_TIMEOUT_S = 60.0
 """How long a claim is tried against writers that commit all the while."""
 
-Bury = Callable[[Row, str], None]
+RejectRow = Callable[[Row, str], None]
 """Gives a row that no column type can hold its destination: (row, why)."""
 
 
@@ -58,7 +71,7 @@ class _Opened(NamedTuple):
 
 
 class Lake:
-    """One writer's hold on its share of all tables. Every method raises LakeTaken once a newer writer has claimed that.
+    """One writer's hold on its share of all tables. Every method raises LakeFenced once a newer writer has claimed that.
 
     tables: by name; columns are added to them while the writer runs. Sources given to it are of its share.
     """
@@ -69,21 +82,21 @@ class Lake:
         storage_options: Mapping[str, str],
         window_size: int,
         history: timedelta = timedelta(days=2),
-        share: Share = ALONE,
+        share: PartitionShare = SINGLE_WRITER,
     ) -> None:
         self._history, self.share = history, share
         self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
-        self._hold: Hold | None = None
-        self._claimed: dict[str, int] = {}
+        self._lease: Lease | None = None
+        self._lease_versions: dict[str, int] = {}
         """This writer's app id and its version, as every commit repeats it."""
         self.tables: dict[str, Table] = dict(catalog())
-        self.again: set[tuple[str, int, int]] = set()
+        self.redelivered: set[tuple[str, int, int]] = set()
         """Places of records that were sent again from dead letters: of any age, so they are looked up in all of a table."""
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, DedupeWindow] = {}
         self._opened: dict[str, _Opened] = {}
-        self._marks: dict[str, dict[Source, int]] = {name: {} for name in catalog()}
-        self._marked_at: dict[str, float] = {}
-        self._asked: dict[str, set[Source]] = {name: set() for name in catalog()}
+        self._offsets: dict[str, dict[TopicIdPartition, int]] = {name: {} for name in catalog()}
+        self._committed_at: dict[str, float] = {}
+        self._asked: dict[str, set[TopicIdPartition]] = {name: set() for name in catalog()}
         """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
         self.damaged: dict[str, LakeDamaged] = {}
         """Tables that can't be read now, and why: nothing is written to them, and their marks stay where they are."""
@@ -92,14 +105,14 @@ class Lake:
         self._unsure: set[str] = set()
         """Tables of which it is not known whether the last commit landed: their windows are read again before the next."""
 
-    def claim(self) -> None:
+    def acquire(self) -> None:
         """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back.
 
         A table that is damaged is left out. Raises LakeDamaged when all of them are.
         """
         before = []
         for name, table in self.tables.items():
-            with self._setting_aside(name):
+            with self._skipping_damaged(name):
                 create(
                     self._uri,
                     name,
@@ -117,20 +130,20 @@ class Lake:
 
         for name in self.tables:
             if name not in self.damaged:
-                with self._setting_aside(name):
-                    self._begin(name, highest)
+                with self._skipping_damaged(name):
+                    self._acquire_table(name, highest)
         if len(self.damaged) == len(self.tables):
             raise next(iter(self.damaged.values()))
 
-    def _begin(self, name: str, highest: Callable[[str], int | None]) -> None:
+    def _acquire_table(self, name: str, highest: Callable[[str], int | None]) -> None:
         """Claim a table, and read back what its newest rows are."""
-        self._claim(name, highest)
+        self._acquire_lease(name, highest)
         self._windows[name] = self._window(self._latest(name), self.tables[name])
         self._unsure.discard(name)
-        self._marked_at[name] = time.monotonic()
+        self._committed_at[name] = time.monotonic()
 
     @contextmanager
-    def _setting_aside(self, name: str) -> Iterator[None]:
+    def _skipping_damaged(self, name: str) -> Iterator[None]:
         """Go on without a table that turns out to be damaged."""
         try:
             yield
@@ -151,15 +164,17 @@ class Lake:
         """Claim the damaged tables that can be read again. True: some were; their topics must be read from their marks."""
         before = list(self.damaged)
         for name in before:
-            with self._setting_aside(name):
+            with self._skipping_damaged(name):
                 self._forget(name)
-                self._marks[name] = {}
-                self._begin(name, lambda app: None)
+                self._offsets[name] = {}
+                self._acquire_table(name, lambda app: None)
                 del self.damaged[name]
-                logger().info("lake_table_back", table=name, version=self._latest(name).version())
+                logger().info(
+                    "lake_table_recovered", table=name, version=self._latest(name).version()
+                )
         return len(self.damaged) < len(before)
 
-    def _claim(self, name: str, highest: Callable[[str], int | None]) -> None:
+    def _acquire_lease(self, name: str, highest: Callable[[str], int | None]) -> None:
         """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew.
 
         A claim and the commits of those it fences collide. They read, write files and see to other tables between their commits; this
@@ -170,11 +185,11 @@ class Lake:
 
         def version_of(app: str) -> int | None:
             here = table.transaction_version(app)
-            return here if self._hold is not None else max(here or 0, highest(app) or 0) or None
+            return here if self._lease is not None else max(here or 0, highest(app) or 0) or None
 
-        collided, until = 0, time.monotonic() + CLAIM_S
+        collided, until = 0, time.monotonic() + LEASE_TIMEOUT_S
         while True:
-            hold, versions = claim(self.share, self._hold, version_of)
+            lease, versions = acquire_lease(self.share, self._lease, version_of)
             try:
                 commit(table, empty, versions)
                 break
@@ -182,12 +197,12 @@ class Lake:
                 collided += 1
                 if time.monotonic() > until:
                     raise LakeBusy(
-                        f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {CLAIM_S:g} s"
+                        f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {LEASE_TIMEOUT_S:g} s"
                     ) from e
                 table = self._latest(name)
         if collided:
-            logger().info("lake_claim_collided", table=name, collided=collided)
-        self._hold, self._claimed = hold, {self.share.app_id: hold.epoch}
+            logger().info("lake_lease_collided", table=name, collided=collided)
+        self._lease, self._lease_versions = lease, {self.share.app_id: lease.epoch}
         self._repairs[name] = table.transaction_version(REPAIR)
 
     def _latest(self, name: str) -> Delta:
@@ -204,12 +219,12 @@ class Lake:
         self._opened[name] = opened
         return opened.table
 
-    def _held(self, name: str) -> Delta:
+    def _leased_snapshot(self, name: str) -> Delta:
         """The table at its newest version, which must still be this writer's, for a commit."""
         table = self._latest(name)
-        epoch = self._claimed.get(self.share.app_id, 0)
+        epoch = self._lease_versions.get(self.share.app_id, 0)
         if table.transaction_version(self.share.app_id) != epoch:
-            raise LakeTaken(
+            raise LakeFenced(
                 f"lake {self._uri}: another writer took over from {epoch} ({self.share})"
             )
         self._check_not_repaired(name, table)
@@ -221,11 +236,11 @@ class Lake:
         if table.transaction_version(REPAIR) != self._repairs.get(name):
             raise LakeRepaired(name, "until now: a repair has taken rows back")
 
-    def look_for_repairs(self) -> None:
+    def check_repairs(self) -> None:
         """Set tables aside that were repaired since they were claimed: one without new rows would not be noticed by a commit."""
         for name in self.tables:
             if name not in self.damaged:
-                with self._setting_aside(name):
+                with self._skipping_damaged(name):
                     self._check_not_repaired(name, self._latest(name))
 
     def _until_committed(self, name: str, attempt: Callable[[], bool]) -> bool:
@@ -247,10 +262,10 @@ class Lake:
         self._asked[name].clear()
         self._unsure.add(name)
 
-    def _window(self, snapshot: Delta, table: Table) -> Window:
+    def _window(self, snapshot: Delta, table: Table) -> DedupeWindow:
         """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
-        window = Window(self._window_size)
-        if not table.key or not (self.share.writers == 1 or self._has_marks(table.name)):
+        window = DedupeWindow(self._window_size)
+        if not table.key or not (self.share.writers == 1 or self._has_offsets(table.name)):
             return window
         with reading(snapshot, table.name, self._options):
             rows = self._newest(snapshot, table).sort_by("kafka_timestamp")
@@ -259,9 +274,9 @@ class Lake:
         window.add(digest(v) for v in values)
         return window
 
-    def _has_marks(self, name: str) -> bool:
+    def _has_offsets(self, name: str) -> bool:
         """Whether the table can have rows of this share."""
-        marks = marks_in(self._uri, name, self._options)
+        marks = read_committed_offsets(self._uri, name, self._options)
         return any(p % self.share.writers == self.share.writer for _, p in marks)
 
     def _newest(self, delta: Delta, table: Table) -> pa.Table:
@@ -280,44 +295,51 @@ class Lake:
                 return pa.concat_tables(found)
             rows, before = 4 * rows, since
 
-    def marks(self, name: str, sources: Iterable[Source]) -> Positions:
+    def committed_offsets(self, name: str, sources: Iterable[TopicIdPartition]) -> Positions:
         """How far a table is in each source; sources it knows nothing of are left out, and so are all of a damaged table."""
         if name not in self.damaged:
-            with self._setting_aside(name):
-                return self._read_marks(self._latest(name), name, list(sources))
+            with self._skipping_damaged(name):
+                return self._read_offsets(self._latest(name), name, list(sources))
         return {}
 
-    def _read_marks(self, table: Delta, name: str, sources: Iterable[Source]) -> dict[Source, int]:
+    def _read_offsets(
+        self, table: Delta, name: str, sources: Iterable[TopicIdPartition]
+    ) -> dict[TopicIdPartition, int]:
         asked = list(sources)
         found = {source: table.transaction_version(app_id(name, source)) for source in asked}
         known = {source: version for source, version in found.items() if version is not None}
-        self._marks[name] |= known
+        self._offsets[name] |= known
         self._asked[name] |= set(asked)
         return known
 
-    def _marks_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
+    def _offsets_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
         """Marks on a snapshot that is this writer's. Nobody else moves them, so they are read once, and again when a commit failed."""
         if positions.keys() <= self._asked[name]:
-            return self._marks[name]
-        return self._read_marks(snapshot, name, positions)
+            return self._offsets[name]
+        return self._read_offsets(snapshot, name, positions)
 
-    def mark_due(self, name: str, positions: Positions) -> bool:
+    def commit_due(self, name: str, positions: Positions) -> bool:
         """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
         if name in self.damaged:
             return False
-        known = self._marks[name]
+        known = self._offsets[name]
         if any(offset and source not in known for source, offset in positions.items()):
             return True  # the first mark comes early: without one a restart can't tell what retention has taken since
         lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
         behind = max(lags, default=0)
         if sum(lags) > self._window_size // (4 * self.share.writers):
             return True  # of all writers together: `lake_lookup.check_not_behind` must not take a quiet table for a late one
-        return behind >= MARK_OFFSETS or (
-            behind > 0 and time.monotonic() - self._marked_at[name] >= MARK_S
+        return behind >= COMMIT_AFTER_OFFSETS or (
+            behind > 0 and time.monotonic() - self._committed_at[name] >= COMMIT_AFTER_S
         )
 
     def append(
-        self, name: str, rows: Sequence[Row], positions: Positions, bury: Bury, mark: bool = False
+        self,
+        name: str,
+        rows: Sequence[Row],
+        positions: Positions,
+        reject: RejectRow,
+        commit_offsets: bool = False,
     ) -> int:
         """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
 
@@ -327,42 +349,42 @@ class Lake:
         table = self.tables[name]
         added: list[Row] = []
         digests: list[bytes] = []
-        moved: dict[Source, int] = {}
+        moved: dict[TopicIdPartition, int] = {}
 
         def attempt() -> bool:
-            snapshot = self._held(name)
-            marks = self._marks_on(snapshot, name, positions)
+            snapshot = self._leased_snapshot(name)
+            marks = self._offsets_on(snapshot, name, positions)
             if name in self._unsure:
                 self._windows[name] = self._window(snapshot, table)
                 self._unsure.discard(name)
             moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
             moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
             added[:], digests[:] = self._unknown(
-                snapshot, table, *fresh(table, rows, marks, self._windows[name])
+                snapshot, table, *drop_duplicates(table, rows, marks, self._windows[name])
             )
-            if not moved or not (added or mark):
+            if not moved or not (added or commit_offsets):
                 added.clear()
                 return False
-            storable = storable_rows(table, added, bury)
+            storable = storable_rows(table, added, reject)
             if table.key and len(added) < len(digests):
                 digests[:] = [digest(table.key_of(row)) for row in added]
             commit(
                 snapshot,
                 storable,
-                {**self._claimed, **{app_id(name, s): o for s, o in moved.items()}},
+                {**self._lease_versions, **{app_id(name, s): o for s, o in moved.items()}},
             )
             return True
 
         if name in self.damaged:
             return 0
         committed = False
-        with self._setting_aside(name):
+        with self._skipping_damaged(name):
             committed = self._until_committed(name, attempt)
         if name in self.damaged:
             return 0
         if committed:
-            self._marks[name] |= moved
-            self._marked_at[name] = time.monotonic()
+            self._offsets[name] |= moved
+            self._committed_at[name] = time.monotonic()
             self._windows[name].add(digests)
         return len(added)
 
@@ -371,18 +393,21 @@ class Lake:
     ) -> tuple[list[Row], list[bytes]]:
         """Without what was sent again and is in the table, however long ago."""
         sought = (
-            {table.key_of(row) for row in rows if row[-4:-1] in self.again} if table.key else set()
+            {table.key_of(row) for row in rows if row[-4:-1] in self.redelivered}
+            if table.key
+            else set()
         )
         if not sought:
             return rows, digests
         with reading(snapshot, table.name, self._options):
             there = {
-                digest(key) for key in present(dataset(snapshot, self._options), table.key, sought)
+                digest(key)
+                for key in existing_keys(dataset(snapshot, self._options), table.key, sought)
             }
         kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
         return [row for row, _ in kept], [one for _, one in kept]
 
-    def widen(self, wider: Table) -> bool:
+    def add_columns(self, wider: Table) -> bool:
         """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was.
 
         Raises TooManyFields.
@@ -390,12 +415,18 @@ class Lake:
         name = wider.name
 
         def attempt() -> bool:
-            widen(self._held(name), name, wider.arrow([]), self._claimed, catalog()[name].schema)
+            add_columns(
+                self._leased_snapshot(name),
+                name,
+                wider.arrow([]),
+                self._lease_versions,
+                catalog()[name].schema,
+            )
             return True
 
         try:
             if wider.name not in self.damaged:
-                with self._setting_aside(wider.name):
+                with self._skipping_damaged(wider.name):
                     self._until_committed(wider.name, attempt)
         except SchemaRefused as e:
             logger().warning("lake_columns_refused", table=wider.name, error=str(e))
@@ -404,7 +435,7 @@ class Lake:
             return False
         new = wider.schema.names
         logger().info(
-            "lake_widened",
+            "lake_columns_added",
             table=wider.name,
             new=[n for n in new if n not in self.tables[wider.name].index],
         )
@@ -412,7 +443,7 @@ class Lake:
         return True
 
 
-def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
+def storable_rows(table: Table, rows: list[Row], reject: RejectRow) -> pa.Table:
     """The rows in Arrow; those with a value that no column can hold are buried and taken out of `rows`."""
     try:
         return table.arrow(rows)
@@ -427,12 +458,12 @@ def storable_rows(table: Table, rows: list[Row], bury: Bury) -> pa.Table:
             except MemoryError:
                 raise
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as e:
-                bury(row, f"table {table.name}: {type(e).__name__}: {e}")
+                reject(row, f"table {table.name}: {type(e).__name__}: {e}")
         rows[:] = good
         return table.arrow(rows)
 
 
-def rows_of(share: Share, since: Any, before: Any) -> pc.Expression | None:
+def rows_of(share: PartitionShare, since: Any, before: Any) -> pc.Expression | None:
     """Condition of a share's rows with since <= log timestamp < before; None: all rows."""
     stamp, partition = pc.field("kafka_timestamp"), pc.field("kafka_partition")
     wanted = [] if since is None else [stamp >= since]

@@ -70,7 +70,7 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         running.until(
             lambda: len(set(feed.column("batches", "kafka_topic_id"))) == 2, "old and new batches"
         )
-        running.until_says("lake", "topic_made_anew")
+        running.until_says("lake", "topic_recreated")
         running.until_says("trainer", "weights_of_another_log")
         told = call("doctor", *overrides_of(installation))
         assert told.returncode == 0, told.stdout + told.stderr

@@ -135,7 +135,7 @@ def test_sql_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
         1,
         f"clawstream: no lake at {tmp_path}/lake: run `clawstream lake` or `clawstream up` first\n",
     )
-    Lake(str(tmp_path / "lake"), {}, 10).claim()
+    Lake(str(tmp_path / "lake"), {}, 10).acquire()
     for query, said in (
         ("selec 1", "syntax error"),
         ("select * from nothing", "nothing"),

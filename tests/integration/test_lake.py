@@ -143,11 +143,11 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(
     producer.close()
     ends = {(topic, p): high for p, (_, high) in cluster.watermarks(topic).items()}
     lake = Lake(settings.lake_uri, {}, 40)
-    lake.claim()
+    lake.acquire()
     small = settings.model_copy(update={"lake": LakeSettings(dedupe_window=40)})
     for name in ("steps", "session_events", "failed_calls"):
         start = {(cluster.topic_id(topic), p): 1 for _, p in ends}
-        lake.append(name, [], start, lambda *_: None, mark=True)
+        lake.append(name, [], start, lambda *_: None, commit_offsets=True)
     tell(cluster, group, ends)
     assert cluster.committed(group) == ends
     with pytest.raises(LakeBehind, match="records behind on"):
@@ -158,7 +158,7 @@ def test_how_far_another_lake_is_says_nothing_of_this_one(
             [],
             {(cluster.topic_id(topic), p): end for (_, p), end in ends.items()},
             lambda *_: None,
-            mark=True,
+            commit_offsets=True,
         )
     check_not_behind(small, cluster, topic)
 

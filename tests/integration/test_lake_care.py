@@ -42,7 +42,7 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
     )
     rng, producer, sent = random.Random(3), cluster.producer(), 0
     flush = {"flush_interval_s": 0.02, "flush_rows": 20}
-    killed = {"writer": 0, "carer": 0}
+    killed = {"writer": 0, "maintenance": 0}
 
     def merges() -> int:
         where = f"{settings.lake_uri}/steps"
@@ -53,9 +53,9 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
         where = f"{settings.lake_uri}/steps"
         return DeltaTable(where).version() if DeltaTable.is_deltatable(where) else 0
 
-    # However slow the machine: a writer is killed when it has written, and only each second carer, in the time that the one before it took.
+    # However slow the machine: a writer is killed when it has written, and only every second maintenance process, in the time that the previous one took.
     writer, before = processes.write(**flush), version()
-    carer, began, lasts, mortal = processes.care(), time.monotonic(), 0.0, False
+    maintenance, began, lasts, mortal = processes.maintenance(), time.monotonic(), 0.0, False
     doomed = 0.0
     deadline = time.monotonic() + 400
     while min(killed.values()) < 2 or merges() < 2:
@@ -65,23 +65,23 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
             sent += 30
             time.sleep(0.03)
         lived = time.monotonic() - began
-        if carer.poll() is not None:
+        if maintenance.poll() is not None:
             lasts = lasts if mortal else lived
-            carer, began, mortal = processes.care(), time.monotonic(), not mortal
+            maintenance, began, mortal = processes.maintenance(), time.monotonic(), not mortal
             doomed = rng.uniform(0.3, 1.0) * lasts
         elif mortal and lived > doomed:
-            carer.kill()
-            carer.wait()
-            killed["carer"] += 1
+            maintenance.kill()
+            maintenance.wait()
+            killed["maintenance"] += 1
         if version() > before + 5 and rng.random() < 0.3:
             writer.kill()
             writer.wait()
             writer, before = processes.write(**flush), version()
             killed["writer"] += 1
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == sent)
-    carer.kill()
-    carer.wait()
-    assert processes.care().wait(180) == 0
+    maintenance.kill()
+    maintenance.wait()
+    assert processes.maintenance().wait(180) == 0
     assert processes.stop(writer) == 0
     assert sorted(column(settings, "steps", "step_id")) == sorted(
         a_step(n).step_id for n in range(sent)

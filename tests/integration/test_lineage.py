@@ -10,7 +10,7 @@ from support.up import up
 
 from clawstream.ops.lag import data_lag
 from clawstream.query.connection import connect
-from clawstream.query.lineage import Ancestry
+from clawstream.query.lineage import Lineage
 from schemas.records import Late, WeightVersion
 from schemas.settings import Settings
 
@@ -76,7 +76,7 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
         running.stop()
     feed.close()
 
-    lineage = Ancestry(connect(settings))
+    lineage = Lineage(connect(settings))
     for sync, name in ((1, "a"), (2, "b")):
         said = lineage.weights(f"{RUN}/{sync}.0")
         (batch,) = said["batches"]

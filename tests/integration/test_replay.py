@@ -49,7 +49,7 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs.admit.main import serve
-from stream_jobs.lake.delta.snapshots import pin
+from stream_jobs.lake.delta.snapshots import take_snapshot
 from stream_jobs.lake.main import write
 from trainer.main import train
 
@@ -353,16 +353,16 @@ def test_pinned_lake_trains_a_model(
     recorded: Recorded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     settings = recorded.settings
-    pins = pin(settings)["versions"]
+    table_versions = take_snapshot(settings)["versions"]
     few = settings.model_copy(
         update={"kafka": settings.kafka.model_copy(update={"partitions": 2})}
     )  # the lake has four
     from_topics, from_lake = (
         run_replay(settings, ReplayRequest("t2")),
-        run_replay(few, ReplayRequest("lake", pins=pins)),
+        run_replay(few, ReplayRequest("lake", table_versions=table_versions)),
     )
     assert hashes(from_lake) == hashes(from_topics)
-    assert from_lake["versions"].items() <= pins.items()
+    assert from_lake["versions"].items() <= table_versions.items()
     target = replay_settings(settings, "lake", "run", 4)
     assert (
         recorded.last(target)
@@ -375,7 +375,9 @@ def test_pinned_lake_trains_a_model(
     above = target.trainer.model_copy(update={"first_attempt": 1})
     assert written == target.model_copy(update={"trainer": above})
 
-    renamed = run_replay(settings, ReplayRequest("offline", pins=pins, as_run="exp"))
+    renamed = run_replay(
+        settings, ReplayRequest("offline", table_versions=table_versions, as_run="exp")
+    )
     assert len(hashes(renamed)) == len(hashes(from_lake))
     model = make_random_model(tmp_path_factory.mktemp("model") / "m")
     offline = replay_settings(settings, "offline", "exp", 4)

@@ -162,7 +162,9 @@ class Installation:
     def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], TrimRange]:
         """What the command does with --yes."""
         applied = job_positions.rewards_applied(self.settings, self.cluster)
-        kept = TrimInputs(positions.held(self.settings, self.cluster), applied, before_ms)
+        kept = TrimInputs(
+            positions.offsets_in_lake(self.settings, self.cluster), applied, before_ms
+        )
         plan = TopicTrim(self.cluster, self.settings, kept)
         plan.do()
         return {(c.topic, c.partition): c for c in plan.ranges}
@@ -357,10 +359,14 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
         producer.put(topics.candidates, key, CODEC.encode(event), partition=1)
     producer.flush()
     producer.close()
-    lake.claim()
+    lake.acquire()
     for table in ("candidates", "run_events"):
         lake.append(
-            table, [], {(cluster.topic_id(topics.candidates), 1): 3}, lambda *_: None, mark=True
+            table,
+            [],
+            {(cluster.topic_id(topics.candidates), 1): 3},
+            lambda *_: None,
+            commit_offsets=True,
         )
 
     done = call("topics", "trim", *overrides_of(settings), timeout_s=240)

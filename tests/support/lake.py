@@ -1,4 +1,4 @@
-"""The lake writer and its caretaker as real processes on a real Kafka, for the integration tests: what they get, what the tables have."""
+"""The lake writer and its maintenance as real processes on a real Kafka, for the integration tests: what they get, what the tables have."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Writers(Processes):
         words = [*overrides_of(self.settings), *(f"lake.{k}={v}" for k, v in lake.items())]
         return self.start("lake", [sys.executable, "-c", WRITER, *words], stdin=subprocess.DEVNULL)
 
-    def care(self) -> subprocess.Popen[bytes]:
-        """Start a caretaker as a writer does."""
+    def maintain(self) -> subprocess.Popen[bytes]:
+        """Start a maintenance as a writer does."""
         command = [sys.executable, "-m", "stream_jobs.lake.delta.maintenance"]
         process = self.start("lake", command, stdin=subprocess.PIPE)
         assert process.stdin is not None

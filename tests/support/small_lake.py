@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.settings import Settings
-from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 from stream_jobs.lake.writer import Lake
 
 HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
@@ -17,7 +17,7 @@ class SmallLake:
 
     def __init__(self, settings: Settings, window: int = 1000) -> None:
         self.lake = Lake(settings.lake_uri, {}, window)
-        self.lake.claim()
+        self.lake.acquire()
         self.next: dict[str, int] = {}
 
     def put(
@@ -26,7 +26,7 @@ class SmallLake:
         first = self.next.get(topic_id, 0)
         self.next[topic_id] = first + len(records)
         placed = [
-            Placed(topic_id, 0, first + i, 1000 + first + i, headers, r)
+            ConsumedRecord(topic_id, 0, first + i, 1000 + first + i, headers, r)
             for i, r in enumerate(records)
         ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]

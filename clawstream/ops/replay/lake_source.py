@@ -1,4 +1,4 @@
-"""A replay's input from the lake: steps, session events, rewards and marks of one run, at pinned versions of the tables.
+"""A replay's input from the lake: steps, session events, rewards and marks of one run, at fixed versions of the tables.
 
 The rows say where their records lay and when, so the order is that of the log. Ticks are not kept; what they did is: each closing of a
 trajectory is a row, and the time at which it was closed counts as a tick of its partition. A last one, at the end of all records,
@@ -40,14 +40,16 @@ READ: Mapping[Source, Mapping[str, type]] = {
 """The tables that hold what was on an input, each with its records."""
 
 
-def pinned(settings: Settings, pins: Mapping[str, int | None] | None = None) -> dict[str, int]:
+def snapshot_versions(
+    settings: Settings, table_versions: Mapping[str, int | None] | None = None
+) -> dict[str, int]:
     """Versions of all tables that a replay reads: those given, the newest of the others; given as None: not read. Raises LakeMissing."""
-    found, pins = {}, pins or {}
-    if "steps" in pins and pins["steps"] is None:
+    found, table_versions = {}, table_versions or {}
+    if "steps" in table_versions and table_versions["steps"] is None:
         raise LakeMissing(f"lake {settings.lake_uri} had no table steps then")
     for name in (*READ[STEPS], *READ[REWARDS], CLOSINGS):
-        wanted = pins.get(name)
-        if name in pins and wanted is None:
+        wanted = table_versions.get(name)
+        if name in table_versions and wanted is None:
             continue
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options, wanted)

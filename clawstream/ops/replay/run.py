@@ -50,14 +50,14 @@ PROGRESS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """What to replay. pins: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
+    """What to replay. table_versions: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
 
     as_run: another run id for what comes out. keep_rules: recorded answers of rules count, nobody is asked again. with_steps: the
     steps are copied, too. stay_open: the run does not end, so that what waits is not decided.
     """
 
     name: str
-    pins: Mapping[str, int | None] | None = None
+    table_versions: Mapping[str, int | None] | None = None
     since_ms: int | None = None
     until_ms: int | None = None
     as_run: str | None = None
@@ -168,10 +168,10 @@ def _plan(
 ) -> dict[str, Any]:
     """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
     policy = {"policy": _recorded_policy(settings, cluster, request, answers)}
-    if request.pins is not None:
-        from clawstream.ops.replay.lake_source import partitions_of, pinned
+    if request.table_versions is not None:
+        from clawstream.ops.replay.lake_source import partitions_of, snapshot_versions
 
-        versions = pinned(settings, request.pins)
+        versions = snapshot_versions(settings, request.table_versions)
         return {
             "from": "lake",
             "versions": versions,
@@ -267,7 +267,7 @@ def _assemble(
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
     writer, limits = ReplayWriter(cluster, target), limits_of(target)
     if (
-        request.pins is not None
+        request.table_versions is not None
     ):  # the lake has no ticks, so it does not tell a silence from an idle log
         limits = replace(limits, silent_after=None)
     replay = Replay(

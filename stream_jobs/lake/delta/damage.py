@@ -20,7 +20,7 @@ LOG = "_delta_log"
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
+class FileDamage:
     """A file that can't be read. file: path inside the table. version: of the commit or checkpoint; None: a data file."""
 
     file: str
@@ -35,19 +35,21 @@ class Flaw:
         return self.file.endswith(".checkpoint.parquet")
 
 
-def flaws_of_log(table: pafs.FileSystem) -> list[Flaw]:
+def damaged_log_files(table: pafs.FileSystem) -> list[FileDamage]:
     """Checkpoints and commits that can't be read, and commits that are missing between others, by version."""
     listed = table.get_file_info(pafs.FileSelector(LOG, allow_not_found=True))
     names = sorted(f.base_name for f in listed if f.is_file)
     checkpoints = {v: n for n in names if (v := _version(n, ".checkpoint.parquet")) is not None}
     commits = {v: n for n in names if (v := _version(n, ".json")) is not None}
     flaws = [
-        Flaw(f"{LOG}/{name}", f"can't be read: {why}", version)
+        FileDamage(f"{LOG}/{name}", f"can't be read: {why}", version)
         for version, name in [*checkpoints.items(), *commits.items()]
         if (why := _why_unreadable(table, f"{LOG}/{name}")) is not None
     ]
     first, last = min(commits, default=0), max(commits, default=-1)
-    flaws += [Flaw(commit_path(v), "is missing", v) for v in range(first, last) if v not in commits]
+    flaws += [
+        FileDamage(commit_path(v), "is missing", v) for v in range(first, last) if v not in commits
+    ]
     return sorted(flaws, key=lambda flaw: (flaw.version or 0, not flaw.is_checkpoint))
 
 
@@ -78,23 +80,23 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
     return None
 
 
-def flaw_of_files(
+def damaged_files(
     table: pafs.FileSystem, sizes: Mapping[str, int], whole: bool = True
-) -> Iterator[Flaw]:
+) -> Iterator[FileDamage]:
     """Data files that are missing, have another size than the log says, or (whole) can't be decoded to the end."""
     infos = table.get_file_info(list(sizes))
     there = []
     for info, (path, size) in zip(infos, sizes.items(), strict=True):
         if not info.is_file:
-            yield Flaw(path, "is missing")
+            yield FileDamage(path, "is missing")
         elif info.size != size:
-            yield Flaw(path, f"has {info.size} bytes, the log says {size}")
+            yield FileDamage(path, f"has {info.size} bytes, the log says {size}")
         else:
             there.append(path)
     for path in there if whole else ():
         why = _why_unreadable(table, path)
         if why is not None:
-            yield Flaw(path, f"can't be read: {why}")
+            yield FileDamage(path, f"can't be read: {why}")
 
 
 def _decode(table: pafs.FileSystem, path: str) -> None:

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.dedupe import Source
+from stream_jobs.lake.dedupe import TopicIdPartition
 
 _CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
 
@@ -49,12 +49,14 @@ def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
     return pafs.SubTreeFileSystem(path, remote)
 
 
-def app_id(table: str, source: Source) -> str:
+def app_id(table: str, source: TopicIdPartition) -> str:
     """Name under which a table's commits say how far a partition is."""
     return f"{table}:{source[0]}:{source[1]}"
 
 
-def marks_in(uri: str, table: str, storage_options: Mapping[str, str]) -> dict[Source, int]:
+def read_committed_offsets(
+    uri: str, table: str, storage_options: Mapping[str, str]
+) -> dict[TopicIdPartition, int]:
     """Every position that the table has ever stored, of topics that are no more too; empty when there is no table. Raises LakeDamaged."""
     found = {}
     for name, version in _transactions(table, filesystem(table_uri(uri, table), storage_options)):

@@ -27,7 +27,7 @@ from runtime.logs import configure, logger
 from runtime.process.child import die_with_parent
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.delta.snapshots import PinError, kept_versions
+from stream_jobs.lake.delta.snapshots import SnapshotError, protected_versions
 from stream_jobs.lake.delta.table import (
     FILE_BYTES,
     CommitCollided,
@@ -47,7 +47,7 @@ _NICE = 10
 _STOP_S = 5.0
 
 
-class Cared(NamedTuple):
+class MaintenanceResult(NamedTuple):
     """What was done to a table."""
 
     table: str
@@ -55,13 +55,13 @@ class Cared(NamedTuple):
     merged_files: int = 0
     made_files: int = 0
     deleted_files: int = 0
-    put_off: str | None = None
-    """Why it was left to the next run: another commit came between, there was no room, or a kept pin can't be read."""
+    deferred: str | None = None
+    """Why it was left to the next run: another commit came between, there was no room, or a named snapshot can't be read."""
 
 
-def care(
+def maintain(
     settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None
-) -> Iterator[Cared]:
+) -> Iterator[MaintenanceResult]:
     """All that there is to do, table by table. A table that does not exist is passed over; one that collides waits until next time."""
     for name in names if names is not None else catalog():
         try:
@@ -69,9 +69,9 @@ def care(
         except LakeMissing:
             continue
         except LakeDamaged as e:
-            yield Cared(name, put_off=str(e))
+            yield MaintenanceResult(name, deferred=str(e))
             continue
-        done = Cared(name)
+        done = MaintenanceResult(name)
         try:
             done = done._replace(
                 deleted_rows=_delete_old(settings, name, table, now or datetime.now(UTC))
@@ -80,11 +80,11 @@ def care(
                 merged, made = compact(table, name, settings.lake.storage_options)
                 done = done._replace(merged_files=merged, made_files=made)
         except (CommitCollided, LakeFull, LakeDamaged) as e:
-            done = done._replace(put_off=str(e))
+            done = done._replace(deferred=str(e))
         try:
             done = done._replace(deleted_files=vacuum(settings, name))
-        except (CommitCollided, LakeFull, PinError) as e:
-            done = done._replace(put_off=done.put_off or str(e))
+        except (CommitCollided, LakeFull, SnapshotError) as e:
+            done = done._replace(deferred=done.deferred or str(e))
         yield done
 
 
@@ -109,20 +109,20 @@ def small_files(table: Delta) -> int:
 
 
 def vacuum(settings: Settings, name: str) -> int:
-    """Delete files that neither a version within `lake.history_days` nor a kept pin needs. Returns how many.
+    """Delete files that neither a version within `lake.history_days` nor a named snapshot needs. Returns how many.
 
-    Raises PinError while a kept pin can't be read.
+    Raises SnapshotError while a named snapshot can't be read.
     """
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
     return clean(
         table,
         timedelta(days=settings.lake.history_days),
-        kept_versions(settings, name),
+        protected_versions(settings, name),
         settings.lake.storage_options,
     )
 
 
-class Caretaker:
+class MaintenanceRunner:
     """Starts the process now and then, one at a time; of several writers the first does. Its failure is no failure of the writer."""
 
     def __init__(self, settings: Settings) -> None:
@@ -134,12 +134,12 @@ class Caretaker:
             else math.inf
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start it when it is time; note how the last one ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             if code:
                 logger().warning(
-                    "lake_care_failed", exit_code=code, action="the next run tries again"
+                    "lake_maintenance_failed", exit_code=code, action="the next run tries again"
                 )
             self._process = None
         if self._process is None and time.monotonic() >= self._next:
@@ -166,11 +166,11 @@ class Caretaker:
 def main() -> None:
     """Once over all tables, with less right to the processor than those who wait for nothing."""
     settings = Settings.model_validate_json(sys.stdin.read())
-    configure("lake-care", settings.log_level)
+    configure("lake-maintenance", settings.log_level)
     os.nice(_NICE)
-    for done in care(settings):
+    for done in maintain(settings):
         if any(done[1:]):
-            logger().info("lake_cared", **done._asdict())
+            logger().info("lake_maintained", **done._asdict())
 
 
 if __name__ == "__main__":

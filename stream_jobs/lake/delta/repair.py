@@ -8,7 +8,7 @@ The steps of `repair`, each of which leaves a table that a next run repairs from
    read, all of whose own files can be read.
 3. One commit on top of the newest version restores the target: its files, and its marks (the Delta `txn` actions), which say up to
    which offset of each partition the rows are there. So rows and marks go back together, and nothing comes twice or is left out.
-   Former versions and pins stay as they are.
+   Former versions and snapshots stay as they are.
 4. That commit repeats the writers' app ids, so one that is under way collides with it, and raises app id `repair`. A writer that
    runs sees this at its next commit to the table or within half a minute, and reads the table's topics again from its marks.
 
@@ -30,17 +30,17 @@ import pyarrow.fs as pafs
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 from stream_jobs.errors import LakeError
-from stream_jobs.lake.dedupe import Source
+from stream_jobs.lake.dedupe import TopicIdPartition
 from stream_jobs.lake.delta.damage import (
     LOG,
-    Flaw,
+    FileDamage,
     adders_of,
     commit_path,
-    flaw_of_files,
-    flaws_of_log,
+    damaged_files,
+    damaged_log_files,
 )
-from stream_jobs.lake.delta.log import app_id, filesystem, marks_in, table_uri
-from stream_jobs.lake.delta.snapshots import PinError, pins
+from stream_jobs.lake.delta.log import app_id, filesystem, read_committed_offsets, table_uri
+from stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
 from stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
@@ -52,18 +52,18 @@ from stream_jobs.lake.delta.table import (
 from stream_jobs.lake.fencing import REPAIR, writer_id
 from stream_jobs.lake.tables.catalog import catalog, tables_of
 
-ASIDE = "_damaged"
+DAMAGED_DIR = "_damaged"
 _ATTEMPTS = 5
 
 
-class NotRepaired(LakeError):
+class RepairRefused(LakeError):
     """The table was not taken back. The message says what is in the way."""
 
 
-class Back(NamedTuple):
+class Rewind(NamedTuple):
     """A partition whose mark goes back from `was`: offsets from `to` on are read again; those below `low` Kafka has no more."""
 
-    source: Source
+    source: TopicIdPartition
     topic: str
     was: int
     to: int
@@ -75,53 +75,55 @@ class Back(NamedTuple):
         return max(0, self.low - self.to)
 
 
-class Repaired(NamedTuple):
+class RepairResult(NamedTuple):
     """What was found and done. restored: the version whose files and marks the table has now; None: nothing had to be taken back."""
 
     table: str
-    flaws: tuple[str, ...]
+    damage: tuple[str, ...]
     restored: int | None = None
     rows: int = 0
-    back: tuple[Back, ...] = ()
-    pins: tuple[str, ...] = ()
+    rewinds: tuple[Rewind, ...] = ()
+    snapshots: tuple[str, ...] = ()
 
 
 def check(settings: Settings, name: str) -> tuple[str, ...]:
     """What can't be read of a table's log, or of its newest version. Reads all of its files, changes nothing."""
     fs = _files_of(settings, name)
-    flaws = flaws_of_log(fs)
+    flaws = damaged_log_files(fs)
     if not flaws:
         flaws = list(
-            flaw_of_files(
+            damaged_files(
                 fs, sizes(open_table(settings.lake_uri, name, settings.lake.storage_options))
             )
         )
     return tuple(map(str, flaws))
 
 
-def repair(settings: Settings, name: str, cluster: Cluster, accept_loss: bool = False) -> Repaired:
+def repair(
+    settings: Settings, name: str, cluster: Cluster, accept_loss: bool = False
+) -> RepairResult:
     """Take a damaged table back. The writer may run.
 
-    Raises NotRepaired when no version can be read, or when records that Kafka has no more would be lost and `accept_loss` is not
+    Raises RepairRefused when no version can be read, or when records that Kafka has no more would be lost and `accept_loss` is not
     given; LakeMissing when there is no table.
     """
     fs = _files_of(settings, name)
     if fs.get_file_info(LOG).type == pafs.FileType.NotFound:
         raise LakeMissing(f"no table {name} at {table_uri(settings.lake_uri, name)}")
-    broken = flaws_of_log(fs)
+    broken = damaged_log_files(fs)
     if not _has_beginning(fs, {flaw.file for flaw in broken}):
-        raise _hopeless(settings, name)
-    _mend_log(settings, name, fs, broken)
+        raise _unrecoverable(settings, name)
+    _repair_log(settings, name, fs, broken)
     for _ in range(_ATTEMPTS):
         try:
-            return _take_back(settings, name, fs, cluster, broken, accept_loss)
+            return _restore(settings, name, fs, cluster, broken, accept_loss)
         except CommitCollided:
             time.sleep(0.1)
-    raise NotRepaired(f"table {name}: {_ATTEMPTS} commits of the writer came between: try again")
+    raise RepairRefused(f"table {name}: {_ATTEMPTS} commits of the writer came between: try again")
 
 
-def _hopeless(settings: Settings, name: str) -> NotRepaired:
-    return NotRepaired(
+def _unrecoverable(settings: Settings, name: str) -> RepairRefused:
+    return RepairRefused(
         f"no version of table {name} can be read whole: stop all writers, move {table_uri(settings.lake_uri, name)} away and start "
         "them: the table is made anew from the topics, as far back as those reach"
     )
@@ -142,15 +144,17 @@ def _files_of(settings: Settings, name: str) -> pafs.FileSystem:
     return filesystem(table_uri(settings.lake_uri, name), settings.lake.storage_options)
 
 
-def _mend_log(settings: Settings, name: str, fs: pafs.FileSystem, broken: list[Flaw]) -> None:
+def _repair_log(
+    settings: Settings, name: str, fs: pafs.FileSystem, broken: list[FileDamage]
+) -> None:
     """Step 1. An empty commit says that it is one: what it stands for is found by it when the repair goes on after a crash."""
     if not broken:
         return
     lake = filesystem(settings.lake_uri, settings.lake.storage_options)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    lake.create_dir(f"{ASIDE}/{name}/{stamp}")
+    lake.create_dir(f"{DAMAGED_DIR}/{name}/{stamp}")
     for flaw in broken:
-        copy = f"{ASIDE}/{name}/{stamp}/{flaw.file.rpartition('/')[2]}"
+        copy = f"{DAMAGED_DIR}/{name}/{stamp}/{flaw.file.rpartition('/')[2]}"
         if fs.get_file_info(flaw.file).is_file:
             pafs.copy_files(
                 f"{name}/{flaw.file}", copy, source_filesystem=lake, destination_filesystem=lake
@@ -182,14 +186,14 @@ def _replace(fs: pafs.FileSystem, path: str, data: bytes) -> None:
     fs.move(f"{path}.new", path)
 
 
-def _take_back(
+def _restore(
     settings: Settings,
     name: str,
     fs: pafs.FileSystem,
     cluster: Cluster,
-    broken: list[Flaw],
+    broken: list[FileDamage],
     accept_loss: bool,
-) -> Repaired:
+) -> RepairResult:
     """Steps 2 to 4. Raises CommitCollided."""
     options = settings.lake.storage_options
     table = open_table(settings.lake_uri, name, options)
@@ -197,10 +201,10 @@ def _take_back(
     target, flaws = _target(settings, name, fs, table)
     told = tuple(dict.fromkeys([*map(str, broken), *map(str, flaws)]))
     if target == newest:
-        return Repaired(name, told)
+        return RepairResult(name, told)
     then = open_table(settings.lake_uri, name, options, target)
-    now = marks_in(settings.lake_uri, name, options)
-    back = _back(
+    now = read_committed_offsets(settings.lake_uri, name, options)
+    back = _rewinds(
         settings,
         name,
         cluster,
@@ -210,7 +214,7 @@ def _take_back(
     lost = [b for b in back if b.lost]
     if lost and not accept_loss:
         where = ", ".join(f"{b.lost} of {b.topic}-{b.source[1]} from offset {b.to}" for b in lost)
-        raise NotRepaired(
+        raise RepairRefused(
             f"table {name} would go back to version {target}, but Kafka has no more what came after it: {where}. "
             "Restore the files from a backup, or give these records up with --accept-loss"
         )
@@ -221,16 +225,18 @@ def _take_back(
     repairs = {REPAIR: (table.transaction_version(REPAIR) or 0) + 1}
     rows = _rows(table) - _rows(then)
     restore(table, target, {**marks, **writers, **repairs})
-    return Repaired(name, told, target, rows, tuple(back), _pins_behind(settings, name, broken))
+    return RepairResult(
+        name, told, target, rows, tuple(back), _snapshots_behind(settings, name, broken)
+    )
 
 
-def _back(
+def _rewinds(
     settings: Settings,
     name: str,
     cluster: Cluster,
-    now: Mapping[Source, int],
-    then: Mapping[Source, int],
-) -> list[Back]:
+    now: Mapping[TopicIdPartition, int],
+    then: Mapping[TopicIdPartition, int],
+) -> list[Rewind]:
     """The partitions whose marks go back, or whose topic begins behind the mark. A topic that is no more begins where the mark was."""
     topics = [t for t in cluster.topics() if name in tables_of(settings.kafka.topics, t)]
     names = {topic_id: topic for topic, topic_id in cluster.topic_ids(topics).items()}
@@ -240,17 +246,19 @@ def _back(
         low = now[source] if topic is None else cluster.watermarks(topic, [source[1]])[source[1]][0]
         if then[source] < max(now[source], low):
             found.append(
-                Back(source, topic or f"deleted topic {source[0]}", now[source], then[source], low)
+                Rewind(
+                    source, topic or f"deleted topic {source[0]}", now[source], then[source], low
+                )
             )
     return found
 
 
 def _target(
     settings: Settings, name: str, fs: pafs.FileSystem, table: Delta
-) -> tuple[int, list[Flaw]]:
+) -> tuple[int, list[FileDamage]]:
     """Step 2: the version to restore, today's when nothing has to be; and the data files that can't be read."""
     options = settings.lake.storage_options
-    target, found = int(table.version()), dict[str, Flaw]()
+    target, found = int(table.version()), dict[str, FileDamage]()
     good: set[str] = set()
     lost = _lost_commits(fs, table)
     if lost:
@@ -261,9 +269,9 @@ def _target(
         except LakeError:
             at = None
         if at is None:
-            raise _hopeless(settings, name)
+            raise _unrecoverable(settings, name)
         files = {path: size for path, size in sizes(at).items() if path not in good}
-        flaws = {flaw.file: flaw for flaw in flaw_of_files(fs, files)}
+        flaws = {flaw.file: flaw for flaw in damaged_files(fs, files)}
         good |= files.keys() - flaws.keys()
         if not flaws:
             return target, list(found.values())
@@ -296,8 +304,8 @@ def _rows(table: Delta) -> int:
     return sum(files.column("num_records").to_pylist()) if files.num_rows else 0
 
 
-def _pins_behind(settings: Settings, name: str, broken: list[Flaw]) -> tuple[str, ...]:
-    """Kept pins of versions that lack what a lost commit had."""
+def _snapshots_behind(settings: Settings, name: str, broken: list[FileDamage]) -> tuple[str, ...]:
+    """Named snapshots of versions that lack what a lost commit had."""
     first = min(
         (flaw.version for flaw in broken if flaw.version is not None and not flaw.is_checkpoint),
         default=None,
@@ -305,10 +313,12 @@ def _pins_behind(settings: Settings, name: str, broken: list[Flaw]) -> tuple[str
     if first is None:
         return ()
     kept = {
-        pin: found["versions"].get(name)
-        for pin, found in pins(settings).items()
-        if not isinstance(found, PinError)
+        snapshot: found["versions"].get(name)
+        for snapshot, found in named_snapshots(settings).items()
+        if not isinstance(found, SnapshotError)
     }
     return tuple(
-        pin for pin, version in sorted(kept.items()) if version is not None and version >= first
+        snapshot
+        for snapshot, version in sorted(kept.items())
+        if version is not None and version >= first
     )

@@ -1,6 +1,6 @@
 """Versions of the lake: what the tables hold, how they were at a moment, and pins: versions of all tables by which others read.
 
-A pin is JSON, `{"lake", "at", "versions": {table: version}}`. A kept one lies beside the tables as `_pins/<name>.json`: the files that its
+A pin is JSON, `{"lake", "at", "versions": {table: version}}`. A kept one lies beside the tables as `_snapshots/<name>.json`: the files that its
 versions need are not deleted, nor is the log since.
 """
 
@@ -24,21 +24,21 @@ from stream_jobs.lake.delta.log import filesystem
 from stream_jobs.lake.delta.table import (
     LakeError,
     LakeMissing,
-    flaw_of_table,
     open_table,
+    table_damage,
     version_at,
 )
 from stream_jobs.lake.tables.catalog import catalog
 
 Versions = Mapping[str, int | None]
 """Table to Delta version; None: it was not there, so it is empty."""
-_PINS = "_pins"
+_DIRECTORY = "_snapshots"
 _LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class PinError(LakeError):
-    """A pin that is not there, is no pin, or can't have that name."""
+class SnapshotError(LakeError):
+    """A snapshot that is not there, is no snapshot, or can't have that name."""
 
 
 def tables(settings: Settings) -> list[dict[str, Any]]:
@@ -48,11 +48,11 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
     for name in catalog():
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-            flaw = flaw_of_table(table, settings.lake.storage_options, whole=False)
+            flaw = table_damage(table, settings.lake.storage_options, whole=False)
         except LakeMissing:
             continue
         except LakeDamaged as e:
-            found.append(dict.fromkeys(_LISTED) | {"table": name, "damage": e.flaw})
+            found.append(dict.fromkeys(_LISTED) | {"table": name, "damage": e.damage})
             continue
         files = pa.table(table.get_add_actions(flatten=True))
         newest = None
@@ -99,24 +99,24 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
     ]
 
 
-def pin(settings: Settings, keep: str | None = None) -> dict[str, Any]:
-    """The versions of all tables now. keep: name under which files of these versions are protected until `unpin`.
+def take_snapshot(settings: Settings, name: str | None = None) -> dict[str, Any]:
+    """The versions of all tables now. name: files of these versions are protected until `delete_snapshot`.
 
-    Raises PinError for a name that is taken: whoever kept that pin counts on its versions.
+    Raises SnapshotError for a name that is taken: users of that snapshot rely on its versions.
     """
-    if keep is not None and _is_kept(settings, _named(keep)):
-        raise _taken(keep)
+    if name is not None and _exists(settings, _checked(name)):
+        raise _taken(name)
     now = datetime.now(UTC)
     found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
-    if keep is not None:
-        _keep(settings, keep, json.dumps(found).encode())
+    if name is not None:
+        _store(settings, name, json.dumps(found).encode())
     return found
 
 
-def _keep(settings: Settings, name: str, data: bytes) -> None:
-    """Whole or not at all. Raises PinError when another has just taken the name; an object store can't tell: there the later one stays."""
+def _store(settings: Settings, name: str, data: bytes) -> None:
+    """Whole or not at all. Raises SnapshotError when another has just taken the name; an object store can't tell: there the later one stays."""
     lake = _lake(settings)
-    lake.create_dir(_PINS)
+    lake.create_dir(_DIRECTORY)
     if not isinstance(lake.base_fs, pafs.LocalFileSystem):
         with lake.open_output_stream(_file(name)) as out:
             out.write(data)
@@ -126,44 +126,44 @@ def _keep(settings: Settings, name: str, data: bytes) -> None:
         create_durably(root / _file(name), data)
     except FileExistsError as e:
         raise _taken(name) from e
-    fsync_path(root)  # the directory of the first pin
+    fsync_path(root)  # the directory of the first snapshot
 
 
-def _taken(name: str) -> PinError:
-    return PinError(
-        f"there is a kept pin {name}: choose another name, or `clawstream tables unpin {name}` first"
+def _taken(name: str) -> SnapshotError:
+    return SnapshotError(
+        f"there is a snapshot named {name}: choose another name, or `clawstream tables delete-snapshot {name}` first"
     )
 
 
-def pins(settings: Settings) -> dict[str, dict[str, Any] | PinError]:
-    """The kept pins by name; for one that can't be read, why."""
-    found: dict[str, dict[str, Any] | PinError] = {}
-    for file in _lake(settings).get_file_info(pafs.FileSelector(_PINS, allow_not_found=True)):
+def named_snapshots(settings: Settings) -> dict[str, dict[str, Any] | SnapshotError]:
+    """The named snapshots by name; for one that can't be read, why."""
+    found: dict[str, dict[str, Any] | SnapshotError] = {}
+    for file in _lake(settings).get_file_info(pafs.FileSelector(_DIRECTORY, allow_not_found=True)):
         if file.is_file and file.extension == "json":
             name = file.base_name.removesuffix(".json")
             try:
                 found[name] = _read(settings, name)
-            except PinError as e:
+            except SnapshotError as e:
                 found[name] = e
     return found
 
 
-def unpin(settings: Settings, name: str) -> None:
-    """Protect a kept pin's files no longer, readable or not. Raises PinError when there is none."""
-    if not _is_kept(settings, _named(name)):
-        raise PinError(
-            f"no kept pin {name}; there are {', '.join(sorted(pins(settings))) or 'none'}"
+def delete_snapshot(settings: Settings, name: str) -> None:
+    """Protect a named snapshot's files no longer, readable or not. Raises SnapshotError when there is none."""
+    if not _exists(settings, _checked(name)):
+        raise SnapshotError(
+            f"no named snapshot {name}; there are {', '.join(sorted(named_snapshots(settings))) or 'none'}"
         )
     _lake(settings).delete_file(_file(name))
 
 
-def kept_versions(settings: Settings, table: str) -> list[int]:
-    """Versions of a table that kept pins name. Raises PinError while one can't be read: nobody knows what it keeps."""
+def protected_versions(settings: Settings, table: str) -> list[int]:
+    """Versions of a table that named snapshots name. Raises SnapshotError while one can't be read: nobody knows what it keeps."""
     kept = set()
-    for name, found in pins(settings).items():
-        if isinstance(found, PinError):
-            raise PinError(
-                f"nothing is deleted while {found}; if it is of no use: `clawstream tables unpin {name}`"
+    for name, found in named_snapshots(settings).items():
+        if isinstance(found, SnapshotError):
+            raise SnapshotError(
+                f"nothing is deleted while {found}; if it is of no use: `clawstream tables delete-snapshot {name}`"
             )
         if table in found["versions"]:
             kept.add(found["versions"][table])
@@ -174,25 +174,25 @@ def _lake(settings: Settings) -> Any:
     return filesystem(settings.lake_uri, settings.lake.storage_options)
 
 
-def _named(name: str) -> str:
+def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise PinError(
-            f"{name!r} is no name for a pin: letters, digits, `.`, `_` and `-`, at most 64"
+        raise SnapshotError(
+            f"{name!r} is no name for a snapshot: letters, digits, `.`, `_` and `-`, at most 64"
         )
     return name
 
 
 def _file(name: str) -> str:
-    return f"{_PINS}/{name}.json"
+    return f"{_DIRECTORY}/{name}.json"
 
 
-def _is_kept(settings: Settings, name: str) -> bool:
+def _exists(settings: Settings, name: str) -> bool:
     return bool(_lake(settings).get_file_info(_file(name)).is_file)
 
 
 def _read(settings: Settings, name: str) -> dict[str, Any]:
     with _lake(settings).open_input_stream(_file(name)) as stream:
-        return _parsed(stream.read(), f"kept pin {name}")
+        return _parsed(stream.read(), f"named snapshot {name}")
 
 
 def at(settings: Settings, moment: datetime) -> Versions:
@@ -219,25 +219,27 @@ def _there(settings: Settings, name: str) -> bool:
     return True
 
 
-def versions_of(settings: Settings, word: str) -> Versions:
-    """What a person names: a kept pin, a file that `pin` printed, or a moment as `runtime.times` has it.
+def resolve_versions(settings: Settings, word: str) -> Versions:
+    """What a person names: a named snapshot, a file that `tables snapshot` printed, or a moment as `runtime.times` has it.
 
-    Of every table: None for one that was not there. Raises PinError, also for a file of another lake.
+    Of every table: None for one that was not there. Raises SnapshotError, also for a file of another lake.
     """
     found = _versions_of(settings, word)
     return {name: found.get(name) for name in catalog()}
 
 
 def _versions_of(settings: Settings, word: str) -> Versions:
-    if _NAME.fullmatch(word) and _is_kept(settings, word):
+    if _NAME.fullmatch(word) and _exists(settings, word):
         return dict(_read(settings, word)["versions"])
     try:
         if Path(word).is_file():
             return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
         moment = parse_instant(word, datetime.now(UTC))
     except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
-        raise PinError(
-            f"{word[:80]!r} is no kept pin and no file that can be read, and no moment: {e}"[:400]
+        raise SnapshotError(
+            f"{word[:80]!r} is no named snapshot and no file that can be read, and no moment: {e}"[
+                :400
+            ]
         ) from e
     return at(settings, moment)
 
@@ -246,8 +248,8 @@ def _of_this_lake(settings: Settings, found: Mapping[str, Any], where: str) -> V
     """The same numbers mean something else in another lake."""
     lake = str(found.get("lake", settings.lake_uri))
     if _place(lake) != _place(settings.lake_uri):
-        raise PinError(
-            f"{where} is a pin of the lake at {lake}, this one is at {settings.lake_uri}; if that one was moved here, change `lake` "
+        raise SnapshotError(
+            f"{where} is a snapshot of the lake at {lake}, this one is at {settings.lake_uri}; if that one was moved here, change `lake` "
             "in the file"
         )
     return dict(found["versions"])
@@ -262,7 +264,7 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
         found = json.loads(data)
         versions = {str(k): _version(v) for k, v in found["versions"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise PinError(f"{where} is no pin: {type(e).__name__}: {e}") from e
+        raise SnapshotError(f"{where} is no snapshot: {type(e).__name__}: {e}") from e
     return {**found, "versions": versions}
 
 

@@ -28,7 +28,7 @@ from deltalake.exceptions import (
 
 from stream_jobs.errors import LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
-from stream_jobs.lake.delta.damage import flaw_of_files, flaws_of_log
+from stream_jobs.lake.delta.damage import damaged_files, damaged_log_files
 from stream_jobs.lake.delta.log import committed_at, filesystem, first_line, table_uri
 from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 
@@ -110,7 +110,7 @@ def _raise_damaged(
     uri: str, name: str, storage_options: Mapping[str, str], error: DeltaError, newest: bool = True
 ) -> None:
     """Raise LakeDamaged when a file of the log is at fault, which the library does not name."""
-    flaws = flaws_of_log(filesystem(table_uri(uri, name), storage_options))
+    flaws = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
     if flaws:
         raise LakeDamaged(name, str(flaws[-1])) from error
     if newest and str(error).startswith(_LOG_REFUSED):
@@ -123,17 +123,17 @@ def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
     try:
         yield
     except (pa.ArrowException, OSError) as e:
-        flaw = flaw_of_table(table, storage_options)
+        flaw = table_damage(table, storage_options)
         if flaw is None:
             raise
         raise LakeDamaged(name, flaw) from e
 
 
-def flaw_of_table(
+def table_damage(
     table: DeltaTable, storage_options: Mapping[str, str], whole: bool = True
 ) -> str | None:
     """What is wrong with the first data file of this version that can't be read; None: all can. whole: decode all of each file."""
-    flaws = flaw_of_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
+    flaws = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
     return next((str(flaw) for flaw in flaws), None)
 
 
@@ -234,7 +234,7 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
         )
 
 
-def widen(
+def add_columns(
     table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema
 ) -> None:
     """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there.
@@ -311,7 +311,7 @@ def compact(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
     except CommitFailedError:
         raise
     except DeltaError as e:
-        flaw = flaw_of_table(table, storage_options)
+        flaw = table_damage(table, storage_options)
         if flaw is None:
             raise
         raise LakeDamaged(name, flaw) from e
@@ -404,5 +404,5 @@ def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]
     if gone:
         raise LakeMissing(
             f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its files are deleted. Versions stay for "
-            "lake.history_days; `clawstream tables pin --keep NAME` keeps today's until `clawstream tables unpin NAME`"
+            "lake.history_days; `clawstream tables snapshot --name NAME` keeps today's until `clawstream tables delete-snapshot NAME`"
         )

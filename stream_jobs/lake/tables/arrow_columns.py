@@ -89,7 +89,7 @@ def pruned(schema: Schema, omit: Iterable[str], path: str = "") -> Schema:
     return schema
 
 
-def widened(ours: Schema, theirs: Schema) -> Schema:
+def evolved(ours: Schema, theirs: Schema) -> Schema:
     """Our `expanded` schema with the fields that another version of it has besides, at the end of each record; those can be null.
 
     A field that both have stays as it is with us, but for the fields of records in it. One that no column can have, or that is nested
@@ -97,18 +97,18 @@ def widened(ours: Schema, theirs: Schema) -> Schema:
     """
     if isinstance(ours, list):
         return [
-            branch if branch == "null" else widened(branch, not_null(theirs)) for branch in ours
+            branch if branch == "null" else evolved(branch, not_null(theirs)) for branch in ours
         ]
     theirs = not_null(theirs)
     if kind_of(ours) != kind_of(theirs) or not isinstance(ours, dict):
         return ours
     if kind_of(ours) == "array":
-        return {**ours, "items": widened(ours["items"], theirs["items"])}
+        return {**ours, "items": evolved(ours["items"], theirs["items"])}
     if kind_of(ours) != "record":
         return ours
     other = {f["name"]: f for f in theirs["fields"]}
     fields = [
-        {**f, "type": widened(f["type"], other[f["name"]]["type"])} if f["name"] in other else f
+        {**f, "type": evolved(f["type"], other[f["name"]]["type"])} if f["name"] in other else f
         for f in ours["fields"]
     ]
     names = {f["name"] for f in fields}

@@ -28,12 +28,12 @@ from stream_jobs.lake.tables.arrow_columns import (
     Column,
     avro_columns,
     column,
+    evolved,
     named,
     pruned,
     text,
     time,
     tupled,
-    widened,
 )
 from stream_jobs.lake.tables.avro_values import reader_of
 
@@ -45,7 +45,7 @@ Derive = Callable[[Any], Iterable[Mapping[str, Any]]]
 """Rows as dicts out of a record."""
 
 
-class Placed(NamedTuple):
+class ConsumedRecord(NamedTuple):
     """A record with its place on Kafka. timestamp_ms: the log's."""
 
     topic_id: str
@@ -89,7 +89,11 @@ class Table:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        return (*(avro_columns(self.record) if self.record is not None else ()), *self.more, *PLACE)
+        return (
+            *(avro_columns(self.record) if self.record is not None else ()),
+            *self.more,
+            *KAFKA_COLUMNS,
+        )
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -114,7 +118,7 @@ class Table:
         """A whole row, given the values of `record`'s fields."""
         return (self.finish(self, fields, headers) if self.finish is not None else fields) + place
 
-    def rows_of(self, placed: Placed) -> list[Row]:
+    def rows_of(self, placed: ConsumedRecord) -> list[Row]:
         """The rows of a record, with its place."""
         place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
         if self.derived is None:
@@ -127,14 +131,14 @@ class Table:
         first: Row = tupled(self.record, made) if self.record is not None else ()
         return first + tuple(made.get(c.field.name) for c in self.more)
 
-    def widened(self, writer: Schema) -> Table:
+    def evolved(self, writer: Schema) -> Table:
         """The table with columns for what a newer version of its record has besides; itself when there is nothing."""
         if self.derived is not None:
             return self
-        record = widened(self._record, pruned(writer, self.omit))
+        record = evolved(self._record, pruned(writer, self.omit))
         return self if record == self.record else replace(self, record=record)
 
-    def adopted(self, row: Row, former: Table) -> Row:
+    def upgraded(self, row: Row, former: Table) -> Row:
         """A row of the table as it was before it was widened."""
         count = len(former._record["fields"])
         fields: Row = tupled(self._record, named(former._record, row[:count]))
@@ -163,7 +167,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
     return fed or ()
 
 
-PLACE = (
+KAFKA_COLUMNS = (
     column(
         "kafka_topic_id",
         pa.string(),

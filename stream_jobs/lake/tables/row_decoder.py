@@ -13,12 +13,12 @@ from schemas.codec.compiled_reader import MALFORMED, Read
 from schemas.codec.single_object import MAGIC, Codec
 from schemas.errors import Undecodable
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.tables.catalog import Placed, Row, Table
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5
 
 
-class Schemas(Codec):
+class WriterSchemas(Codec):
     """A codec that keeps the schemas of all writers as they were announced, with their docs and logical types."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Route(NamedTuple):
     by_record: tuple[str, ...]
 
 
-class Rows:
+class RowDecoder:
     """A function from a record of Kafka to its name and, for each table that takes it, the rows.
 
     tables: by name, as they are now. widen: adds columns to one of them; False when that can't be; raises TooManyFields.
@@ -61,12 +61,17 @@ class Rows:
 
     def __init__(
         self,
-        schemas: Schemas,
+        schemas: WriterSchemas,
         decoder: Decoder,
         tables: Mapping[str, Table],
         widen: Callable[[Table], bool],
     ) -> None:
-        self._schemas, self._decoder, self._tables, self._widen = schemas, decoder, tables, widen
+        self._schemas, self._decoder, self._tables, self._add_columns = (
+            schemas,
+            decoder,
+            tables,
+            widen,
+        )
         self._routes: dict[bytes, _Route] = {}
         self._refused: dict[bytes, TooManyFields] = {}
 
@@ -89,7 +94,7 @@ class Rows:
                     raise Undecodable(f"not a {route.name}: {type(e).__name__}: {e}") from e
                 out.append((name, [self._tables[name].row(fields, record.headers, place)]))
         if wanted := [name for name in route.by_record if name in names]:
-            placed = Placed(*place, record.headers, self._decoder.decode(value))
+            placed = ConsumedRecord(*place, record.headers, self._decoder.decode(value))
             out += [(name, self._tables[name].rows_of(placed)) for name in wanted]
         return route.name, out
 
@@ -128,14 +133,14 @@ class Rows:
     def _reader(self, table: Table, writer: Schema) -> Read | None:
         """What reads a table's columns, with those that it lacked, which are added. None: types that resolve, but not here."""
         try:
-            wider = table.widened(writer)
+            wider = table.evolved(writer)
             read = wider.reads(writer)
             if wider is table:
                 return read
             narrow = table.reads(writer)
         except (ValueError, RecursionError):
             return None
-        if not self._widen(wider):
+        if not self._add_columns(wider):
             return narrow
         self._routes.clear()  # they make rows of the narrower table
         return read

@@ -8,9 +8,9 @@ import pytest
 
 from clawstream.ops.doctor import Diagnosis, Verdict, format_diagnoses, judged
 from runtime.topics.positions import StoredPosition
-from stream_jobs.lake.delta.log import marks_in
+from stream_jobs.lake.delta.log import read_committed_offsets
 from stream_jobs.lake.main import Lake
-from stream_jobs.lake.positions import made_anew
+from stream_jobs.lake.positions import recreated_topics
 
 ENDS = {("t", 0): (5, 9), ("t", 1): (0, 0)}
 
@@ -60,23 +60,25 @@ def test_partitions_that_agree_share_a_line_but_no_trouble_is_hidden() -> None:
 
 
 def test_marks_are_found_behind_checkpoints_of_the_delta_log(tmp_path: Path) -> None:
-    assert marks_in(str(tmp_path), "rewards", {}) == {}
+    assert read_committed_offsets(str(tmp_path), "rewards", {}) == {}
     lake = Lake(str(tmp_path), {}, 10)
-    lake.claim()
+    lake.acquire()
     for n in range(1, 24):  # a checkpoint each 20 commits
         source = ("old", 0) if n < 3 else ("new", n % 3)
-        assert lake.append("rewards", [], {source: n}, lambda row, why: None, mark=True) == 0
+        assert (
+            lake.append("rewards", [], {source: n}, lambda row, why: None, commit_offsets=True) == 0
+        )
     assert list((tmp_path / "rewards" / "_delta_log").glob("*.checkpoint.parquet"))
-    assert marks_in(str(tmp_path), "rewards", {}) == {
+    assert read_committed_offsets(str(tmp_path), "rewards", {}) == {
         ("old", 0): 2,
         ("new", 0): 21,
         ("new", 1): 22,
         ("new", 2): 23,
     }
-    assert marks_in(str(tmp_path), "steps", {}) == {}
+    assert read_committed_offsets(str(tmp_path), "steps", {}) == {}
 
 
 def test_a_topic_is_new_when_no_table_knows_its_id() -> None:
     stored = [position("A"), position("B"), position("C", topic="u"), position("D", topic="many.*")]
-    assert list(made_anew(stored, {"t": "B", "u": "C"})) == []
-    assert list(made_anew(stored, {"t": "new", "u": "C"})) == [("t", ["A", "B"])]
+    assert list(recreated_topics(stored, {"t": "B", "u": "C"})) == []
+    assert list(recreated_topics(stored, {"t": "new", "u": "C"})) == [("t", ["A", "B"])]

@@ -25,7 +25,7 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.errors import SqlError
 from stream_jobs.lake.delta.table import commit, create, open_table
-from stream_jobs.lake.main import LakeMissing, LakeTaken
+from stream_jobs.lake.main import LakeFenced, LakeMissing
 from stream_jobs.lake.tables.catalog import catalog
 
 
@@ -355,6 +355,6 @@ def test_rows_come_once_and_the_newer_writer_goes_on(settings: Settings, lake: S
     )
     # its offsets were below the mark of the older one; past the mark, the window read back from the table knows the ids
     assert newer.put("candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1)) == 1
-    with pytest.raises(LakeTaken, match="another writer took over from 1"):
+    with pytest.raises(LakeFenced, match="another writer took over from 1"):
         lake.put("candidates", "CC", *(candidate(str(i), 0, 1) for i in range(9)))
     assert connect(settings).execute("select count(*) from candidates").fetchall() == [(3,)]

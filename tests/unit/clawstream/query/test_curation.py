@@ -11,7 +11,7 @@ from support.admit import cand
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import SqlError, connect
-from clawstream.query.curation import Mark, Target, WrongMark, targets
+from clawstream.query.curation import CurationMark, InvalidCurationMark, Target, targets
 from runtime.user import current_user
 from schemas.records import (
     BatchGroup,
@@ -100,7 +100,7 @@ def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
 
 
 def test_the_mark_names_what_it_is_of() -> None:
-    mark = Mark("ann", quality=0.0, trainable=False, tags=("bad",), note="why")
+    mark = CurationMark("ann", quality=0.0, trainable=False, tags=("bad",), note="why")
     plain = mark.of(Target("r", "a", None, False))
     assert (plain.run_id, plain.trajectory_key, plain.trajectory_id, plain.step_id) == (
         "r",
@@ -131,8 +131,8 @@ def test_the_mark_names_what_it_is_of() -> None:
     [({}, "nothing to say"), ({"quality": 2.0}, "quality: 2"), ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"), ({"tags": ("x",) * 33}, "tags")],
 )  # fmt: skip
 def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(WrongMark, match=why):
-        Mark("ann", **wrong)
+    with pytest.raises(InvalidCurationMark, match=why):
+        CurationMark("ann", **wrong)
 
 
 def test_who_did_it_has_a_name_also_where_accounts_have_none(

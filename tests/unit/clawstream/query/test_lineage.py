@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from clawstream.query.connection import connect
-from clawstream.query.lineage import Ancestry, NotInLake
+from clawstream.query.lineage import Lineage, NotInLake
 from schemas import records
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
@@ -196,8 +196,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 @pytest.fixture
-def lineage(settings: Settings) -> Ancestry:
-    return Ancestry(connect(settings))
+def lineage(settings: Settings) -> Lineage:
+    return Lineage(connect(settings))
 
 
 def ids(answer: dict[str, Any]) -> list[str]:
@@ -210,7 +210,7 @@ def ids(answer: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_a_version_names_every_step_that_made_it(lineage: Ancestry) -> None:
+def test_a_version_names_every_step_that_made_it(lineage: Lineage) -> None:
     said = lineage.weights("r/3.1")
     assert [v["version_id"] for v in said["chain"]] == ["r/3.1", "r/2.1", "r/1.0", "r/0.0"]
     assert [(b["batch_seq"], [g["group_id"] for g in b["groups"]]) for b in said["batches"]] == [
@@ -232,7 +232,7 @@ def test_a_version_names_every_step_that_made_it(lineage: Ancestry) -> None:
     )
 
 
-def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Ancestry) -> None:
+def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Lineage) -> None:
     lost, kept = lineage.weights("r/2.0"), lineage.weights("r/2.1")
     assert ids(lost) == ids(kept) and len(ids(kept)) == 8
     assert (lost["version"]["surviving"], kept["version"]["surviving"]) == (False, True)
@@ -245,7 +245,7 @@ def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Ancestry) -> None
     assert said["verdict"] == "in batch 2 of channel train at revision 0, trained by r/2.1"
 
 
-def test_what_was_not_trained_says_why(lineage: Ancestry) -> None:
+def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
     said = lineage.weights("r/4.1")
     members = {
         m["trajectory_id"]: m for b in said["batches"] for g in b["groups"] for m in g["members"]
@@ -284,11 +284,11 @@ def test_what_lies_before_its_place(tmp_path: Path) -> None:
     lake.places = {"g0-0": 8, "g0-1": 2}
     lake.batch(0, [lake.member("g0-0"), lake.member("g0-1")])
     lake.put("weights", "WW", version("1.0", None, 0, 0))
-    said = Ancestry(connect(settings)).weights("r/1.0")
+    said = Lineage(connect(settings)).weights("r/1.0")
     assert len(ids(said)) == len(set(ids(said))) == 6 and said["totals"]["not_in_lake"] == []
 
 
-def test_what_became_of_a_step(lineage: Ancestry) -> None:
+def test_what_became_of_a_step(lineage: Lineage) -> None:
     def verdict(step_id: str) -> str:
         (said,) = lineage.step(step_id)
         text: str = said["verdict"]
@@ -318,7 +318,7 @@ def test_what_became_of_a_step(lineage: Ancestry) -> None:
     assert [s["step_id"] for s in said["trajectory"]["steps"]] == ["g6-0~2.0"]
 
 
-def test_what_is_not_there(lineage: Ancestry) -> None:
+def test_what_is_not_there(lineage: Lineage) -> None:
     for ask, why in (
         (lambda: lineage.weights("r/9.9"), "the lake has no version r/9.9"),
         (lambda: lineage.weights("nonsense"), "the lake has no version nonsense"),
@@ -336,7 +336,7 @@ def test_what_is_not_there(lineage: Ancestry) -> None:
         assert str(raised.value).startswith(why)
 
 
-def test_a_run_in_numbers(lineage: Ancestry) -> None:
+def test_a_run_in_numbers(lineage: Lineage) -> None:
     said = lineage.run(RUN)
     assert (said["head"], said["versions"], said["surviving_versions"], said["abandoned"]) == (
         "r/4.1",

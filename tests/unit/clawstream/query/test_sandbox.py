@@ -19,7 +19,7 @@ from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import answer, run_sql
-from clawstream.query.sandbox_launch import SqlWorker
+from clawstream.query.sandbox_launch import QueryProcess
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
@@ -138,26 +138,26 @@ def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Sign
     ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as asked:
-        assert asked.stdout is not None and asked.stderr is not None
-        assert asked.stdout.readline() == b"a\n"
-        (child,) = psutil.Process(asked.pid).children()
-        asked.send_signal(number)
-        said = asked.communicate(timeout=60)[1].decode()
-    assert "Traceback" not in said and asked.returncode != 0
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"a\n"
+        (child,) = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1].decode()
+    assert "Traceback" not in said and process.returncode != 0
     psutil.wait_procs([child], timeout=60)
     assert not child.is_running()
 
 
 def test_a_process_can_be_started_before_it_is_asked(settings: Settings) -> None:
-    with SqlWorker() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
+    with QueryProcess() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
         assert [batch.to_pydict() for batch in reader] == [{"a": [1]}]
     assert worker.process.returncode is not None
 
 
 def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
     """So it is when the one who started it is killed before it has a query."""
-    with SqlWorker() as worker:
+    with QueryProcess() as worker:
         said, _ = worker.process.communicate(timeout=60)  # closes its standard input
         assert (worker.process.returncode, said, worker.told.read()) == (0, b"", b"")
 

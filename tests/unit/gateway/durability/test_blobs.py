@@ -29,7 +29,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 from stream_jobs.reward.blob_fields import resolve_blobs
 from stream_jobs.reward.rewards import no_reward, rules_of
 
@@ -416,7 +416,7 @@ def test_a_rule_that_can_not_be_asked_says_so() -> None:
 def test_the_lake_shows_where_a_field_lies(tmp_path: Path) -> None:
     (step,) = fit(BlobStore(str(tmp_path)), a_step(request_json=b"q" * 5 * MIB))
     table = catalog()["steps"]
-    (row,) = table.arrow(table.rows_of(Placed("T", 0, 0, 0, {}, step))).to_pylist()
+    (row,) = table.arrow(table.rows_of(ConsumedRecord("T", 0, 0, 0, {}, step))).to_pylist()
     (blob,) = row["blobs"]
     assert (
         blob["field"] == "request_json"

@@ -24,7 +24,7 @@ from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import Tick
 from stream_jobs.lake.tables import avro_values
 from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import Rows, Schemas
+from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 RUN = "__import__('builtins').__dict__.__setitem__('ran', 1)"
 HOSTILE = (
@@ -95,13 +95,15 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert not hasattr(builtins, "ran")
 
 
-def met(schemas: Schemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
+def met(schemas: WriterSchemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
     """What every process and the lake do with an announced schema and records of it. Fails for any error that they don't expect."""
     try:
         header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
     except Undecodable:
         return
-    rows = Rows(schemas, cast(Decoder, schemas), dict(catalog()), lambda table: bool(table.schema))
+    rows = RowDecoder(
+        schemas, cast(Decoder, schemas), dict(catalog()), lambda table: bool(table.schema)
+    )
     for body in bodies:
         with contextlib.suppress(Undecodable, UnknownSchema):
             schemas.decode(header + body)
@@ -110,7 +112,7 @@ def met(schemas: Schemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
 
 
 def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> None:
-    schemas, schema = Schemas(), newer("Tick", MORE)
+    schemas, schema = WriterSchemas(), newer("Tick", MORE)
     header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
     assert schemas.decode(header + TICK + BODY) == Tick(partition=1)
     assert sources
@@ -119,7 +121,7 @@ def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> No
 @pytest.mark.parametrize("name", ["Tick", "Candidate"])
 def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) -> None:
     """Tick is read by every process, Candidate by the lake as columns as well."""
-    schemas = Schemas()
+    schemas = WriterSchemas()
     schema = newer(name, MORE)
     if name == "Candidate":
         schema["fields"] = schema["fields"][:1] + schema["fields"][-len(MORE) :]
@@ -199,7 +201,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_records_of_a_refused_schema_are_dead_letters(why: str) -> None:
-    codec, schema, buried = Schemas(), REFUSED[why], list[str]()
+    codec, schema, buried = WriterSchemas(), REFUSED[why], list[str]()
     with pytest.raises(Undecodable):
         codec.announce(json.dumps(schema))
     value = MAGIC + b"refused!" + TICK
@@ -213,7 +215,7 @@ def test_records_of_a_refused_schema_are_dead_letters(why: str) -> None:
 
 def test_an_id_of_more_than_32_bits_is_none() -> None:
     with pytest.raises(Undecodable, match="32 bits"):
-        Schemas().announce(json.dumps(shipped("Tick")), confluent_id=1 << 31)
+        WriterSchemas().announce(json.dumps(shipped("Tick")), confluent_id=1 << 31)
 
 
 def doubled(levels: int, leaf: Any) -> list[dict[str, Any]]:

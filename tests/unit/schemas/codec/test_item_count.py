@@ -24,7 +24,7 @@ from schemas.codec.single_object import MAGIC, Codec, archived, fingerprint_of, 
 from schemas.errors import Undecodable
 from schemas.records import Reward, Tick, Trajectory
 from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import Rows, Schemas
+from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 EMPTY = {"type": "record", "name": "Empty", "fields": [{"name": "nothing", "type": "null"}]}
 ITSELF = {
@@ -97,9 +97,9 @@ def test_the_lake_buries_it_as_well(items: str) -> None:
     """The first record of a schema is decoded, each that follows is read as columns."""
     schema = copy.deepcopy(dict(shipped("Reward")))
     schema["fields"].append({"name": "many", "type": {"type": "array", "items": ITEMS[items]}})
-    schemas = Schemas()
+    schemas = WriterSchemas()
     header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
-    rows_of = Rows(schemas, cast(Decoder, schemas), catalog(), lambda wider: False)
+    rows_of = RowDecoder(schemas, cast(Decoder, schemas), catalog(), lambda wider: False)
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
     )  # fmt: skip

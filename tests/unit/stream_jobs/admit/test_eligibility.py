@@ -21,7 +21,7 @@ from schemas.records import (
 from schemas.settings import Settings
 from stream_jobs.admit.eligibility import CONDITIONS, Readiness, compute_readiness
 from stream_jobs.lake.main import Lake
-from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 
 PLACE = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 
@@ -132,10 +132,13 @@ def drawn(rng: random.Random, number: int) -> tuple[Candidate, AdmissionPolicy]:
 def lake(tmp_path: Path) -> tuple[Settings, Any]:
     settings = Settings(data_dir=tmp_path)
     made = Lake(settings.lake_uri, {}, 1000)
-    made.claim()
+    made.acquire()
 
     def put(name: str, *records: tuple[Any, dict[str, bytes]]) -> None:
-        placed = [Placed("T", 0, i, 1000 + i, headers, r) for i, (r, headers) in enumerate(records)]
+        placed = [
+            ConsumedRecord("T", 0, i, 1000 + i, headers, r)
+            for i, (r, headers) in enumerate(records)
+        ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]
         made.append(name, rows, {("T", 0): len(records)}, bury=lambda *_: None)
 

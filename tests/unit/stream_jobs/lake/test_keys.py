@@ -9,7 +9,7 @@ from support.small_lake import SmallLake
 from schemas.records import Reward
 from schemas.settings import Settings
 from stream_jobs.lake.delta.table import dataset, open_table
-from stream_jobs.lake.keys import present
+from stream_jobs.lake.keys import existing_keys
 
 
 def reward(n: int) -> Reward:
@@ -25,13 +25,13 @@ def test_what_comes_again_is_looked_up_in_all_of_the_table(tmp_path: Path) -> No
     for first in range(0, 40, 10):
         assert lake.put("rewards", "RR", *map(reward, range(first, first + 10))) == 10
     assert lake.put("rewards", "RR", reward(1)) == 1, "the window knows the newest ids only"
-    lake.lake.again.update({("RR", 0, 41), ("RR", 0, 42), ("RR", 0, 43)})
+    lake.lake.redelivered.update({("RR", 0, 41), ("RR", 0, 42), ("RR", 0, 43)})
     assert lake.put("rewards", "RR", reward(2), reward(99), reward(3), reward(98)) == 2
-    lake.lake.again.clear()
+    lake.lake.redelivered.clear()
     table = dataset(open_table(settings.lake_uri, "rewards", {}), {})
-    assert present(table, ("run_id", "event_id"), {("r", "e2"), ("r", "e77"), ("s", "e2")}) == {
-        ("r", "e2")
-    }
+    assert existing_keys(
+        table, ("run_id", "event_id"), {("r", "e2"), ("r", "e77"), ("s", "e2")}
+    ) == {("r", "e2")}
     assert sorted(table.to_table(columns=["event_id"]).column(0).to_pylist()) == sorted(
         [f"e{n}" for n in (*range(40), 1, 98, 99)]
     )

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from schemas import records
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake.delta.maintenance import Caretaker
-from stream_jobs.lake.fencing import ALONE, LAYOUT, Hold, Share, claim
-from stream_jobs.lake.main import Lake, LakeTaken, dataset, open_table
-from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.delta.maintenance import MaintenanceRunner
+from stream_jobs.lake.fencing import LAYOUT, SINGLE_WRITER, Lease, PartitionShare, acquire_lease
+from stream_jobs.lake.main import Lake, LakeFenced, dataset, open_table
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
 
 TABLE = "rewards"
 
@@ -26,10 +26,10 @@ TABLE = "rewards"
 def test_the_shares_of_n_writers_are_all_partitions_once() -> None:
     for writers in range(1, 6):
         for count in range(8):
-            shares = [Share(w, writers).partitions(count) for w in range(writers)]
+            shares = [PartitionShare(w, writers).partitions(count) for w in range(writers)]
             assert sorted(p for share in shares for p in share) == list(range(count))
-    assert list(ALONE.partitions(3)) == [0, 1, 2]
-    assert list(Share(1, 2).partitions(1)) == []
+    assert list(SINGLE_WRITER.partitions(3)) == [0, 1, 2]
+    assert list(PartitionShare(1, 2).partitions(1)) == []
 
 
 def test_a_writer_is_one_of_the_writers() -> None:
@@ -49,32 +49,32 @@ def test_a_writer_is_one_of_the_writers() -> None:
 def test_only_the_first_writer_cares(tmp_path: Path) -> None:
     for writer in (0, 1):
         lake = LakeSettings(writers=2, writer=writer, care_interval_s=1e-9)
-        caretaker = Caretaker(Settings(data_dir=tmp_path, lake=lake))
+        maintenance = MaintenanceRunner(Settings(data_dir=tmp_path, lake=lake))
         due = (
             time.monotonic() + 1e-6
         )  # however fast the machine is, the interval of each is over then
         while time.monotonic() < due:
             pass
-        caretaker.look()
-        assert (caretaker._process is not None) == (writer == 0)
-        caretaker.stop()
+        maintenance.poll()
+        assert (maintenance._process is not None) == (writer == 0)
+        maintenance.stop()
 
 
 class Started:
     """A writer that is claiming a lake of three tables; tables are app id to version."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: PartitionShare) -> None:
         self.share, self.hold, self.at = share, None, 0
         self.fenced = False
 
-    hold: Hold | None
+    lease: Lease | None
 
     def next_table(self, tables: list[dict[str, int]]) -> None:
         if self.fenced or self.at == len(tables):
             return
         try:
-            self.hold, raised = claim(self.share, self.hold, tables[self.at].get)
-        except LakeTaken:
+            self.hold, raised = acquire_lease(self.share, self.hold, tables[self.at].get)
+        except LakeFenced:
             self.fenced = True
             return
         tables[self.at] |= raised
@@ -98,7 +98,7 @@ def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order:
         {"writer": 3},
         dict[str, int](),
     ]  # one writer's lake, and a table that is new
-    writers = [Started(Share(*share)) for share in shares]
+    writers = [Started(PartitionShare(*share)) for share in shares]
     for index in order:
         if index < len(writers):
             writers[index].next_table(tables)
@@ -106,7 +106,7 @@ def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order:
             holders = [w for w in writers if w.at > at and w.may_write(table)]
             for partition in range(12):
                 assert sum(partition in w.share.partitions(12) for w in holders) <= 1
-    newest = Started(Share(0, 2))
+    newest = Started(PartitionShare(0, 2))
     for _ in tables:
         newest.next_table(tables)
     assert all(newest.may_write(table) for table in tables)
@@ -118,7 +118,7 @@ def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order:
 def test_the_newest_layout_can_always_write(shares: list[tuple[int, int]]) -> None:
     """Claims one after the other: who is of the layout of the last one and was not replaced goes on, all others are fenced."""
     tables: list[dict[str, int]] = [{}, {}]
-    writers = [Started(Share(*share)) for share in shares]
+    writers = [Started(PartitionShare(*share)) for share in shares]
     for writer in writers:
         for _ in tables:
             writer.next_table(tables)
@@ -132,10 +132,10 @@ def test_the_newest_layout_can_always_write(shares: list[tuple[int, int]]) -> No
 
 def test_a_lake_of_one_writer_knows_no_layout() -> None:
     """As it was before there could be several: what an older release wrote goes on, and it goes on with what this one writes."""
-    hold, raised = claim(ALONE, None, {"writer": 7}.get)
+    lease, raised = acquire_lease(SINGLE_WRITER, None, {"writer": 7}.get)
     assert raised == {"writer": 8}
-    assert claim(ALONE, hold, {"writer": 7}.get)[1] == {"writer": 8}
-    assert claim(Share(1, 2), None, {"writer": 7}.get)[1] == {
+    assert acquire_lease(SINGLE_WRITER, lease, {"writer": 7}.get)[1] == {"writer": 8}
+    assert acquire_lease(PartitionShare(1, 2), None, {"writer": 7}.get)[1] == {
         "writer": 8,
         LAYOUT: 1002,
         "writer:1": 1,
@@ -153,15 +153,15 @@ def rows(partition: int, first: int, *ids: str) -> list[Row]:
         )  # fmt: skip
 
     placed = [
-        Placed("T", partition, first + i, 5_000 + first + i, {}, reward(e))
+        ConsumedRecord("T", partition, first + i, 5_000 + first + i, {}, reward(e))
         for i, e in enumerate(ids)
     ]
     return [row for p in placed for row in catalog()[TABLE].rows_of(p)]
 
 
 def claimed(path: Path, writer: int = 0, writers: int = 1, window: int = 100) -> Lake:
-    lake = Lake(str(path), {}, window, share=Share(writer, writers))
-    lake.claim()
+    lake = Lake(str(path), {}, window, share=PartitionShare(writer, writers))
+    lake.acquire()
     return lake
 
 
@@ -186,7 +186,7 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
     alone = claimed(tmp_path)
     assert put(alone, 0, 0, "a0") + put(alone, 1, 0, "b0") == 2
     odd = claimed(tmp_path, 1, 2)
-    with pytest.raises(LakeTaken, match="took over from 1"):
+    with pytest.raises(LakeFenced, match="took over from 1"):
         put(alone, 0, 1, "a1")
     even = claimed(tmp_path, 0, 2)
     assert odd.marks(TABLE, [("T", 1)]) == {("T", 1): 1}
@@ -195,12 +195,12 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
         assert put(even, 0, i, f"a{i}") + put(odd, 1, i, f"b{i}") == 2
     assert open_table(str(tmp_path), TABLE, {}).version() == version + 8
     odd_again = claimed(tmp_path, 1, 2)
-    with pytest.raises(LakeTaken):
+    with pytest.raises(LakeFenced):
         put(odd, 1, 5, "b5")
     assert put(even, 0, 5, "a5") + put(odd_again, 1, 5, "b5") == 2
     sole = claimed(tmp_path)
     for writer, partition in ((even, 0), (odd_again, 1)):
-        with pytest.raises(LakeTaken):
+        with pytest.raises(LakeFenced):
             put(writer, partition, 6, "late")
     assert put(sole, 0, 4, "x", "y", "a6") == 1  # what is below the mark is there, whoever wrote it
     assert ids(tmp_path) == sorted([*(f"a{i}" for i in range(7)), *(f"b{i}" for i in range(6))])
@@ -210,17 +210,17 @@ def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> 
     """It looked before the claim and writes after it."""
     alone = claimed(tmp_path)
     put(alone, 0, 0, "a0")
-    real = alone._held
+    real = alone._leased_snapshot
 
     def late(name: str) -> Any:
         snapshot = real(name)
-        alone._held = real  # type: ignore[method-assign]
+        alone._leased_snapshot = real  # type: ignore[method-assign]
         even = claimed(tmp_path, 0, 2)
         put(even, 0, 1, "a1")
         return snapshot
 
-    alone._held = late  # type: ignore[method-assign]
-    with pytest.raises(LakeTaken):
+    alone._leased_snapshot = late  # type: ignore[method-assign]
+    with pytest.raises(LakeFenced):
         put(alone, 0, 1, "a1", "a2")
     assert ids(tmp_path) == ["a0", "a1"]
 
@@ -231,10 +231,10 @@ def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path
 
     def busy() -> None:
         nonlocal last
-        with pytest.raises(LakeTaken):
+        with pytest.raises(LakeFenced):
             while True:  # as fast as commits can be: they are empty
                 for name in ("steps", "trajectories"):
-                    alone.append(name, [], {("T", 0): last + 1}, never, mark=True)
+                    alone.append(name, [], {("T", 0): last + 1}, never, commit_offsets=True)
                 last += 1
                 begun.set()
         fenced.set()
@@ -270,9 +270,9 @@ def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_
     tmp_path: Path,
 ) -> None:
     lake = claimed(tmp_path, 1, 2)
-    lake.append(TABLE, [], {("T", 1): 7}, never, mark=True)
-    assert not lake.mark_due(TABLE, {("T", 1): 19})
-    assert lake.mark_due(TABLE, {("T", 1): 20})
+    lake.append(TABLE, [], {("T", 1): 7}, never, commit_offsets=True)
+    assert not lake.commit_due(TABLE, {("T", 1): 19})
+    assert lake.commit_due(TABLE, {("T", 1): 20})
 
 
 def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
@@ -282,11 +282,11 @@ def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
         "type": "record", "name": "Reward", "namespace": "clawstream",
         "fields": [{"name": "event_id", "type": "string"}, {"name": "shade", "type": ["null", "string"], "default": None}],
     }  # fmt: skip
-    wider = catalog()[TABLE].widened(schema)
+    wider = catalog()[TABLE].evolved(schema)
     assert wider.schema.names != catalog()[TABLE].schema.names
-    assert even.widen(wider)
+    assert even.add_columns(wider)
     assert put(odd, 1, 1, "b1") == 1  # narrower rows, on a snapshot from before
-    assert odd.widen(wider)
+    assert odd.add_columns(wider)
     assert odd.tables[TABLE] is wider
     assert (
         open_table(str(tmp_path), TABLE, {}).to_pyarrow_dataset().schema.names.count("shade") == 1

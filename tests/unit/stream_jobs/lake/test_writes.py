@@ -15,11 +15,11 @@ from clawstream.query.view_columns import comment_of
 from runtime.kafka import Fenced
 from schemas import records
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake.delta.maintenance import care
+from stream_jobs.lake.delta.maintenance import maintain
 from stream_jobs.lake.delta.table import create
-from stream_jobs.lake.main import Lake, LakeMissing, LakeTaken, dataset, open_table
-from stream_jobs.lake.tables.catalog import Placed, Row, catalog
-from stream_jobs.lake.writer import MARK_OFFSETS, oldest_of_newest
+from stream_jobs.lake.main import Lake, LakeFenced, LakeMissing, dataset, open_table
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
+from stream_jobs.lake.writer import COMMIT_AFTER_OFFSETS, oldest_of_newest
 
 SOURCE = ("T", 0)
 
@@ -34,7 +34,8 @@ def rows(first: int, *ids: str, **changes: Any) -> list[Row]:
 
     table = catalog()["rewards"]
     placed = [
-        Placed(*SOURCE, first + i, 5_000 + first + i, {}, reward(e)) for i, e in enumerate(ids)
+        ConsumedRecord(*SOURCE, first + i, 5_000 + first + i, {}, reward(e))
+        for i, e in enumerate(ids)
     ]
     return [row for p in placed for row in table.rows_of(p)]
 
@@ -46,7 +47,7 @@ def ids(path: Path) -> list[str]:
 
 def claimed(path: Path, window: int = 100, **more: Any) -> Lake:
     lake = Lake(str(path), {}, window, **more)
-    lake.claim()
+    lake.acquire()
     return lake
 
 
@@ -62,21 +63,21 @@ def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Pat
         status="ok", streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=1,
         finished_at=2, usage=records.Usage(prompt_tokens=3),
     )  # fmt: skip
-    new = table.rows_of(Placed(*SOURCE, 0, 5_000, {}, step))
+    new = table.rows_of(ConsumedRecord(*SOURCE, 0, 5_000, {}, step))
     assert lake.append("steps", new, {SOURCE: 1}, never) == 1
     (row,) = dataset(open_table(str(tmp_path), "steps", {}), {}).to_table().to_pylist()
     assert (row["usage"]["prompt_tokens"], row["kafka_offset"]) == (3, 0)
     again = claimed(tmp_path)
-    sent_again = table.rows_of(Placed(*SOURCE, 1, 6_000, {}, step))
+    sent_again = table.rows_of(ConsumedRecord(*SOURCE, 1, 6_000, {}, step))
     assert again.append("steps", sent_again, {SOURCE: 2}, never) == 0, "its id is in the window"
 
 
 def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
-    assert lake.marks("rewards", [SOURCE, ("T", 1)]) == {}
+    assert lake.committed_offsets("rewards", [SOURCE, ("T", 1)]) == {}
     assert lake.append("rewards", rows(0, "a", "b", "c"), {SOURCE: 3}, never) == 3
     again = claimed(tmp_path)
-    assert again.marks("rewards", [SOURCE, ("T", 1)]) == {SOURCE: 3}
+    assert again.committed_offsets("rewards", [SOURCE, ("T", 1)]) == {SOURCE: 3}
     assert again.append("rewards", rows(1, "x", "y", "d", "e"), {SOURCE: 5}, never) == 2
     assert again.append("rewards", rows(0, "z"), {SOURCE: 5}, never) == 0
     assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
@@ -100,7 +101,7 @@ def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> Non
     for name in catalog():
         files = pa.table(open_table(str(tmp_path), name, {}).get_add_actions(flatten=True))
         assert {"min.kafka_timestamp", "max.kafka_timestamp"} <= set(files.column_names), name
-        assert again.marks(name, [SOURCE]) == {SOURCE: 8}
+        assert again.committed_offsets(name, [SOURCE]) == {SOURCE: 8}
 
 
 def in_other_words(schema: pa.Schema) -> pa.Schema:
@@ -165,7 +166,9 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
             input_to=0,
         )
 
-    placed = [Placed(topic, 0, n, 5_000 + n, {}, event(n)) for n in range(first, first + count)]
+    placed = [
+        ConsumedRecord(topic, 0, n, 5_000 + n, {}, event(n)) for n in range(first, first + count)
+    ]
     return [row for p in placed for row in catalog()[table].rows_of(p)]
 
 
@@ -176,18 +179,18 @@ def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: s
     assert lake.append(table, of_source(table, "A", 0, 100), {("A", 0): 100}, never) == 100
     again = claimed(tmp_path, window=5)
     sources = [("A", 0), ("B", 0)]
-    assert again.marks(table, sources) == {("A", 0): 100}
+    assert again.committed_offsets(table, sources) == {("A", 0): 100}
     both = of_source(table, "A", 0, 50) + of_source(table, "B", 0, 3)
     assert again.append(table, both, {("A", 0): 50, ("B", 0): 3}, never) == 3
-    assert not again.mark_due(table, {("A", 0): 50, ("B", 0): 3})
+    assert not again.commit_due(table, {("A", 0): 50, ("B", 0): 3})
     assert (
         again.append(table, of_source(table, "A", 50, 49), {("A", 0): 99, ("B", 0): 3}, never) == 0
     )
-    assert again.marks(table, sources) == {("A", 0): 100, ("B", 0): 3}
+    assert again.committed_offsets(table, sources) == {("A", 0): 100, ("B", 0): 3}
     assert (
         again.append(table, of_source(table, "A", 99, 3), {("A", 0): 102, ("B", 0): 3}, never) == 2
     )
-    assert again.marks(table, sources) == {("A", 0): 102, ("B", 0): 3}
+    assert again.committed_offsets(table, sources) == {("A", 0): 102, ("B", 0): 3}
     assert dataset(open_table(str(tmp_path), table, {}), {}).count_rows() == 105
 
 
@@ -207,38 +210,38 @@ def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None
 def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
     """Over all sources together: half of it behind is too late for those who send again."""
     lake = claimed(tmp_path, window=100)
-    lake.append("rewards", [], {SOURCE: 7, ("T", 1): 7}, never, mark=True)
-    assert not lake.mark_due("rewards", {SOURCE: 20, ("T", 1): 19})
-    assert lake.mark_due("rewards", {SOURCE: 20, ("T", 1): 20})
+    lake.append("rewards", [], {SOURCE: 7, ("T", 1): 7}, never, commit_offsets=True)
+    assert not lake.commit_due("rewards", {SOURCE: 20, ("T", 1): 19})
+    assert lake.commit_due("rewards", {SOURCE: 20, ("T", 1): 20})
 
 
 def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) -> None:
     lake = claimed(tmp_path, window=200_000)
     assert lake.append("rewards", [], {SOURCE: 7}, never) == 0
-    assert lake.marks("rewards", [SOURCE]) == {}
-    assert lake.mark_due("rewards", {SOURCE: 7})  # the first one comes at once
-    assert not lake.mark_due("rewards", {SOURCE: 0})
-    assert lake.append("rewards", [], {SOURCE: 7}, never, mark=True) == 0
-    assert lake.marks("rewards", [SOURCE]) == {SOURCE: 7}
-    assert not lake.mark_due("rewards", {SOURCE: 6 + MARK_OFFSETS})
-    assert lake.mark_due("rewards", {SOURCE: 7 + MARK_OFFSETS})
+    assert lake.committed_offsets("rewards", [SOURCE]) == {}
+    assert lake.commit_due("rewards", {SOURCE: 7})  # the first one comes at once
+    assert not lake.commit_due("rewards", {SOURCE: 0})
+    assert lake.append("rewards", [], {SOURCE: 7}, never, commit_offsets=True) == 0
+    assert lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: 7}
+    assert not lake.commit_due("rewards", {SOURCE: 6 + COMMIT_AFTER_OFFSETS})
+    assert lake.commit_due("rewards", {SOURCE: 7 + COMMIT_AFTER_OFFSETS})
     version = open_table(str(tmp_path), "rewards", {}).version()
-    lake.append("rewards", [], {SOURCE: 7}, never, mark=True)
+    lake.append("rewards", [], {SOURCE: 7}, never, commit_offsets=True)
     assert open_table(str(tmp_path), "rewards", {}).version() == version
 
 
 def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
     older = claimed(tmp_path)
     newer = claimed(tmp_path)
-    with pytest.raises(LakeTaken, match="took over from 1") as caught:
+    with pytest.raises(LakeFenced, match="took over from 1") as caught:
         older.append("rewards", rows(0, "a"), {SOURCE: 1}, never)
     assert isinstance(caught.value, Fenced)
     assert newer.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
     late = Lake(str(tmp_path), {}, 100)
-    late._claim("steps", lambda app: None)
+    late._acquire_lease("steps", lambda app: None)
     newest = claimed(tmp_path)
-    with pytest.raises(LakeTaken, match="while it was starting"):
-        late._claim("rewards", lambda app: None)
+    with pytest.raises(LakeFenced, match="while it was starting"):
+        late._acquire_lease("rewards", lambda app: None)
     assert newest.append("rewards", rows(1, "b"), {SOURCE: 2}, never) == 1
 
 
@@ -267,8 +270,8 @@ def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
     for i in range(12):
         lake.append("rewards", rows(i, f"e{i:02}"), {SOURCE: i + 1}, never)
         if i == 9:
-            (done,) = [d for d in care(settings) if any(d[1:])]
-            assert (done.table, done.merged_files, done.made_files, done.put_off) == (
+            (done,) = [d for d in maintain(settings) if any(d[1:])]
+            assert (done.table, done.merged_files, done.made_files, done.deferred) == (
                 "rewards",
                 11,
                 1,
@@ -277,7 +280,7 @@ def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
     assert len(open_table(str(tmp_path), "rewards", {}).file_uris()) == 3
     assert ids(tmp_path) == [*(f"e{i:02}" for i in range(12)), "old"]
     again = claimed(tmp_path)
-    assert again.marks("rewards", [SOURCE]) == {SOURCE: 12}
+    assert again.committed_offsets("rewards", [SOURCE]) == {SOURCE: 12}
     assert again.append("rewards", rows(12, "e03", "new", "old"), {SOURCE: 15}, never) == 1
 
 
@@ -320,5 +323,5 @@ def test_a_table_that_was_deleted_is_made_anew_and_its_writer_goes_on(tmp_path: 
     shutil.rmtree(tmp_path / "steps")
     lake = claimed(tmp_path)
     assert lake.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
-    with pytest.raises(LakeTaken):
+    with pytest.raises(LakeFenced):
         former.append("rewards", rows(1, "b"), {SOURCE: 2}, never)

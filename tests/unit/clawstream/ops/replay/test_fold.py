@@ -18,7 +18,13 @@ from support.examples import examples
 
 from clawstream.cli.common_options import instant
 from clawstream.ops.replay.fold import OutputRecord, Replay, ReplayEvent
-from clawstream.ops.replay.lake_source import READ, LakeReplaySource, Span, partitions_of, pinned
+from clawstream.ops.replay.lake_source import (
+    READ,
+    LakeReplaySource,
+    Span,
+    partitions_of,
+    snapshot_versions,
+)
 from clawstream.ops.replay.run import ReplayRequest, _asked, home_of, keep_settings, replay_settings
 from clawstream.ops.replay.verify import first_difference
 from clawstream.ops.topics.copy import Copier, RecordFilter, copied_settings, copy_topics, renamed
@@ -47,8 +53,8 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
-from stream_jobs.lake.delta.snapshots import versions_of
-from stream_jobs.lake.tables.catalog import Placed, catalog
+from stream_jobs.lake.delta.snapshots import resolve_versions
+from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 from stream_jobs.lake.tables.row_events import events_of
 from stream_jobs.lake.writer import Lake
 
@@ -250,7 +256,9 @@ def test_a_row_is_the_record_again(event: Any) -> None:
         Step: step("z", 9, [7] * 3, [8]), Reward: reward("z"),
     }.get(type(event), event)  # fmt: skip
     rows = [
-        row for e in (filler, event, filler) for row in table.rows_of(Placed("T", 0, 0, 0, {}, e))
+        row
+        for e in (filler, event, filler)
+        for row in table.rows_of(ConsumedRecord("T", 0, 0, 0, {}, e))
     ]
     arrow = table.arrow(rows)
     assert list(events_of(type(event), arrow)) == [filler, event, filler]
@@ -265,17 +273,17 @@ def test_a_row_is_the_record_again(event: Any) -> None:
 def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     few = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=2))
     lake = Lake(few.lake_uri, {}, 100)
-    lake.claim()
+    lake.acquire()
     said: list[Any] = [step("a", 0), session("a", "completed")]
     for offset, event in enumerate(said):
         table = next(n for n, record in READ[STEPS].items() if record is type(event))
         lake.append(
             table,
-            catalog()[table].rows_of(Placed("T", 20, offset, 1000, {}, event)),
+            catalog()[table].rows_of(ConsumedRecord("T", 20, offset, 1000, {}, event)),
             {("T", 20): offset + 1},
             print,
         )
-    versions = pinned(few)
+    versions = snapshot_versions(few)
     assert partitions_of(few, versions) == 21
     assert partitions_of(few.model_copy(update={"run_id": "nobody"}), versions) == 2
     source = LakeReplaySource(few, versions, 21, Span(), RecordFilter("r"))
@@ -291,14 +299,14 @@ def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
     """What it does not name is empty: no rewards, no closings, and payload of the steps alone."""
     mine = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=1))
     lake = Lake(mine.lake_uri, {}, 100)
-    lake.claim()
+    lake.acquire()
     for offset, event in enumerate((step("a", 0), session("a", "completed"))):
         table = next(n for n, kind in READ[STEPS].items() if kind is type(event))
-        placed = Placed("T", 0, offset, 1000, {}, event)
+        placed = ConsumedRecord("T", 0, offset, 1000, {}, event)
         lake.append(table, catalog()[table].rows_of(placed), {("T", 0): offset + 1}, print)
     file = tmp_path / "pin.json"
-    file.write_text(json.dumps({"versions": {"steps": pinned(mine)["steps"]}}))
-    versions = pinned(mine, versions_of(mine, str(file)))
+    file.write_text(json.dumps({"versions": {"steps": snapshot_versions(mine)["steps"]}}))
+    versions = snapshot_versions(mine, resolve_versions(mine, str(file)))
     assert list(versions) == ["steps"] and partitions_of(mine, versions) == 1
     source = LakeReplaySource(mine, versions, 1, Span(), RecordFilter("r"))
     assert [type(event.record) for event in source.events()] == [Step, Tick]

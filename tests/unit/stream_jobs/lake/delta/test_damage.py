@@ -17,12 +17,12 @@ from schemas import records
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged, SqlError
 from stream_jobs.lake.delta.log import app_id
-from stream_jobs.lake.delta.maintenance import care
-from stream_jobs.lake.delta.repair import NotRepaired, check, repair
-from stream_jobs.lake.delta.snapshots import pin, tables
+from stream_jobs.lake.delta.maintenance import maintain
+from stream_jobs.lake.delta.repair import RepairRefused, check, repair
+from stream_jobs.lake.delta.snapshots import tables, take_snapshot
 from stream_jobs.lake.delta.table import CommitCollided, commit, dataset, open_table
-from stream_jobs.lake.positions import held, positions
-from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.positions import offsets_in_lake, positions
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
 from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
@@ -62,13 +62,13 @@ def rewards(first: int, last: int) -> list[Row]:
     return [
         row
         for n, r in enumerate(made, first)
-        for row in table.rows_of(Placed(*SOURCE, n, n, {}, r))
+        for row in table.rows_of(ConsumedRecord(*SOURCE, n, n, {}, r))
     ]
 
 
 def feed(lake: Lake, table: str = "rewards", until: int = 100) -> int:
     """What the feed does: read from the table's mark on, and write some at a time."""
-    mark = lake.marks(table, [SOURCE]).get(SOURCE, 0)
+    mark = lake.committed_offsets(table, [SOURCE]).get(SOURCE, 0)
     return sum(
         lake.append(
             table, rewards(n, min(n + EACH, until)), {SOURCE: min(n + EACH, until)}, lambda *_: None
@@ -79,7 +79,7 @@ def feed(lake: Lake, table: str = "rewards", until: int = 100) -> int:
 
 def claimed(settings: Settings) -> Lake:
     lake = Lake(settings.lake_uri, {}, 1000)
-    lake.claim()
+    lake.acquire()
     return lake
 
 
@@ -166,12 +166,12 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     assert "run `clawstream tables repair rewards`" in str(lake.damaged["rewards"])
     assert (
         feed(lake) == 0
-        and lake.marks("rewards", [SOURCE]) == {}
-        and not lake.mark_due("rewards", {SOURCE: 10**6})
+        and lake.committed_offsets("rewards", [SOURCE]) == {}
+        and not lake.commit_due("rewards", {SOURCE: 10**6})
     )
     for name in catalog().keys() - {"rewards"}:
-        assert lake.append(name, [], {SOURCE: 7}, lambda *_: None, mark=True) == 0
-        assert lake.marks(name, [SOURCE]) == {SOURCE: 7}, name
+        assert lake.append(name, [], {SOURCE: 7}, lambda *_: None, commit_offsets=True) == 0
+        assert lake.committed_offsets(name, [SOURCE]) == {SOURCE: 7}, name
     assert not lake.recover()
 
     assert file in "".join(check(settings, "rewards"))
@@ -184,7 +184,7 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
         f"table rewards of the lake is damaged: {file}" in f.replace("_delta_log/", "")
         for f in flaws
     )
-    assert all(c.put_off is None for c in care(settings) if c.table != "rewards")
+    assert all(c.deferred is None for c in maintain(settings) if c.table != "rewards")
     sql = connect(settings)
     assert [
         sql.execute(f"SELECT count(*) FROM {name}_raw").fetchall()
@@ -194,10 +194,10 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
         sql.execute("SELECT count(*), sum(value) FROM rewards").fetchall()
 
     done = repair(settings, "rewards", KAFKA)
-    assert file in "".join(done.flaws) and check(settings, "rewards") == ()
+    assert file in "".join(done.damage) and check(settings, "rewards") == ()
     assert lake.recover() and not lake.damaged
     kept = dataset(open_table(settings.lake_uri, "rewards", {}), {}).count_rows()
-    assert kept >= left and lake.marks("rewards", [SOURCE]) == {SOURCE: kept}
+    assert kept >= left and lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: kept}
     assert feed(lake) == 100 - kept
     assert connect(settings).execute(
         "SELECT count(*), count(DISTINCT event_id) FROM rewards_raw"
@@ -238,11 +238,11 @@ def test_a_repair_while_the_writer_runs_is_noticed_at_its_next_commit(settings: 
 
 def test_a_writer_without_new_rows_notices_a_repair_too(settings: Settings) -> None:
     lake = claimed(settings)
-    lake.look_for_repairs()
+    lake.check_repairs()
     assert not lake.damaged
     missing_data(settings.data_dir / "lake" / "rewards")
     repair(settings, "rewards", KAFKA)
-    lake.look_for_repairs()
+    lake.check_repairs()
     assert lake.damaged.keys() == {"rewards"} and lake.recover() and not lake.damaged
 
 
@@ -259,21 +259,21 @@ def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Set
     missing_data(settings.data_dir / "lake" / "rewards")
     late = cast(Cluster, OneTopic(low=60))
     with pytest.raises(
-        NotRepaired,
+        RepairRefused,
         match=r"Kafka has no more what came after it: 60 of claw\.rewards-0 from offset 0",
     ):
         repair(settings, "rewards", late)
     assert check(settings, "rewards") != ()
     done = repair(settings, "rewards", late, accept_loss=True)
-    assert [(b.was, b.to, b.low, b.lost) for b in done.back] == [(100, 0, 60, 60)]
+    assert [(b.was, b.to, b.low, b.lost) for b in done.rewinds] == [(100, 0, 60, 60)]
     lake = claimed(settings)
-    assert lake.marks("rewards", [SOURCE]) == {SOURCE: 60} and feed(lake) == 40
+    assert lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: 60} and feed(lake) == 40
 
 
-def test_a_lost_commit_and_pins(settings: Settings) -> None:
-    pin(settings, keep="now")
+def test_a_lost_commit_and_snapshots(settings: Settings) -> None:
+    take_snapshot(settings, name="now")
     path = garbled_commit(settings.data_dir / "lake" / "rewards")
-    assert repair(settings, "rewards", KAFKA).pins == ("now",)
+    assert repair(settings, "rewards", KAFKA).snapshots == ("now",)
     aside = list((settings.data_dir / "lake" / "_damaged" / "rewards").rglob(path.name))
     assert [p.read_bytes() for p in aside] == [b"\x00\xff no JSON"]
     assert repair(settings, "rewards", KAFKA).restored is None, "there is nothing to do any more"
@@ -282,10 +282,10 @@ def test_a_lost_commit_and_pins(settings: Settings) -> None:
 def test_a_topic_keeps_what_a_damaged_table_may_have_to_read_again(settings: Settings) -> None:
     lake = claimed(settings)
     for name in ("curation", "assessments"):
-        lake.append(name, [], {SOURCE: 50}, lambda *_: None, mark=True)
-    assert held(settings, KAFKA) == {("claw.rewards", 0): 50}
+        lake.append(name, [], {SOURCE: 50}, lambda *_: None, commit_offsets=True)
+    assert offsets_in_lake(settings, KAFKA) == {("claw.rewards", 0): 50}
     garbled_commit(settings.data_dir / "lake" / "rewards")
-    assert held(settings, KAFKA) == {}
+    assert offsets_in_lake(settings, KAFKA) == {}
 
 
 def test_nothing_that_can_be_read(settings: Settings) -> None:
@@ -293,7 +293,7 @@ def test_nothing_that_can_be_read(settings: Settings) -> None:
     for path in log.glob("*"):
         path.write_bytes(b"?")
     with pytest.raises(
-        NotRepaired,
+        RepairRefused,
         match=r"no version of table rewards can be read whole: stop all writers, move .* away",
     ):
         repair(settings, "rewards", KAFKA)

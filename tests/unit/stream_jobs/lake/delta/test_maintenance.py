@@ -1,4 +1,4 @@
-"""Care beside a writer, versions and pins, retention, a full disk: real Delta tables, no Kafka."""
+"""Care beside a writer, versions and snapshots, retention, a full disk: real Delta tables, no Kafka."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from deltalake import DeltaTable
 
 from clawstream.cli.tables import app
-from clawstream.ops.replay.lake_source import pinned
+from clawstream.ops.replay.lake_source import snapshot_versions
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import run_sql
 from schemas import records
@@ -24,20 +24,20 @@ from schemas.codec.avro_schema import expanded
 from schemas.codec.single_object import shipped
 from schemas.errors import SettingsError
 from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake.delta.maintenance import Caretaker, care, vacuum
+from stream_jobs.lake.delta.maintenance import MaintenanceRunner, maintain, vacuum
 from stream_jobs.lake.delta.snapshots import (
-    PinError,
+    SnapshotError,
     at,
+    delete_snapshot,
     history,
-    kept_versions,
-    pin,
-    pins,
+    named_snapshots,
+    protected_versions,
+    resolve_versions,
     tables,
-    unpin,
-    versions_of,
+    take_snapshot,
 )
 from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
-from stream_jobs.lake.tables.catalog import Placed, Row, catalog
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
 from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
@@ -58,7 +58,7 @@ def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) 
     return [
         row
         for i, e in enumerate(ids)
-        for row in table.rows_of(Placed(*SOURCE, first + i, at_ms, {}, reward(e)))
+        for row in table.rows_of(ConsumedRecord(*SOURCE, first + i, at_ms, {}, reward(e)))
     ]
 
 
@@ -74,7 +74,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def lake(settings: Settings) -> Lake:
     lake = Lake(settings.lake_uri, {}, 100)
-    lake.claim()
+    lake.acquire()
     return lake
 
 
@@ -106,7 +106,7 @@ def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
     put(lake, 2, "c", at_ms=days(91))
     put(lake, 3, "d", at_ms=days(89))
     held = rows(lake, 4, "e", at_ms=days(1))
-    done = {d.table: d.deleted_rows for d in care(keeping, now=NOW)}
+    done = {d.table: d.deleted_rows for d in maintain(keeping, now=NOW)}
     assert done["rewards"] == 3
     assert sum(done.values()) == 3
     # the writer had the table open: its commit collides with the deletion, and is repeated on the newer version
@@ -114,10 +114,10 @@ def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
     assert ids(settings) == ["d", "e"]
     assert put(lake, 3, "d", "e") == 0
     again = Lake(settings.lake_uri, {}, 100)
-    again.claim()
-    assert again.marks("rewards", [SOURCE]) == {SOURCE: 5}
+    again.acquire()
+    assert again.committed_offsets("rewards", [SOURCE]) == {SOURCE: 5}
     assert put(again, 5, "e", "d", "f", at_ms=days(1)) == 1
-    assert not any(d.deleted_rows for d in care(keeping, now=NOW))
+    assert not any(d.deleted_rows for d in maintain(keeping, now=NOW))
 
 
 def test_a_commit_that_a_deletion_overtakes_is_repeated(
@@ -127,16 +127,16 @@ def test_a_commit_that_a_deletion_overtakes_is_repeated(
     put(lake, 0, "a", at_ms=days(100))
     put(lake, 1, "b", at_ms=days(1))
     keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
-    opened = lake._held
+    opened = lake._leased_snapshot
     seen: list[int] = []
 
     def overtaken(name: str) -> Any:
         table = opened(name)
         if not seen:
-            seen.extend(d.deleted_rows for d in care(keeping, ["rewards"], NOW))
+            seen.extend(d.deleted_rows for d in maintain(keeping, ["rewards"], NOW))
         return table
 
-    monkeypatch.setattr(lake, "_held", overtaken)
+    monkeypatch.setattr(lake, "_leased_snapshot", overtaken)
     assert put(lake, 2, "c") == 1
     assert seen == [1]
     assert ids(settings) == ["b", "c"]
@@ -153,9 +153,9 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
     put(lake, 0, "before")
     waiting = rows(lake, 1, "waited")
     former = lake.tables["rewards"]
-    assert lake.widen(former.widened(schema))
+    assert lake.add_columns(former.evolved(schema))
     table = lake.tables["rewards"]
-    wide = [table.adopted(row, former) for row in waiting]
+    wide = [table.upgraded(row, former) for row in waiting]
     named = (*wide[0][: table.index["team"]], "red", *wide[0][table.index["team"] + 1 :])
     named = (
         *named[: table.index["event_id"]],
@@ -173,7 +173,7 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
     ]
     # an older release again, whose rows have fewer columns; views and its own appends still work
     older = Lake(settings.lake_uri, {}, 100)
-    older.claim()
+    older.acquire()
     assert put(older, 3, "older") == 1
     assert len(connect(settings).execute(query).fetchall()) == 4
     assert connect(settings).execute(
@@ -185,7 +185,7 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
     assert comments["team"] == {"comment": "Who."}
     assert all(m.get("comment") for m in comments.values())
     # the compacted file has it as well
-    assert any(d.merged_files for d in care(settings.model_copy(), ["rewards"])) is False
+    assert any(d.merged_files for d in maintain(settings.model_copy(), ["rewards"])) is False
     assert len(connect(settings).execute(query).fetchall()) == 4
 
 
@@ -199,12 +199,12 @@ def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(
             *schema["fields"],
             {"name": "team", "type": ["null", kind], "default": None, "doc": "Who."},
         ]
-        assert lake.widen(table.widened(schema)) is fits
+        assert lake.add_columns(table.evolved(schema)) is fits
     schema["fields"] = [
         *schema["fields"][:-1],
         {"name": "Team", "type": ["null", "string"], "default": None, "doc": "Who."},
     ]
-    assert not lake.widen(table.widened(schema))
+    assert not lake.add_columns(table.evolved(schema))
     assert put(lake, 0, "a") == 1
     assert lake.tables["rewards"].schema.field("team").type == "string"
 
@@ -221,19 +221,19 @@ def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake:
     log.rename(log.with_name("away"))
     log.write_text("no directory")
     with pytest.raises(Exception, match=r"(?i)not a directory|File exists|os error") as caught:
-        lake.widen(lake.tables["rewards"].widened(schema))
+        lake.add_columns(lake.tables["rewards"].evolved(schema))
     assert not isinstance(caught.value, SchemaRefused)
     log.unlink()
     log.with_name("away").rename(log)
-    assert lake.widen(lake.tables["rewards"].widened(schema))
+    assert lake.add_columns(lake.tables["rewards"].evolved(schema))
 
 
-def test_versions_pins_and_what_vacuum_leaves(
+def test_versions_snapshots_and_what_vacuum_leaves(
     settings: Settings, lake: Lake, tmp_path: Path
 ) -> None:
     put(lake, 0, "a")
-    pinned = pin(settings, keep="first")
-    then = datetime.fromisoformat(pinned["at"])
+    snapshot = take_snapshot(settings, name="first")
+    then = datetime.fromisoformat(snapshot["at"])
     clock = tmp_path / "clock"
     clock.touch()
     while (
@@ -242,13 +242,13 @@ def test_versions_pins_and_what_vacuum_leaves(
         clock.touch()
     for i in range(1, 12):
         put(lake, i, f"b{i}")
-    file = tmp_path / "pin.json"
-    file.write_text(json.dumps(pin(settings)))
-    now: dict[str, Any] = dict(versions_of(settings, str(file)))
+    file = tmp_path / "snapshot.json"
+    file.write_text(json.dumps(take_snapshot(settings)))
+    now: dict[str, Any] = dict(resolve_versions(settings, str(file)))
     count = "select count(*) as n from rewards_raw"
 
     def counted(at: str) -> int:
-        (row,) = connect(settings, versions_of(settings, at)).execute(count).fetchall()
+        (row,) = connect(settings, resolve_versions(settings, at)).execute(count).fetchall()
         return int(row[0])
 
     assert run_sql(settings, count, "csv", at="first") == "n\n1"
@@ -261,41 +261,43 @@ def test_versions_pins_and_what_vacuum_leaves(
         now["rewards"] - 1,
     ]
 
-    (done,) = care(settings, ["rewards"])
+    (done,) = maintain(settings, ["rewards"])
     assert (done.merged_files, done.made_files, done.deleted_files) == (12, 1, 0)
     gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
-    assert vacuum(gone, "rewards") == 11  # one file is kept by the pin
+    assert vacuum(gone, "rewards") == 11  # one file is kept by the snapshot
     assert counted("first") == 1
     with pytest.raises(
         LakeMissing,
         match="version 13 of table rewards can't be read any more: 11 of its files are deleted",
     ):
         counted(str(file))
-    assert kept_versions(settings, "rewards") == [pinned["versions"]["rewards"]]
-    unpin(settings, "first")
-    assert pins(settings) == {}
+    assert protected_versions(settings, "rewards") == [snapshot["versions"]["rewards"]]
+    delete_snapshot(settings, "first")
+    assert named_snapshots(settings) == {}
     assert vacuum(gone, "rewards") == 1
     assert len(ids(settings)) == 12
     assert put(lake, 12, "c") == 1
 
 
-def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> None:
+def test_snapshots_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"versions": [1]}')
-    with pytest.raises(PinError, match=r"x\.json is no pin"):
-        versions_of(settings, str(tmp_path / "x.json"))
+    with pytest.raises(SnapshotError, match=r"x\.json is no snapshot"):
+        resolve_versions(settings, str(tmp_path / "x.json"))
     for version in (-1, 1 << 70, 1.5, "1", True):
         (tmp_path / "x.json").write_text(json.dumps({"versions": {"rewards": version}}))
-        with pytest.raises(PinError, match=r"x\.json is no pin.*is no version of a table"):
-            versions_of(settings, str(tmp_path / "x.json"))
+        with pytest.raises(
+            SnapshotError, match=r"x\.json is no snapshot.*is no version of a table"
+        ):
+            resolve_versions(settings, str(tmp_path / "x.json"))
     for word in ("nope", "x" * 300, "9" * 30, str(tmp_path), "99999999999999d"):
         with pytest.raises(
-            PinError, match="is no kept pin and no file that can be read, and no moment"
+            SnapshotError, match="is no named snapshot and no file that can be read, and no moment"
         ):
-            versions_of(settings, word)
-    with pytest.raises(PinError, match="no kept pin nope; there are none"):
-        unpin(settings, "nope")
-    with pytest.raises(PinError, match="is no name for a pin"):
-        pin(settings, keep="../x")
+            resolve_versions(settings, word)
+    with pytest.raises(SnapshotError, match="no named snapshot nope; there are none"):
+        delete_snapshot(settings, "nope")
+    with pytest.raises(SnapshotError, match="is no name for a snapshot"):
+        take_snapshot(settings, name="../x")
     with pytest.raises(LakeMissing, match="no lake at"):
         at(Settings(data_dir=tmp_path / "other"), NOW)
 
@@ -303,93 +305,98 @@ def test_pins_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> N
 def test_a_broken_pin_stops_only_what_deletes(settings: Settings, lake: Lake) -> None:
     for i in range(9):
         put(lake, i, f"e{i}")
-    good = pin(settings, keep="good")
-    kept = Path(settings.lake_uri) / "_pins"
+    good = take_snapshot(settings, name="good")
+    kept = Path(settings.lake_uri) / "_snapshots"
     assert [f.name for f in kept.iterdir()] == ["good.json"]
     (kept / "half.json").write_text('{"lake":')
     gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
-    (done,) = care(gone, ["rewards"])
+    (done,) = maintain(gone, ["rewards"])
     assert (done.merged_files, done.deleted_files) == (9, 0)
-    assert done.put_off is not None
-    assert "nothing is deleted while kept pin half is no pin" in done.put_off
-    with pytest.raises(PinError, match="clawstream tables unpin half"):
+    assert done.deferred is not None
+    assert "nothing is deleted while named snapshot half is no snapshot" in done.deferred
+    with pytest.raises(SnapshotError, match="clawstream tables delete-snapshot half"):
         vacuum(gone, "rewards")
-    assert versions_of(settings, "good") == good["versions"]
-    with pytest.raises(PinError, match="kept pin half is no pin"):
-        versions_of(settings, "half")
-    assert {name: isinstance(found, PinError) for name, found in pins(settings).items()} == {
+    assert resolve_versions(settings, "good") == good["versions"]
+    with pytest.raises(SnapshotError, match="named snapshot half is no snapshot"):
+        resolve_versions(settings, "half")
+    assert {
+        name: isinstance(found, SnapshotError) for name, found in named_snapshots(settings).items()
+    } == {
         "good": False,
         "half": True,
     }
-    unpin(settings, "good")
-    unpin(settings, "half")
-    assert pins(settings) == {}
+    delete_snapshot(settings, "good")
+    delete_snapshot(settings, "half")
+    assert named_snapshots(settings) == {}
     assert vacuum(gone, "rewards") == 9
 
 
 def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
-    first = pin(settings, keep="paper")
+    first = take_snapshot(settings, name="paper")
     put(lake, 0, "a")
     with pytest.raises(
-        PinError,
-        match="there is a kept pin paper: choose another name, or `clawstream tables unpin paper`",
+        SnapshotError,
+        match="there is a snapshot named paper: choose another name, or `clawstream tables delete-snapshot paper`",
     ):
-        pin(settings, keep="paper")
-    assert versions_of(settings, "paper") == first["versions"]
-    unpin(settings, "paper")
-    assert pin(settings, keep="paper")["versions"] != first["versions"]
+        take_snapshot(settings, name="paper")
+    assert resolve_versions(settings, "paper") == first["versions"]
+    delete_snapshot(settings, "paper")
+    assert take_snapshot(settings, name="paper")["versions"] != first["versions"]
 
 
 def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake: Lake) -> None:
-    """All of them find the name free. What a killed one has left, a draft, is no pin."""
+    """All of them find the name free. What a killed one has left, a draft, is no snapshot."""
     together = threading.Barrier(4)
 
-    def kept(_: int) -> dict[str, Any] | PinError:
+    def kept(_: int) -> dict[str, Any] | SnapshotError:
         together.wait()
         try:
-            return pin(settings, keep="paper")
-        except PinError as e:
+            return take_snapshot(settings, name="paper")
+        except SnapshotError as e:
             return e
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(kept, range(4)))
     (winner,) = [f for f in found if isinstance(f, dict)]
     assert all(
-        "there is a kept pin paper: choose another name" in str(f)
+        "there is a snapshot named paper: choose another name" in str(f)
         for f in found
-        if isinstance(f, PinError)
+        if isinstance(f, SnapshotError)
     )
-    (Path(settings.lake_uri) / "_pins" / ".paper.json.1.ab").write_text('{"la')
-    assert pins(settings) == {"paper": winner}
+    (Path(settings.lake_uri) / "_snapshots" / ".paper.json.1.ab").write_text('{"la')
+    assert named_snapshots(settings) == {"paper": winner}
 
 
 def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     """An older release made it, before the table came."""
     put(lake, 0, "a")
-    old = pin(settings)
+    old = take_snapshot(settings)
     del old["versions"]["rewards"]
     old["versions"]["of_a_newer_release"] = 3
     file = tmp_path / "old.json"
     file.write_text(json.dumps(old))
     count = "select (select count(*) from rewards), (select count(*) from steps)"
-    assert connect(settings, versions_of(settings, str(file))).execute(count).fetchall() == [(0, 0)]
-    assert versions_of(settings, str(file)).keys() == catalog().keys()
-    assert "rewards" not in pinned(settings, versions_of(settings, str(file)))
-    assert "rewards" in pinned(settings, {})
+    assert connect(settings, resolve_versions(settings, str(file))).execute(count).fetchall() == [
+        (0, 0)
+    ]
+    assert resolve_versions(settings, str(file)).keys() == catalog().keys()
+    assert "rewards" not in snapshot_versions(settings, resolve_versions(settings, str(file)))
+    assert "rewards" in snapshot_versions(settings, {})
     with pytest.raises(LakeMissing, match="had no table steps then"):
-        pinned(settings, {"steps": None})
+        snapshot_versions(settings, {"steps": None})
 
 
 def test_a_pin_of_another_lake_is_refused(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     other = Settings(data_dir=tmp_path / "other")
-    Lake(other.lake_uri, {}, 100).claim()
-    file = tmp_path / "pin.json"
-    file.write_text(json.dumps(pin(other)))
-    assert versions_of(other, str(file))["steps"] is not None
+    Lake(other.lake_uri, {}, 100).acquire()
+    file = tmp_path / "snapshot.json"
+    file.write_text(json.dumps(take_snapshot(other)))
+    assert resolve_versions(other, str(file))["steps"] is not None
     with pytest.raises(
-        PinError, match=r"pin\.json is a pin of the lake at .*/other/lake, this one is at "
+        SnapshotError,
+        match=r"snapshot\.json is a snapshot of the lake at .*/other/lake, this one is at ",
     ):
-        versions_of(settings, str(file))
+        resolve_versions(settings, str(file))
 
 
 def test_retention_must_outlast_the_spool() -> None:
@@ -405,13 +412,15 @@ def test_retention_must_outlast_the_spool() -> None:
 def test_the_process_cares_and_is_started_when_it_is_time(settings: Settings, lake: Lake) -> None:
     for i in range(9):
         put(lake, i, f"e{i}")
-    keeper = Caretaker(settings.model_copy(update={"lake": LakeSettings(care_interval_s=1e-6)}))
+    keeper = MaintenanceRunner(
+        settings.model_copy(update={"lake": LakeSettings(care_interval_s=1e-6)})
+    )
     while keeper._process is None:  # a fast machine looks before even that interval is over
-        keeper.look()
+        keeper.poll()
     assert keeper._process.wait(300) == 0
     assert len(open_table(settings.lake_uri, "rewards", {}).file_uris()) == 1
     assert len(ids(settings)) == 9
-    keeper.look()
+    keeper.poll()
     keeper.stop()
     assert put(lake, 9, "e9") == 1
 
@@ -424,10 +433,10 @@ from test_maintenance import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
 from stream_jobs.lake.main import _follow, _with_room
 from schemas.codec.avro_schema import expanded
-from stream_jobs.lake.delta.maintenance import Caretaker
+from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from schemas.codec.single_object import shipped
 from stream_jobs.lake.writer import Lake
-from clawstream.ops.replay.lake_source import pinned
+from clawstream.ops.replay.lake_source import snapshot_versions
 
 
 class Poll:
@@ -438,7 +447,7 @@ class Poll:
     def __init__(self, poll):
         self._poll = poll
 
-    def look(self):
+    def refresh_topics(self):
         self.looks += 1
         return True
 
@@ -446,7 +455,7 @@ class Poll:
         self.polls += 1
         self._poll()
 
-    def taken(self):
+    def commit(self):
         pass
 
 
@@ -457,7 +466,7 @@ lake, stop = Lake(settings.lake_uri, {}, 100), threading.Event()
 filler = room / "filler"
 filler.write_bytes(os.urandom(4096 * 995))
 threading.Timer(1.5, filler.unlink).start()  # there is no room even for the tables at first
-assert _with_room(lake.claim, stop)
+assert _with_room(lake.acquire, stop)
 filler.write_bytes(os.urandom(4096 * 600))
 threading.Timer(1.5, filler.unlink).start()
 for n in range(40):  # 40 KB each that can't be compressed
@@ -470,13 +479,13 @@ stop.set()
 assert not _with_room(lambda: lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
 former, schema = lake.tables["rewards"], expanded(shipped("Reward"))
 schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
-feed = Poll(lambda: lake.widen(former.widened(schema)))
+consumer = Poll(lambda: lake.add_columns(former.evolved(schema)))
 stop.clear()
 threading.Timer(1.5, stop.set).start()
-_follow(lake, feed, Caretaker(settings), 1e9, stop)  # waits, and returns without a flush of what was half read
-assert (feed.polls, feed.looks) == (1, 1)
+_follow(lake, consumer, MaintenanceRunner(settings), 1e9, stop)  # waits, and returns without a flush of what was half read
+assert (consumer.polls, consumer.looks) == (1, 1)
 filler.unlink()
-assert lake.widen(former.widened(schema))
+assert lake.add_columns(former.evolved(schema))
 lake.tables["rewards"] = former
 assert len(ids(settings)) == 160
 assert put(lake, 160, "z") == 1

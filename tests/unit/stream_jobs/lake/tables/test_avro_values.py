@@ -36,15 +36,15 @@ from schemas.records import Reward, Trajectory, TrajectoryStep
 from stream_jobs.errors import TooManyFields
 from stream_jobs.lake.tables.arrow_columns import (
     avro_columns,
+    evolved,
     merged,
     named,
     pruned,
     tupled,
-    widened,
 )
 from stream_jobs.lake.tables.avro_values import reader_of
 from stream_jobs.lake.tables.catalog import Table, catalog
-from stream_jobs.lake.tables.row_decoder import Rows, Schemas
+from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 CODEC = Codec()
 PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1), bool: st.booleans(),
@@ -143,10 +143,10 @@ def newer_trajectory() -> dict[str, Any]:
 
 def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None:
     former, theirs = catalog()["trajectories"], expanded(newer_trajectory())
-    wider = former.widened(theirs)
+    wider = former.evolved(theirs)
     names = [n for n in wider.schema.names if n not in former.schema.names]
     assert names == ["team", "seen_at", "extra_ids", "facts"]
-    assert wider.widened(theirs) == wider
+    assert wider.evolved(theirs) == wider
     assert wider.schema.field("seen_at").type == pa.timestamp("us", "UTC")
     assert wider.schema.field("extra_ids").type == pa.list_(pa.int32())
     assert wider.schema.field("team").metadata[b"comment"] == b"Who asked."
@@ -159,7 +159,7 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
     )  # fmt: skip
     assert former.record is not None
     old = (*tupled(former.record, {"run_id": "r", "steps": [as_dict(step)]}), "T", 0, 1, 2)
-    (row,) = wider.arrow([wider.adopted(old, former)]).to_pylist()
+    (row,) = wider.arrow([wider.upgraded(old, former)]).to_pylist()
     assert (row["run_id"], row["team"], row["steps"][0]["latency_s"], row["kafka_offset"]) == (
         "r",
         None,
@@ -173,7 +173,7 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
 
 def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
     schema = newer_trajectory()
-    wider = catalog()["trajectories"].widened(expanded(schema))
+    wider = catalog()["trajectories"].evolved(expanded(schema))
     record = {"run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train",
               "outcome": "completed", "opened_at": 1, "closed_at": 2, "part": 0, "parts": 1, "segments": [], "steps": [],
               "team": "red", "seen_at": 5, "extra_ids": b"\1\0\0\0", "facts": [{"key": "a", "weight": 0.5}],
@@ -200,7 +200,7 @@ def test_schemas_that_differ_in_kind_keep_ours() -> None:
         "name": "R",
         "fields": [{"name": "a", "type": {"type": "array", "items": "int"}}],
     }
-    assert widened(ours, theirs) == ours
+    assert evolved(ours, theirs) == ours
     with pytest.raises(ValueError, match="array as string"):
         reader_of(theirs, ours)
     itself = {"type": "record", "name": "N", "fields": [{"name": "next", "type": ["null", "N"]}]}
@@ -243,10 +243,10 @@ def deep(kind: str, depth: int) -> dict[str, Any]:
 def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     kind: str, depth: int, column: bool
 ) -> None:
-    schemas, schema = Schemas(), deep(kind, depth)
+    schemas, schema = WriterSchemas(), deep(kind, depth)
     asked: list[Table] = []
 
-    def widen(wider: Table) -> bool:
+    def add_columns(wider: Table) -> bool:
         asked.append(wider)
         return True
 
@@ -257,7 +257,7 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     ):  # deeper than fastavro goes: there is no such schema then, and none of its records
         assert depth >= 300
         return
-    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), widen)
+    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
     )  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
 
 
 def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_asked_once() -> None:
-    schemas, asked = Schemas(), list[Table]()
+    schemas, asked = WriterSchemas(), list[Table]()
     schema = copy.deepcopy(dict(shipped("Reward")))
     schema["fields"] = [
         *schema["fields"],
@@ -283,11 +283,11 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
     ]
     fingerprint = schemas.announce(json.dumps(schema))
 
-    def widen(wider: Table) -> bool:
+    def add_columns(wider: Table) -> bool:
         asked.append(wider)
         raise TooManyFields(wider.name, 101, 100)
 
-    rows_of = Rows(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), widen)
+    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
     )  # fmt: skip
@@ -303,7 +303,7 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
 def test_a_schema_nested_beyond_all_reading_is_no_schema() -> None:
     inner = '{"type": "array", "items": ' * 20_000 + '"string"' + "}" * 20_000
     with pytest.raises(Undecodable, match="not an Avro record schema"):
-        Schemas().announce(
+        WriterSchemas().announce(
             '{"type": "record", "name": "Reward", "fields": [{"name": "x", "type": ' + inner + "}]}"
         )
 

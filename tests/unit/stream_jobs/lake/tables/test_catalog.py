@@ -18,8 +18,8 @@ from schemas.codec.single_object import AVRO_DIR, as_dict
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
 from stream_jobs.lake.consumer import first_offset
-from stream_jobs.lake.dedupe import Window, digest, fresh
-from stream_jobs.lake.tables.catalog import Placed, Row, Table, catalog, tables_of
+from stream_jobs.lake.dedupe import DedupeWindow, digest, drop_duplicates
+from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, Table, catalog, tables_of
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 words = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -59,8 +59,8 @@ def samplings() -> st.SearchStrategy[events.Sampling]:
     )
 
 
-def placed(event: Any, offset: int = 0, **headers: str) -> Placed:
-    return Placed(
+def placed(event: Any, offset: int = 0, **headers: str) -> ConsumedRecord:
+    return ConsumedRecord(
         "T", 3, offset, 1_700_000_000_123, {k: v.encode() for k, v in headers.items()}, event
     )
 
@@ -274,8 +274,8 @@ def rows_with(*ids_and_places: tuple[int, int, int]) -> list[Row]:
     return [(i, "T", p, o, 0) for i, p, o in ids_and_places]
 
 
-def seen_before(*ids: int, size: int = 100) -> Window:
-    window = Window(size)
+def seen_before(*ids: int, size: int = 100) -> DedupeWindow:
+    window = DedupeWindow(size)
     window.add(digest((i,)) for i in ids)
     return window
 
@@ -290,7 +290,7 @@ def test_fresh_drops_what_is_below_the_mark_or_was_seen(
     drawn: list[tuple[int, int, int]], mark: int, seen: list[int]
 ) -> None:
     rows = rows_with(*((i, p, o) for p, o, i in drawn))
-    out, digests = fresh(IDS, rows, {("T", 0): mark}, seen_before(*seen))
+    out, digests = drop_duplicates(IDS, rows, {("T", 0): mark}, seen_before(*seen))
     expected: list[Row] = []
     had = set(seen)
     above = [row for row in rows if row[2] != 0 or row[3] >= mark]
@@ -299,7 +299,7 @@ def test_fresh_drops_what_is_below_the_mark_or_was_seen(
             had.add(row[0])
             expected.append(row)
     assert (out, digests) == (expected, [digest((row[0],)) for row in expected])
-    assert fresh(KEYLESS, rows, {("T", 0): mark}, Window(9)) == (above, [])
+    assert drop_duplicates(KEYLESS, rows, {("T", 0): mark}, DedupeWindow(9)) == (above, [])
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 10))
@@ -325,11 +325,11 @@ def test_a_crash_at_any_flush_loses_and_doubles_nothing(
     """The protocol on values: flushes of any length, a crash before or after a commit, restart at or before the mark."""
     log = rows_with(*((i, 0, o) for o, i in enumerate(sent)))
     table: list[Row] = []
-    mark, position, window = 0, 0, Window(1000)
+    mark, position, window = 0, 0, DedupeWindow(1000)
     for length, fate, back in [*fates, (len(log), "flush", 0)]:
         batch, position = log[position : position + length], min(position + length, len(log))
         if fate != "crash":
-            new, digests = fresh(IDS, batch, {("T", 0): mark}, window)
+            new, digests = drop_duplicates(IDS, batch, {("T", 0): mark}, window)
             table, mark = table + new, max(mark, position)
             window.add(digests)
         if fate != "flush":

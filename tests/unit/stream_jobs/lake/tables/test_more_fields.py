@@ -16,10 +16,10 @@ from schemas.codec.avro_schema import expanded
 from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.settings import Settings
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.consumer import Feed
+from stream_jobs.lake.consumer import LakeConsumer
 from stream_jobs.lake.delta.table import MORE_FIELDS
 from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import Schemas
+from stream_jobs.lake.tables.row_decoder import WriterSchemas
 from stream_jobs.lake.writer import Lake
 
 
@@ -31,7 +31,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def lake(settings: Settings) -> Lake:
     lake = Lake(settings.lake_uri, {}, 100)
-    lake.claim()
+    lake.acquire()
     return lake
 
 
@@ -53,14 +53,14 @@ def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(
     with pytest.raises(
         TooManyFields, match=f"rewards .* {MORE_FIELDS + 1} fields .* at most {MORE_FIELDS} "
     ):
-        lake.widen(lake.tables["rewards"].widened(with_fields(many, inside=True)))
+        lake.add_columns(lake.tables["rewards"].evolved(with_fields(many, inside=True)))
     assert lake.tables["rewards"] is catalog()["rewards"]
-    assert lake.widen(lake.tables["rewards"].widened(with_fields(many[1:], inside=True)))
+    assert lake.add_columns(lake.tables["rewards"].evolved(with_fields(many[1:], inside=True)))
     later = Lake(settings.lake_uri, {}, 100)
-    later.claim()
+    later.acquire()
     with pytest.raises(TooManyFields):
-        later.widen(later.tables["rewards"].widened(with_fields(["team"])))
-    assert later.widen(later.tables["rewards"].widened(with_fields(many[1:3], inside=True)))
+        later.add_columns(later.tables["rewards"].evolved(with_fields(["team"])))
+    assert later.add_columns(later.tables["rewards"].evolved(with_fields(many[1:3], inside=True)))
 
 
 def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
@@ -86,7 +86,7 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
         def watermarks(self, topic: str, partitions: Any) -> dict[int, tuple[int, int]]:
             return {0: (0, 1)}
 
-    topic, schemas, codec = settings.kafka.topics.rewards, Schemas(), Codec()
+    topic, schemas, codec = settings.kafka.topics.rewards, WriterSchemas(), Codec()
     schema = {**shipped("Reward")}
     new = [
         {"name": f"n{i}", "type": ["null", "string"], "default": None}
@@ -99,10 +99,12 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
         created_at=1,
     )  # fmt: skip
     value = MAGIC + bytes.fromhex(fingerprint) + codec.encode(reward)[10:] + bytes(len(new))
-    feed = Feed(cast(Cluster, OneTopic()), settings, schemas, cast(Decoder, schemas), lake)
-    assert feed.look()
-    feed._take(Record(topic, 0, 0, 1_000, b"k", value, {}))
+    consumer = LakeConsumer(
+        cast(Cluster, OneTopic()), settings, schemas, cast(Decoder, schemas), lake
+    )
+    assert consumer.refresh_topics()
+    consumer._take(Record(topic, 0, 0, 1_000, b"k", value, {}))
     (letter,) = (codec.decode(v) for v in sent)
     assert isinstance(letter, records.DeadLetter)
     assert (letter.value, letter.process, letter.reason) == (value, "lake", "invalid")
-    assert "MORE_FIELDS" in letter.detail and not feed.rows["rewards"]
+    assert "MORE_FIELDS" in letter.detail and not consumer.rows["rewards"]
