@@ -1,6 +1,8 @@
-"""Keeps every released schema: `python -m schemas.codec.archive` copies the current ones to `avro/archive/NAME/FINGERPRINT.avsc`.
+"""Archive every released schema as `avro/archive/NAME/FINGERPRINT.avsc`.
 
-Run it whenever a schema has changed, before its first record is written. Nothing is ever removed from the archive.
+Run `python -m schemas.codec.archive` whenever a schema has changed, before a process writes a record
+with it. The archive starts at tag 0.1.0; from then on nothing is removed from it, because a topic
+may still hold records of every archived schema.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from schemas.codec.single_object import AVRO_DIR, TOP_LEVEL, fingerprint_of, shi
 
 
 def main() -> None:
-    """Archive what is not there yet."""
+    """Archive the current schemas that are not in the archive yet."""
     for cls in TOP_LEVEL:
         name = cls.__name__
         target = AVRO_DIR / "archive" / name / f"{fingerprint_of(shipped(name))}.avsc"

@@ -57,7 +57,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 @cache
 def archived() -> tuple[dict[str, Any], ...]:
-    """Every released schema that is not the current one."""
+    """Return every released schema, the current ones included."""
     return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
 
 

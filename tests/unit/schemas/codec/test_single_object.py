@@ -267,7 +267,7 @@ def test_confluent_framing_is_read() -> None:
 
 
 def test_every_current_schema_is_archived() -> None:
-    """What was released once must stay readable: `python -m schemas.codec.archive` puts a changed schema there."""
+    """Released schemas stay readable: `python -m schemas.codec.archive` adds a changed schema."""
     fingerprints = {fingerprint_of(s) for s in archived()}
     for cls in TOP_LEVEL:
         assert fingerprint_of(shipped(cls.__name__)) in fingerprints, (
