@@ -1,1 +1,1 @@
-"""From an engine's bytes to step records. Pure."""
+"""Builds step records from an engine's bytes. Pure."""

@@ -1,4 +1,4 @@
-"""Where the tokens of a choice come from: what the engine's middleware told beside the reply, or the reply's own fields. Pure."""
+"""Collects the tokens that the engine's middleware sends next to a reply. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gateway.protocols.token_fields import NO_LOGPROBS, NO_PROMPT
 from schemas import engine_frames
 from schemas.records import Sampling, Usage, VersionSpan
 
-NOT_TOLD = "the engine told nothing of the tokens"
+NOT_REPORTED = "the engine reported no tokens"
 
 
 class _ChoiceTokens:
-    """One choice of a generation, growing."""
+    """Buffer of one choice of a generation."""
 
     __slots__ = ("finish", "ids", "logprobs", "spans")
 
@@ -25,11 +25,14 @@ class _ChoiceTokens:
 
 
 class CapturedTokens:
-    """What the middleware told of a call so far. absent: why it tells nothing, where that is known from the start."""
+    """Token frames of one call.
+
+    absent: Reason for missing tokens when no frame arrives.
+    """
 
     __slots__ = ("_absent", "_cached", "_choices", "_prompts", "_sampling", "_why", "wrong")
 
-    def __init__(self, absent: str = NOT_TOLD) -> None:
+    def __init__(self, absent: str = NOT_REPORTED) -> None:
         self._absent = absent
         self._prompts: dict[int, bytes] = {}
         self._why: dict[int, str] = {}
@@ -37,17 +40,20 @@ class CapturedTokens:
         self._cached: dict[int, int] = {}
         self._choices: dict[tuple[int, int], _ChoiceTokens] = {}
         self.wrong: str | None = None
-        """What was wrong with a frame: then no tokens of the call are believed."""
+        """Error of an invalid frame; the call then has no tokens."""
 
     def comment(self, event: bytes) -> None:
-        """Take an event of a stream that carries frames."""
+        """Add the frames of an SSE comment."""
         try:
             self.add(engine_frames.read_comment(event))
         except (ValueError, TypeError) as error:
             self.wrong = str(error)
 
     def split_trailer(self, body: bytes, own: str | None) -> bytes:
-        """Take the frames behind a plain reply; gives its own body. own: the header `capture.OWN_BODY`."""
+        """Add the frames behind a plain reply and return the reply body.
+
+        own: Value of the header `engine_frames.OWN_BODY`, the size of the body in bytes.
+        """
         if own is None:
             return body
         try:
@@ -59,7 +65,7 @@ class CapturedTokens:
         return mine
 
     def add(self, frames: Iterable[engine_frames.Frame]) -> None:
-        """Take frames."""
+        """Add frames."""
         for generation, prompt_ids, choices, absent, sampling, cached in frames:
             if prompt_ids is not None:
                 self._prompts[generation] = prompt_ids
@@ -83,18 +89,18 @@ class CapturedTokens:
                     tokens.finish, tokens.spans = finish, spans
 
     def finish(self, index: int, request: Request) -> str | None:
-        """The engine's own finish reason of a choice; None: not reported."""
+        """Return the engine's finish reason of a choice; None when not reported."""
         tokens = self._choices.get(divmod(index, request.n // request.prompts))
         return tokens.finish if tokens is not None else None
 
     def sampling(self, index: int, request: Request) -> Sampling | None:
-        """How the engine sampled a choice; None: not reported."""
+        """Return the sampling parameters of a choice; None when not reported."""
         if self.wrong is not None:
             return None
         return self._sampling.get(index // (request.n // request.prompts))
 
     def usage(self) -> Usage | None:
-        """What the tokens come to that were told; None: none were."""
+        """Count the reported tokens; None when the engine reported none."""
         if self.wrong is not None or not self._prompts:
             return None
         return Usage(
@@ -109,13 +115,15 @@ class CapturedTokens:
         )
 
     def tokens(self, index: int, request: Request) -> Tokens:
-        """The tokens of a choice. Every prompt of the request is a generation of the engine, with its share of the choices."""
+        """Return the tokens of a choice.
+
+        Each prompt of the request is one generation of the engine, with its share of the choices.
+        """
         if self.wrong is not None:
-            return Tokens(absent=f"the engine's account of the tokens is unreadable: {self.wrong}")
+            return Tokens(absent=f"the engine's token frames are invalid: {self.wrong}")
         generations = max(len(self._prompts), len(self._why))
-        if (
-            generations > request.prompts
-        ):  # tools that run in the engine: their turns are no single sequence
+        if generations > request.prompts:
+            # Tools that run in the engine make several generations, not one sequence.
             return Tokens(absent=f"{generations} generations for {request.prompts} prompts")
         place = divmod(index, request.n // request.prompts)
         prompt, tokens = self._prompts.get(place[0]), self._choices.get(place)
@@ -132,7 +140,7 @@ class CapturedTokens:
 
 
 def _covering(spans: tuple[engine_frames.Span, ...] | None, tokens: int) -> tuple[VersionSpan, ...]:
-    """The spans, if they cover all tokens without a hole; none otherwise: a version is certain or it is not said."""
+    """Return the version spans if they cover all tokens without a gap, else none."""
     at, made = 0, []
     for version, start, end in spans or ():
         if start != at or end < start:

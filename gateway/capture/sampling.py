@@ -1,7 +1,7 @@
-"""How a request asks to be sampled, for engines that do not say what they applied. Pure.
+"""Reads sampling parameters from a request, for engines that do not report them. Pure.
 
-Only what is written in the request is known: the defaults of the model and of the engine are not. Values that no engine would take are
-left out; nothing of a request makes this fail.
+The defaults of the model and of the engine are unknown. Invalid values are ignored; no request
+causes an error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ NUMBERS = (
     "repetition_penalty",
 )
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""What vLLM's `structured_outputs` may hold."""
+"""Constraints in vLLM's `structured_outputs`."""
 FORMATS = ("json_object", "json_schema", "structural_tag")
-"""Types of `response_format` (chat, completions), `text.format` (responses) and `output_format` (messages) that constrain."""
+"""Constraining types of an output format.
+
+The format is `response_format` (chat, completions), `text.format` (responses) or `output_format`
+(messages).
+"""
 LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
 
 
-def asked_for(payload: Mapping[str, Any]) -> Sampling:
-    """The parameters that a request names, in any protocol."""
+def requested_sampling(payload: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters in a request of any protocol."""
     numbers: dict[str, Any] = {
         name: float(payload[name]) for name in NUMBERS if _is_number(payload.get(name))
     }
@@ -55,7 +59,9 @@ def _constraints(payload: Mapping[str, Any]) -> list[str]:
     choice = payload.get("tool_choice")
     kind = _object(choice).get("type", choice)
     if choice is not None and kind not in ("auto", "none"):
-        found.append("tool_choice")  # the reply must be a call: its grammar is enforced
+        found.append(
+            "tool_choice"
+        )  # the reply must be a tool call: the engine enforces its grammar
     return [*found, *(name for name in LIMITING if payload.get(name))]
 
 

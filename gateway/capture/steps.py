@@ -1,4 +1,4 @@
-"""From what an engine answered to step records. Pure."""
+"""Builds step records from a parsed reply. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import orjson
 
 from gateway.attribution.sessions import Origin
 from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.sampling import asked_for
+from gateway.capture.sampling import requested_sampling
 from gateway.capture.unread import Unread
 from gateway.protocols.base import Choice, ParsedReply, Request
 from gateway.protocols.usage import merged
 from schemas.ids import step_id
 from schemas.records import Step, StepStatus, Tag, Usage
 
-BROKEN_OFF = ("abort", "error")
+ABORTED = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a client. received_at: microseconds. body: the client's own bytes."""
+    """One accepted call. received_at: microseconds. body: the client's bytes."""
 
     origin: Origin
     call_id: str
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who sampled, and what it said of its weights. version_last None: it did not say."""
+    """The engine that sampled, and its weight versions; None when not reported."""
 
     worker_id: str | None = None
     version_first: str | None = None
@@ -56,12 +56,17 @@ def steps_of(
     status: StepStatus,
     finished_at: int,
 ) -> list[Step]:
-    """One step per choice. finished_at: microseconds. A choice that the engine itself cut short is an error whatever `status` says."""
+    """Build one step per choice.
+
+    A choice that the engine aborted becomes an error even if `status` is "ok".
+
+    Args:
+        finished_at: Microseconds.
+    """
     choices = parsed.choices
     if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
-        choices = tuple(
-            replace(choice, index=at) for at, choice in enumerate(choices)
-        )  # some providers number all of them 0
+        # Some providers give every choice the index 0.
+        choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
     steps = [
         _step(call, choice, captured, engine, status, parsed.model or "", finished_at)
         for choice in choices
@@ -72,7 +77,7 @@ def steps_of(
 def unreadable_steps(
     call: Call, captured: CapturedTokens, engine: Engine, status: StepStatus, finished_at: int
 ) -> list[Step]:
-    """The steps of a reply that cannot be put together: their tokens, as far as they are known, and no message."""
+    """Build steps without a message, for a reply that cannot be assembled. Known tokens are kept."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
     return _with_usage(
         [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices],
@@ -81,7 +86,7 @@ def unreadable_steps(
 
 
 def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
-    """The steps of a reply of which something could not be read: all say so, and the first one keeps it."""
+    """Note unreadable parts of a reply in every step, and store them in the first one."""
     if not unread:
         return steps
     made = []
@@ -95,13 +100,13 @@ def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
 
 
 def aborted_before_output_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
-    """The steps of a call whose client left before it had got anything: aborted, without tokens."""
-    nothing = CapturedTokens("the client left before the engine had answered")
+    """Build aborted steps without tokens, for a client that left before any output."""
+    nothing = CapturedTokens("the client disconnected before the engine replied")
     return unreadable_steps(call, nothing, engine, "aborted", finished_at)
 
 
 def _with_usage(steps: list[Step], usage: Usage | None) -> list[Step]:
-    """The usage of a call stands on its first step, so that a sum over steps counts it once."""
+    """Store the usage of a call in its first step, so that a sum over steps counts it once."""
     if usage is not None and steps:
         steps[0] = replace(steps[0], usage=usage)
     return steps
@@ -117,9 +122,9 @@ def _step(
     finished_at: int,
 ) -> Step:
     tokens = choice.tokens or captured.tokens(choice.index, call.request)
-    # Some protocols tell a reply that the engine broke off as if it had ended well.
-    told = captured.finish(choice.index, call.request)
-    finish_reason = told if told in BROKEN_OFF else choice.finish_reason
+    # Some protocols report an aborted reply as finished; the middleware reports the abort.
+    engine_finish = captured.finish(choice.index, call.request)
+    finish_reason = engine_finish if engine_finish in ABORTED else choice.finish_reason
     return Step(
         step_id=step_id(call.call_id, choice.index),
         run_id=call.origin.run_id,
@@ -130,7 +135,7 @@ def _step(
         channel=call.origin.channel,
         protocol=call.protocol,
         model=call.request.model or answered_model,
-        status="error" if status == "ok" and finish_reason in BROKEN_OFF else status,
+        status="error" if status == "ok" and finish_reason in ABORTED else status,
         finish_reason=finish_reason,
         streamed=call.request.stream,
         request_json=call.body,
@@ -150,13 +155,14 @@ def _step(
         gateway_id=call.gateway_id,
         received_at=call.received_at,
         finished_at=finished_at,
-        sampling=captured.sampling(choice.index, call.request) or asked_for(call.request.payload),
+        sampling=captured.sampling(choice.index, call.request)
+        or requested_sampling(call.request.payload),
     )
 
 
-def had_text(step: Step) -> bool:
-    """Whether the client got anything of a choice whose tokens are not known."""
-    said = orjson.loads(step.response_json)
+def has_text(step: Step) -> bool:
+    """Tell whether a step without tokens has any message content."""
+    message = orjson.loads(step.response_json)
     return step.response_token_ids is None and any(
-        value for name, value in said.items() if name != "role"
+        value for name, value in message.items() if name != "role"
     )

@@ -1,10 +1,13 @@
-"""A streamed reply between engine and client, for any protocol. Pure: bytes in, bytes out.
+"""Relays a streamed reply from engine to client, for any protocol. Pure: bytes in, bytes out.
 
-1. Bytes become events; each is read by the protocol's accumulator. Comments of our middleware carry the tokens of the event that follows.
-2. Until a choice ends, an event goes out as soon as it came, and only then counts as sent: `sent` is what a client that leaves had got.
-3. From the first end on everything is held, until the shell has made the steps durable: `whole`, then `held`.
-4. An event that can't be read goes out like any other and is kept in `unread`. Behind an event too long to wait for nothing is
-   read any more: the rest of the stream is held, for an end may be in it.
+1. Split the bytes into events; the accumulator of the protocol parses each one. SSE comments of our
+   middleware carry the tokens of the next event.
+2. Until a choice ends, forward each event at once and add it to the accumulator. `sent` is the
+   reply that a disconnecting client has received.
+3. From the first end of a choice on, hold all events until the caller has made the steps durable:
+   `whole`, then `held`.
+4. Forward an unreadable event like any other and keep it in `unread`. After an oversized event, stop
+   parsing and hold the rest of the stream, because it may contain the end of a choice.
 """
 
 from __future__ import annotations
@@ -19,13 +22,18 @@ from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply, R
 from schemas import engine_frames
 
 MAX_STREAM = 256 << 20
-"""Bytes of a stream: all of it is kept until its steps are recorded."""
+"""Maximum bytes of a stream, which is kept until its steps are recorded."""
 
 
 class EventStream:
-    """ended: the end marker came, nothing follows. failure: the engine's own error event, or what was wrong with the stream.
+    """State of one relayed stream.
 
-    capturing: the engine is one whose comments tell tokens; anybody else's are comments.
+    Attributes:
+        ended: The end marker has arrived.
+        failure: The engine's error event, or an error of the stream.
+
+    Args:
+        capturing: SSE comments of the engine carry tokens. Otherwise comments are forwarded.
     """
 
     def __init__(
@@ -34,7 +42,7 @@ class EventStream:
         self._accumulator, self._captured, self._capturing = accumulator, captured, capturing
         self._room = MAX_STREAM
         self._splitter = EventSplitter()
-        self._frames: list[bytes] = []  # of the event that comes next
+        self._frames: list[bytes] = []  # of the next event
         self._held: list[bytes] = []
         self._unsent: list[tuple[list[bytes], Any]] = []
         self._holding = self._opaque = False
@@ -43,13 +51,13 @@ class EventStream:
         self.unread = Unread()
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from the engine, return bytes for the client."""
+        """Process bytes from the engine; return bytes for the client."""
         self._room -= len(piece)
         if self._room < 0:
             self.fail(UpstreamFailed(f"the engine's stream is larger than {MAX_STREAM} bytes"))
             return b""
         if self._opaque:
-            self.unread.add(piece, "behind an event that is too long")
+            self.unread.add(piece, "after an oversized event")
             self._held.append(piece)
             return b""
         events = self._splitter.feed(piece)
@@ -59,11 +67,11 @@ class EventStream:
             else b"".join([self._event(e) for e in events])
         )
         if len(self._splitter.rest) > MAX_EVENT:
-            self._give_up()
+            self._stop_parsing()
         return out
 
-    def _give_up(self) -> None:
-        """Read no more events."""
+    def _stop_parsing(self) -> None:
+        """Stop parsing events after an oversized one."""
         self._opaque = self._holding = True
         rest, self._splitter.rest = self._splitter.rest, b""
         self.unread.add(rest, f"an event of more than {MAX_EVENT} bytes")
@@ -86,7 +94,7 @@ class EventStream:
         if parsed.ends or parsed.last or parsed.failure is not None:
             self._holding = True
             self.ended = self.ended or parsed.last
-        frames, self._frames = self._frames, []  # a list of its own: what waits keeps it
+        frames, self._frames = self._frames, []  # a new list: held events keep the old one
         if self._holding:
             self._unsent.append((frames, parsed.update))
             self._held.append(parsed.client_bytes)
@@ -110,47 +118,47 @@ class EventStream:
         return b""
 
     def close(self) -> None:
-        """The engine has closed the stream. A failure when it should not have yet."""
-        self._take_unsent()
+        """Handle the end of the stream; a failure when choices have not ended."""
+        self._add_unsent()
         if self._splitter.rest:
             self._held.append(self._splitter.rest)
         unfinished = self._accumulator.unfinished()
         if self.failure is None and not self.ended and unfinished and not self.unread:
             self.fail(
                 UpstreamFailed(
-                    f"the engine closed the stream before its end: {unfinished} choices had not ended"
+                    f"the engine closed the stream too early: {unfinished} choices had not ended"
                 )
             )
 
     def fail(self, error: GatewayError) -> None:
-        """The stream ends here: an error event is held, and sets `failure`."""
+        """End the stream with an error event, which is held, and set `failure`."""
         self.failure, self.ended, self._holding = error.message, True, True
         if self._held and not self._held[-1].endswith(ENDS):
-            self._held.append(b"\n\n")  # the engine left an event unfinished
+            self._held.append(b"\n\n")  # complete the engine's partial event
         self._held.append(self._accumulator.error(error))
 
     def error(self, error: GatewayError) -> bytes:
-        """The error as the stream's last event, in place of what is held."""
+        """Format an error as the last event, instead of the held events."""
         return self._accumulator.error(error)
 
     def held(self) -> bytes:
-        """What was held back, in order."""
+        """Return the held events."""
         return b"".join(self._held)
 
     def sent(self) -> ParsedReply | None:
-        """What the client has got so far, nothing held. None: it cannot be put together, and `unread` says why."""
+        """Return the reply forwarded so far; None when it cannot be assembled (see `unread`)."""
         try:
             return self._accumulator.reply()
         except NOT_THE_PROTOCOL as error:
-            self.unread.add(b"", f"the stream cannot be put together: {error!r}")
+            self.unread.add(b"", f"the stream cannot be assembled: {error!r}")
             return None
 
     def whole(self) -> ParsedReply | None:
-        """All that came, the held part too. None: it cannot be put together, and `unread` says why."""
-        self._take_unsent()
+        """Return the complete reply, held events included; None when it cannot be assembled."""
+        self._add_unsent()
         return self.sent()
 
-    def _take_unsent(self) -> None:
+    def _add_unsent(self) -> None:
         unsent, self._unsent = self._unsent, []
         if self._frames:
             unsent.append((self._frames, None))

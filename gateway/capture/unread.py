@@ -1,7 +1,8 @@
-"""What of a reply the gateway could not read: the client got its bytes all the same, and its steps keep them. Pure.
+"""Keeps the parts of a reply that the gateway could not parse. Pure.
 
-A step's message then has a field `unread`, a list of `{"reason", "encoding", "bytes", "size_bytes"}`. Bytes that are no UTF-8 are written as
-Latin-1, so that nothing is lost and redaction finds what it looks for.
+The client gets these bytes unchanged. The message of the step has a field `unread`, a list of
+`{"reason", "encoding", "bytes", "size_bytes"}`. Bytes that are not UTF-8 are stored as Latin-1,
+which loses nothing and keeps secrets visible to redaction.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import orjson
 from gateway.protocols.reply_fields import dumps
 
 MAX_UNREAD = 4 << 20
-"""Bytes kept of a stream's unread events. Of those beyond only the size is known. A plain reply has its own limit."""
+"""Bytes kept of the unread events of a stream; beyond them only sizes are kept."""
 MAX_ENTRIES = 256
 MAX_REASON = 300
 """Characters."""
 
 
 class Unread:
-    """The unread parts of one reply, in order. False when there is none."""
+    """The unread parts of one reply, in order; false when there are none."""
 
     __slots__ = ("_entries", "_left", "reason")
 
@@ -28,13 +29,13 @@ class Unread:
         self._entries: list[dict[str, Any]] = []
         self._left = most
         self.reason: str | None = None
-        """Of the first one."""
+        """Reason of the first unread part."""
 
     def __bool__(self) -> bool:
         return self.reason is not None
 
     def add(self, data: bytes, reason: str) -> None:
-        """Keep bytes, as far as there is room."""
+        """Add bytes, truncated to the remaining room."""
         reason = reason[:MAX_REASON]
         self.reason = self.reason or reason
         if len(self._entries) >= MAX_ENTRIES:
@@ -49,6 +50,6 @@ class Unread:
         )
 
     def beside(self, message_json: bytes) -> bytes:
-        """A step's message with the unread parts in it."""
+        """Return a step's message with the unread parts added."""
         message = orjson.loads(message_json)
         return dumps((message if isinstance(message, dict) else {}) | {"unread": self._entries})

@@ -1,8 +1,9 @@
-"""Anthropic messages. Pure: bytes in, bytes and choices out.
+"""Adapter of Anthropic messages. Pure.
 
-The protocol has no field for token ids or log-probabilities, so requests and replies go through as they are, whatever the engine: one
-with our middleware tells the tokens beside the reply, any other is captured as text. vLLM's errors of this endpoint come partly in
-OpenAI's shape and with type names of its own; a client of Anthropic's gets Anthropic's.
+The protocol has no field for token ids or log-probabilities, so bodies pass unchanged. An engine
+with our middleware sends the tokens next to the reply; replies of other engines are recorded as
+text. vLLM reports some errors of this endpoint in OpenAI's shape or with its own type names; the
+adapter converts them to Anthropic's.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ STOP_REASONS = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-"""Anthropic's stop reasons in OpenAI's words. One we don't know is a stop; none at all in a whole message is an abort: vLLM says null then."""
+"""Finish reason of each stop reason.
+
+An unknown stop reason becomes "stop". A complete message with a null stop reason becomes "abort":
+vLLM sends null for an aborted message.
+"""
 
 _TYPES = {
     401: "authentication_error",
@@ -65,11 +70,11 @@ _TYPES = {
 }
 _ALL_TYPES = {*_TYPES.values(), "invalid_request_error", "api_error", "billing_error"}
 _MAX_TEXT = 2000
-"""Characters of an engine's error body that is no JSON."""
+"""Characters kept of an engine's error body that is not JSON."""
 
 
 def type_of(status: int) -> str:
-    """What Anthropic calls an error of this status."""
+    """Return Anthropic's error type for an HTTP status."""
     return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
 
 
@@ -78,13 +83,13 @@ def _error(kind: str, message: str) -> bytes:
 
 
 class AnthropicErrors:
-    """`{"type": "error", "error": {type, message}}`; on a stream as an event `error`."""
+    """Formats errors as `{"type": "error", "error": {type, message}}`."""
 
     def body(self, error: GatewayError) -> bytes:
         return _error(type_of(http_error_of(error).status), error.message)
 
     def engine_error(self, status: int, body: bytes) -> bytes:
-        """An engine's error reply as Anthropic writes it; the same bytes when it is so already."""
+        """Convert an engine's error reply to Anthropic's shape; returns `body` if it has it."""
         try:
             payload = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -105,7 +110,7 @@ ANTHROPIC_ERRORS = AnthropicErrors()
 
 
 class AnthropicMessages:
-    """The adapter."""
+    """Adapter of `POST /v1/messages`."""
 
     name = "anthropic.messages"
     path = "/v1/messages"
@@ -136,19 +141,19 @@ class AnthropicMessages:
                 usage=usage_of(payload.get("usage")),
             )
         except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is no message: {error!r}")
+            return ParsedReply((), None, body, unread=f"the reply is not a message: {error!r}")
 
     def accumulator(self, request: Request, kind: EngineKind) -> AnthropicMessagesAccumulator:
         return AnthropicMessagesAccumulator()
 
 
 def finish_of(stop_reason: str | None) -> str:
-    """The stop reason of a message that has ended, in OpenAI's words."""
+    """Return the finish reason of a message that has ended."""
     return "abort" if stop_reason is None else STOP_REASONS.get(stop_reason, "stop")
 
 
 class _Block:
-    """One content block, growing. begun: as it started. pieces: what its deltas said since, by the field they belong to."""
+    """Buffer of one content block: its initial fields and the text deltas of each field."""
 
     __slots__ = ("begun", "citations", "pieces", "signature")
 
@@ -168,23 +173,23 @@ class _Block:
         if self.citations:
             block["citations"] = self.citations
         if (arguments := block.get(ARGUMENTS)) == "":
-            del block[ARGUMENTS]  # the input stands as it began
+            del block[ARGUMENTS]  # no delta changed the initial input
         elif isinstance(arguments, str):
             try:
                 block["input"] = loads(arguments.encode("utf-8", "surrogatepass"))
                 del block[ARGUMENTS]
             except ValueError:
-                pass  # the call was cut off: what came of it stays
+                pass  # the call was cut off: keep the partial JSON
         return block
 
 
 ARGUMENTS = "partial_json"
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": ARGUMENTS}
-"""Deltas of text, and the field of the delta and of the block that has it."""
+"""Field of the delta, and of the content block, that each text delta extends."""
 
 
 class AnthropicMessagesAccumulator:
-    """A streamed reply: see `base.ReplyAccumulator`."""
+    """Accumulator of a streamed message, see `base.ReplyAccumulator`."""
 
     def __init__(self) -> None:
         self._model: str | None = None
@@ -219,7 +224,7 @@ class AnthropicMessagesAccumulator:
                 return ParsedEvent(("stop",), event, ends=True, last=True)
             case "error":
                 return ParsedEvent(None, event, failure=error_text(payload.get("error")))
-        return ParsedEvent(None, event)  # ping, and whatever Anthropic adds
+        return ParsedEvent(None, event)  # ping, and event types that Anthropic adds later
 
     def add(self, update: Any) -> None:
         match update:
@@ -242,7 +247,7 @@ class AnthropicMessagesAccumulator:
                 self._finish = self._finish or finish_of(None)
 
     def _count(self, usage: Any) -> None:
-        """A later event says again what has changed."""
+        """Merge usage counts; later events repeat the counts that changed."""
         if isinstance(usage, dict):
             self._usage |= {name: value for name, value in usage.items() if value is not None}
 

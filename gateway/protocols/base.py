@@ -1,4 +1,7 @@
-"""What a wire protocol has to give the gateway: one small pure file a protocol, no I/O. The shell is `calls`."""
+"""The interface of a wire protocol adapter: one pure module per protocol, without I/O.
+
+`gateway.proxy.call` does the I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,26 @@ from gateway.errors import GatewayError
 from schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
-"""What reading a reply raises that is not what its protocol says."""
+"""Exceptions raised while parsing a reply that does not follow its protocol."""
 
 EngineKind = Literal["captured", "vllm", "text"]
-"""What an engine can tell of its tokens.
+"""How an engine reports tokens (`gateway.upstreams[].kind`).
 
-captured: it runs our middleware (`schemas.engine_frames`), which tells ids, log-probabilities and version spans beside the reply of any
-endpoint; requests and replies go through as they are. vllm: a vLLM without it, asked for ids and log-probabilities in the request
-where its protocol has fields for that. text: any other provider; no tokens.
+captured: The engine runs our middleware (`schemas.engine_frames`). It sends token ids,
+    log-probabilities and version spans next to the reply of any endpoint. Request and reply
+    bodies pass unchanged.
+vllm: vLLM without the middleware. The gateway requests ids and log-probabilities in the body,
+    where the protocol has fields for them.
+text: Any other provider. It reports no tokens.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one choice, packed as in `Step`. absent: why ids or log-probabilities are missing."""
+    """The tokens of one choice, packed as in `Step`.
+
+    absent: Why ids or log-probabilities are missing; None when both are present.
+    """
 
     prompt_ids: bytes | None = None
     ids: bytes | None = None
@@ -35,7 +44,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's call. model: None when it named none. n: choices it will get, of all its prompts. body: its own bytes; payload: what they say."""
+    """A parsed model call.
+
+    Attributes:
+        model: None when the client names no model.
+        n: Number of choices, over all prompts.
+        body: The JSON bytes; `payload` is the parsed object.
+        prompts: Number of prompts.
+    """
 
     model: str | None
     stream: bool
@@ -47,10 +63,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled choice, as far as it came.
+    """One sampled choice, possibly incomplete.
 
-    message_json: the assistant's message in the protocol's own shape. finish_reason: in OpenAI's words (stop, length, tool_calls,
-    content_filter, abort), whatever the protocol's; None: it did not end. tokens: None when the reply itself does not tell them.
+    Attributes:
+        message_json: The assistant's message in the shape of the protocol.
+        finish_reason: One of OpenAI's values (stop, length, tool_calls, content_filter) or
+            abort, for every protocol; None when the choice has not ended.
+        tokens: None when the reply body carries no tokens.
     """
 
     index: int
@@ -61,10 +80,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A whole reply. body: for the client, without what we added; empty for a stream.
+    """A parsed reply, plain or accumulated from a stream.
 
-    unread: why the reply could not be read; the body is the engine's. failure: the engine's own error, told with a status of 200.
-    usage: what the reply says of it.
+    Attributes:
+        body: Bytes for the client, without the fields that the gateway requested; empty for a
+            stream.
+        unread: Why the reply could not be parsed; `body` is then the engine's.
+        failure: An error that the engine reported with status 200.
+        usage: Token counts reported in the reply.
     """
 
     choices: tuple[Choice, ...]
@@ -76,10 +99,14 @@ class ParsedReply:
 
 
 class ParsedEvent(NamedTuple):
-    """One event of a stream, read.
+    """One parsed event of a stream.
 
-    update: for `ReplyAccumulator.add`; None: nothing to add. shown: what the client gets of it. ends: a choice has ended, this event and all
-    behind it wait for the steps to be durable. last: nothing follows. failure: the engine's own error.
+    Attributes:
+        update: Argument for `ReplyAccumulator.add`; None when the event adds nothing.
+        client_bytes: Bytes to forward to the client.
+        ends: A choice has ended. This event and all later ones wait until the steps are durable.
+        last: No event follows.
+        failure: An error that the engine reported.
     """
 
     update: Any
@@ -90,53 +117,62 @@ class ParsedEvent(NamedTuple):
 
 
 class ReplyAccumulator(Protocol):
-    """A streamed reply, growing. What was read is added when it is sent."""
+    """Accumulates a streamed reply. `add` applies a parsed event once the client gets it."""
 
     def read(self, event: bytes, data: bytes) -> ParsedEvent:
-        """Parse an event. event: its bytes with the blank line; data: its data. Pure.
+        """Parse an event without changing the accumulator.
 
-        Raises one of NOT_THE_PROTOCOL when it is not what the protocol says.
+        Args:
+            event: Bytes of the event, blank line included.
+            data: Data of the event.
+
+        Raises:
+            NOT_THE_PROTOCOL: The event does not follow the protocol.
         """
         ...
 
     def add(self, update: Any) -> None:
-        """Add an update into the reply."""
+        """Apply the update of a parsed event."""
         ...
 
     def reply(self) -> ParsedReply:
-        """What was added so far."""
+        """Return the reply accumulated so far."""
         ...
 
     def error(self, error: GatewayError) -> bytes:
-        """The error as the next event of this stream."""
+        """Format an error as the next event of this stream."""
         ...
 
     def unfinished(self) -> int:
-        """How many choices have not ended yet."""
+        """Return the number of choices that have not ended."""
         ...
 
 
 class ProtocolAdapter(Protocol):
-    """A wire protocol."""
+    """Adapter of one wire protocol."""
 
     name: str
-    """As it stands in `Step.protocol`."""
+    """The value of `Step.protocol`."""
     path: str
-    """Where the engine serves it."""
+    """Path of the endpoint on the engine."""
     errors: ErrorFormat
 
     def parse_request(self, body: bytes) -> Request:
-        """Check what the gateway relies on. Raises BadRequest that names the field."""
+        """Parse and check a request body.
+
+        Raises:
+            BadRequest: Names the invalid field.
+        """
         ...
 
     def engine_body(self, request: Request, kind: EngineKind) -> bytes:
-        """What an engine of this kind is sent. The client's own bytes unless it must be asked for tokens."""
+        """Return the body for the engine: the client's bytes, plus token fields where needed."""
         ...
 
     def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
-        """Read a whole reply. One that can't be read passes on as it is, and says so."""
+        """Parse a plain reply. An unreadable one keeps its body and sets `unread`."""
         ...
 
     def accumulator(self, request: Request, kind: EngineKind) -> ReplyAccumulator:
-        """Begin to read a streamed reply."""
+        """Return an empty accumulator for a streamed reply."""
         ...

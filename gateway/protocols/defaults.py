@@ -1,6 +1,6 @@
-"""What a model call means where it leaves something to the installation: the engine's own model, the bound of a reply. Pure.
+"""Defaults of a model call: the model and the limit of generated tokens. Pure.
 
-The record keeps the client's own bytes; only what the engine is asked is changed.
+Only the request to the engine changes. The recorded request keeps the client's bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,32 @@ from gateway.protocols.base import Request
 from gateway.protocols.request_fields import dumps, with_fields
 
 OWN_MODEL = "default"
-"""Claw-R1's agents ask for this one: whatever the engine serves."""
+"""Model name that Claw-R1 agents send for the model that the engine serves."""
 MODEL_OPTIONAL = ("openai.chat", "openai.completions")
 REPLY_FIELDS: Mapping[str, tuple[str, ...]] = {
     "openai.chat": ("max_tokens", "max_completion_tokens"),
     "openai.completions": ("max_tokens",),
     "openai.responses": ("max_output_tokens",),
 }
-"""By protocol: the field for the bound of a reply, then its other names. Messages always name one."""
+"""Fields that limit the generated tokens, by protocol; the first one is set.
+
+Anthropic messages always carry a limit.
+"""
 
 
 def with_defaults(request: Request, protocol: str, default_max_tokens: int | None) -> Request:
-    """The call as it is meant. protocol: name. Where it leaves nothing open its own bytes stay as they are. Raises BadRequest."""
+    """Fill in the model and the limit of generated tokens.
+
+    Args:
+        protocol: Name of the protocol adapter.
+        default_max_tokens: gateway.default_max_tokens.
+
+    Returns:
+        `request` itself when nothing is missing.
+
+    Raises:
+        BadRequest: The body cannot be serialized again.
+    """
     if request.model == OWN_MODEL and protocol in MODEL_OPTIONAL:
         payload = {name: value for name, value in request.payload.items() if name != "model"}
         request = replace(request, model=None, payload=payload, body=dumps(payload))

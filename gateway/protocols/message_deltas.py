@@ -1,12 +1,13 @@
-"""How the pieces of a stream grow into one message, by the rules of OpenAI's official clients. Pure.
+"""Merges stream deltas into one message by the rules of OpenAI's official clients. Pure.
 
-A client adds up the `delta` of each chunk. The rules are those of `accumulate_delta` in openai-python, so that the record is the
-message that the agent had: strings are appended to, numbers are added, objects are merged by key, and entries of a list are merged
-by their `index`. `type`, `index` and, as in openai-node, `id`, `name` and `role` are labels: a later one replaces an earlier one,
-for some providers repeat them in each chunk.
+The rules are those of `accumulate_delta` in openai-python, so the record equals the message that
+the agent has: strings are concatenated, numbers added, objects merged by key, and list entries
+merged by their `index`. `type`, `index` and, as in openai-node, `id`, `name` and `role` are labels:
+a later value replaces an earlier one, because some providers repeat them in each chunk.
 
-openai-python raises an error, or drops a piece, where an entry of a list has no `index` and where text and a list meet in one field.
-Here nothing is lost: such entries are appended, and text becomes a block `{"type": "text"}` of the list.
+openai-python raises an error or drops a delta when a list entry has no `index`, or when one field
+gets both text and a list. This module keeps both: such entries are appended, and the text becomes
+a block `{"type": "text"}` of the list.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 
 LABELS = frozenset({"type", "index", "id", "name", "role"})
 GROWING = frozenset({"text", "output_text", "thinking", "reasoning.text", "reasoning.summary"})
-"""Types of blocks without an index that go on in the next chunk."""
+"""Types of blocks without an index that the next chunk continues."""
 MAX_OPEN = 64
-"""Entries at a list's end that may still grow. It bounds the search for an index."""
+"""Number of last list entries that are searched for an index."""
 
 
 def grow(whole: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Merge the delta of an object into the object."""
+    """Merge a delta into an object, in place."""
     for name, piece in delta.items():
         before = whole.get(name)
         if before is None:
@@ -34,7 +35,10 @@ def grow(whole: dict[str, Any], delta: Mapping[str, Any]) -> None:
 
 
 def begun(piece: Any) -> Any:
-    """A field's value after its first piece. One list may hold several pieces of an entry."""
+    """Return a field's value after its first delta.
+
+    One list may hold several deltas of the same entry.
+    """
     if isinstance(piece, list):
         whole: list[Any] = []
         _extend(whole, piece)
@@ -43,7 +47,7 @@ def begun(piece: Any) -> Any:
 
 
 def grown(before: Any, piece: Any) -> Any:
-    """A field's value after one more piece. May change `before`."""
+    """Return a field's value after another delta. May change `before` in place."""
     match before, piece:
         case (str(), str()):
             return before + piece
@@ -88,7 +92,7 @@ def _extend(whole: list[Any], pieces: list[Any]) -> None:
 
 
 def _continues(last: Any, piece: Any) -> bool:
-    """Whether the first entry of a list goes on with the entry before."""
+    """Tell whether `piece` continues the last entry of a list."""
     if not isinstance(last, dict) or not isinstance(piece, dict):
         return False
     return last.get("type") in GROWING and last.get("type") == piece.get("type")

@@ -1,9 +1,10 @@
-"""OpenAI chat completions. Pure: bytes in, bytes and choices out.
+"""Adapter of OpenAI chat completions. Pure.
 
-An engine with our middleware gets the client's own bytes, and its reply goes to the client as it is. A vLLM without it is asked for
-token ids and log-probabilities in the request (`return_token_ids`, `logprobs`), and they are taken out again of what the client sees,
-unless it asked for them itself: vLLM writes these fields as null when they are not asked for, and leaves out stream chunks that carry
-nothing else; so do we, and a client cannot tell the difference.
+An engine with our middleware gets the client's bytes, and its reply passes unchanged. For vLLM
+without the middleware, the adapter requests token ids and log-probabilities (`return_token_ids`,
+`logprobs`) and removes them from the client's reply, unless the client requested them itself.
+vLLM writes these fields as null when they are not requested, and omits stream chunks that carry
+nothing else. The adapter does the same, so a client sees no difference.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from gateway.protocols.usage import usage_of
 
 
 class OpenAIChat:
-    """The adapter."""
+    """Adapter of `POST /v1/chat/completions`."""
 
     name = "openai.chat"
     path = "/v1/chat/completions"
@@ -85,7 +86,9 @@ class OpenAIChat:
             if kind == "vllm" and _strip(payload, request.payload):
                 body = orjson.dumps(payload)
         except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is no chat completion: {error!r}")
+            return ParsedReply(
+                (), None, body, unread=f"the reply is not a chat completion: {error!r}"
+            )
         return ParsedReply(choices, model, body, usage=usage_of(payload.get("usage")))
 
     def accumulator(self, request: Request, kind: EngineKind) -> OpenAIChatAccumulator:
@@ -93,11 +96,11 @@ class OpenAIChat:
 
 
 def _added(payload: Any) -> dict[str, Any]:
-    """The fields that make a vLLM tell tokens and log-probabilities."""
+    """Return the fields that make vLLM report token ids and log-probabilities."""
     added: dict[str, Any] = {}
     if not payload.get("return_token_ids"):
         added["return_token_ids"] = True
-    # Without logprobs these two are errors, and the client must see the engine's error, not be saved from it.
+    # Without logprobs these two are invalid, and the client must get the engine's error.
     if (
         not payload.get("logprobs")
         and not payload.get("top_logprobs")
@@ -108,7 +111,10 @@ def _added(payload: Any) -> dict[str, Any]:
 
 
 def _strip(reply: dict[str, Any], asked: Any) -> bool:
-    """Take out what we added: null where the engine would have said null. False: the client asked for all of it."""
+    """Set the added fields to null, as vLLM does when they are not requested.
+
+    Returns False when the client requested all of them.
+    """
     keep_ids, keep_logprobs = bool(asked.get("return_token_ids")), bool(asked.get("logprobs"))
     if keep_ids and keep_logprobs:
         return False
@@ -123,15 +129,15 @@ def _strip(reply: dict[str, Any], asked: Any) -> bool:
 
 
 def logprobs_of(payload: object) -> list[Any] | None:
-    """The sampled tokens' log-probabilities."""
+    """Return the log-probabilities of the sampled tokens."""
     content = array_or_none(mapping(payload).get("content")) if payload is not None else None
     return None if content is None else [entry["logprob"] for entry in content]
 
 
 class _Piece(NamedTuple):
-    """What a chunk says of one choice.
+    """Delta of one choice in a chunk.
 
-    texts: pieces of strings by field. fields: other values. calls: parts of tool calls, with their index.
+    texts: String deltas by field. fields: Other values. calls: Deltas of tool calls with index.
     """
 
     which: int
@@ -146,7 +152,7 @@ class _Piece(NamedTuple):
 def _piece(choice: Any, choices: list[Any], kind: EngineKind) -> _Piece:
     texts, fields, calls = [], [], []
     index, delta = choice_index(choice, choices), choice.get("delta")
-    if delta is None:  # Azure's filters and some last chunks have none
+    if delta is None:  # absent in content-filter chunks of Azure and some last chunks
         delta = {}
     for name, value in mapping(delta).items():
         if name == "content" and isinstance(value, str):
@@ -170,10 +176,10 @@ def _call(part: Any) -> tuple[int | None, dict[str, Any]]:
 
 
 class _Calls:
-    """The tool calls of one choice, growing.
+    """Buffer of the tool calls of one choice.
 
-    Without an index (Gemini) a part with a new id, or with a name where the last call has one, begins a call; any other
-    part belongs to the call of its id, else to the last one.
+    Gemini sends no index. Then a delta with a new id, or with a name when the last call has a
+    name, begins a call. Any other delta belongs to the call with its id, else to the last call.
     """
 
     __slots__ = ("_last", "_next", "_places", "calls")
@@ -192,7 +198,7 @@ class _Calls:
         grow(call, part)
 
     def whole(self) -> list[dict[str, Any]]:
-        """The calls in order, as a plain reply has them: without their index."""
+        """Return the calls in order, without their index, as in a plain reply."""
         found = sorted(self.calls.items())
         return [
             {name: value for name, value in call.items() if name != "index"} for _, call in found
@@ -207,13 +213,16 @@ class _Calls:
 
 
 def _name(call: dict[str, Any]) -> object:
-    """The name of the called function, if the part of the call has it."""
+    """Return the name of the called function if the delta has it."""
     function = call.get("function")
     return function.get("name") if isinstance(function, dict) else None
 
 
 class _ChoiceBuffer:
-    """One choice of a stream, growing by the rules of `deltas`. A field of strings alone is kept as its pieces."""
+    """Buffer of one choice, merged by `message_deltas`.
+
+    A field that gets only strings is kept as a list of pieces.
+    """
 
     __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
 
@@ -268,7 +277,7 @@ class _ChoiceBuffer:
 
 
 class OpenAIChatAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
-    """A streamed reply: see `base.ReplyAccumulator`."""
+    """Accumulator of a streamed chat completion, see `base.ReplyAccumulator`."""
 
     def __init__(self, request: Request, kind: EngineKind) -> None:
         super().__init__(request, kind, _ChoiceBuffer)
@@ -283,11 +292,11 @@ class OpenAIChatAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
             pieces,
             chunk.get("usage"),
         )
-        if self._kind == "vllm":  # the pieces have what is taken out
-            event = self._shown(chunk, event)
+        if self._kind == "vllm":  # the pieces keep the removed tokens
+            event = self._client_event(chunk, event)
         return ParsedEvent(update, event, ends=any(p.finish_reason for p in pieces))
 
-    def _shown(self, chunk: dict[str, Any], event: bytes) -> bytes:
+    def _client_event(self, chunk: dict[str, Any], event: bytes) -> bytes:
         choices = chunk.get("choices") or []
         if (
             not (self._asked.get("return_token_ids") or self._asked.get("logprobs"))
@@ -295,7 +304,7 @@ class OpenAIChatAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
         ):
             only = choices[0]
             if not only.get("delta") and not only.get("finish_reason") and "token_ids" in only:
-                return b""  # the engine sends such a chunk only because it was asked for tokens
+                return b""  # the engine sends this chunk only because tokens were requested
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
 
     def add(self, update: Any) -> None:

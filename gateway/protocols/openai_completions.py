@@ -1,8 +1,9 @@
-"""OpenAI completions: text after a text. Pure: bytes in, bytes and choices out.
+"""Adapter of OpenAI text completions. Pure.
 
-A call has a choice for each prompt and each of its n. An engine with our middleware gets the client's own bytes. A vLLM without it
-is asked for token ids and log-probabilities, and they are taken out again of what the client sees, unless it asked for them itself.
-With `echo` it is not asked: a vLLM that returns token ids leaves the prompt out of the echoed text, and the client would notice.
+A call has `n` choices for each prompt. An engine with our middleware gets the client's bytes. For
+vLLM without it, the adapter requests token ids and log-probabilities and removes them from the
+client's reply, unless the client requested them itself. It does not request them together with
+`echo`: vLLM then omits the prompt from the echoed text, which would change the client's reply.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from gateway.protocols.request_fields import (
 from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
-ECHOED = "a vLLM without our middleware cannot tell token ids beside an echoed prompt"
-NOTHING_SAMPLED = "nothing was asked for but the prompt's echo (max_tokens 0)"
+ECHOED = "vLLM without our middleware cannot report token ids with an echoed prompt"
+NOTHING_SAMPLED = "the call requests only the echo of the prompt (max_tokens 0)"
 
 
 MAX_CHOICES = 1024
-"""Steps that one call may make."""
+"""Maximum number of steps of one call."""
 
 
 class OpenAICompletions:
-    """The adapter."""
+    """Adapter of `POST /v1/completions`."""
 
     name = "openai.completions"
     path = "/v1/completions"
@@ -90,7 +91,7 @@ class OpenAICompletions:
             if kind == "vllm" and _strip(payload["choices"], request.payload):
                 body = orjson.dumps(payload)
         except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is no completion: {error!r}")
+            return ParsedReply((), None, body, unread=f"the reply is not a completion: {error!r}")
         return ParsedReply(tuple(choices), model, body, usage=usage_of(payload.get("usage")))
 
     def accumulator(self, request: Request, kind: EngineKind) -> OpenAICompletionsAccumulator:
@@ -98,9 +99,13 @@ class OpenAICompletions:
 
 
 def prompt_count(payload: Mapping[str, Any]) -> int:
-    """How many prompts a request has: a text, a list of texts, token ids, or lists of them. Raises BadRequest.
+    """Return the number of prompts: a text, a list of texts, token ids, or lists of token ids.
 
-    Only the first entry of a list is looked at: a prompt may be 100,000 ids, and an engine refuses a mixed list.
+    Checks only the first entry of a list: a prompt may have 100,000 ids, and the engine refuses a
+    mixed list.
+
+    Raises:
+        BadRequest: The prompt has another type.
     """
     prompt, embeddings = payload.get("prompt"), payload.get("prompt_embeds")
     if isinstance(prompt, list):
@@ -114,7 +119,7 @@ def prompt_count(payload: Mapping[str, Any]) -> int:
         prompts = int(prompt is not None or embeddings is None)
     else:
         raise BadRequest("prompt: must be a string, a list of strings, or token ids", "prompt")
-    # An empty list is the engine's to refuse.
+    # The engine refuses an empty list.
     return max(
         1,
         prompts
@@ -123,20 +128,20 @@ def prompt_count(payload: Mapping[str, Any]) -> int:
 
 
 def _added(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that make a vLLM tell tokens and log-probabilities."""
+    """Return the fields that make vLLM report token ids and log-probabilities."""
     if payload.get("echo"):
         return {}
     added: dict[str, Any] = {}
     if not payload.get("return_token_ids"):
         added["return_token_ids"] = True
-    # Without logprobs these are an error, and the client must see the engine's error, not be saved from it.
+    # Without logprobs this one is invalid, and the client must get the engine's error.
     if payload.get("logprobs") is None and not payload.get("logprob_token_ids"):
         added["logprobs"] = 0  # the sampled token alone
     return added
 
 
 def _strip(choices: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> bool:
-    """Take out what we added: null where the engine would have said null. False: it all stays."""
+    """Set the added fields to null. Returns False when nothing changes."""
     added = _added(asked)
     ids, logprobs = "return_token_ids" in added, "logprobs" in added
     stripped = False
@@ -150,12 +155,12 @@ def _strip(choices: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> bool:
 
 
 def _samples_nothing(asked: Mapping[str, Any]) -> bool:
-    """The prompt is only to be repeated. vLLM samples a token even so, which nobody sees."""
+    """Tell whether the call only echoes the prompt. vLLM then samples a token and drops it."""
     return bool(asked.get("echo")) and asked.get("max_tokens") == 0
 
 
 class _Piece(NamedTuple):
-    """What a reply or a chunk says of one choice."""
+    """One choice of a reply, or its delta in a chunk."""
 
     which: int
     text: str
@@ -174,16 +179,14 @@ def _piece(choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: Engi
     ids, told = array_or_none(choice.get("token_ids")), choice.get("logprobs")
     logprobs = array_or_none(mapping(told).get("token_logprobs")) if told is not None else None
     if logprobs is not None and ids is not None and asked.get("echo"):
-        logprobs = logprobs[
-            max(0, len(logprobs) - len(ids)) :
-        ]  # the prompt's come before those of what was sampled
+        logprobs = logprobs[max(0, len(logprobs) - len(ids)) :]  # those of the prompt come first
     return _Piece(
         index, payload, finish, array_or_none(choice.get("prompt_token_ids")), ids, logprobs
     )
 
 
 class _ChoiceBuffer:
-    """One choice, growing."""
+    """Buffer of one choice."""
 
     __slots__ = ("finish_reason", "ids", "logprobs", "prompt_ids", "texts")
 
@@ -221,7 +224,7 @@ class _ChoiceBuffer:
 
 
 class OpenAICompletionsAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
-    """A streamed reply: see `base.ReplyAccumulator`."""
+    """Accumulator of a streamed completion, see `base.ReplyAccumulator`."""
 
     def __init__(self, request: Request, kind: EngineKind) -> None:
         super().__init__(request, kind, _ChoiceBuffer)
@@ -232,7 +235,7 @@ class OpenAICompletionsAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
         update = (text_or_none(chunk.get("model")), pieces, chunk.get("usage"))
         if self._kind == "vllm" and _strip(
             choices, self._asked
-        ):  # the pieces have what is taken out
+        ):  # the pieces keep the removed tokens
             event = b"data: " + orjson.dumps(chunk) + b"\n\n"
         return ParsedEvent(update, event, ends=any(p.finish_reason for p in pieces))
 

@@ -1,9 +1,11 @@
-"""OpenAI Responses. Pure: bytes in, bytes and choices out.
+"""Adapter of OpenAI Responses. Pure.
 
-vLLM has no field for the token ids of a streamed response, so requests and replies go through as they are, whatever the engine: one
-with our middleware tells the tokens beside the reply, any other is captured as text.
+vLLM has no field for the token ids of a streamed response, so bodies pass unchanged. An engine
+with our middleware sends the tokens next to the reply; replies of other engines are recorded as
+text.
 
-A stream's last event carries the whole response. Until it came, the output is put together from the events before it.
+The last event of a stream carries the complete response. Before it, the accumulator builds the
+output from the earlier events.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ from gateway.protocols.usage import usage_of
 DONE = b"[DONE]"
 CLIENT_CALLS = frozenset(
     {
-        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "computer_call",
+        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call",
+        "computer_call",
         "mcp_approval_request",
     }
 )  # fmt: skip
-"""Items that the client has to answer; other calls (web_search_call, mcp_call, ...) were done by the server."""
+"""Items that the client executes; the server executes other calls (web_search_call, mcp_call)."""
 _LAST = {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
 _PART_DELTAS = {
     "response.output_text.delta": ("content", "output_text", "text"),
@@ -51,14 +54,14 @@ _PART_DELTAS = {
     "response.reasoning_text.delta": ("content", "reasoning_text", "text"),
     "response.reasoning_summary_text.delta": ("summary", "summary_text", "text"),
 }
-"""Deltas of a part of an item: the item's list that the part is in, the part's type, its field that grows."""
+"""Deltas of a part: the list of the item that holds the part, the part's type, its text field."""
 _ITEM_DELTAS = {
     "response.function_call_arguments.delta": "arguments",
     "response.custom_tool_call_input.delta": "input",
     "response.mcp_call_arguments.delta": "arguments",
     "response.code_interpreter_call_code.delta": "code",
 }
-"""Deltas of an item itself, and its field that grows."""
+"""Deltas of an item, and the item's field that they extend."""
 _PARTS = {
     "response.content_part.added": "content",
     "response.reasoning_summary_part.added": "summary",
@@ -66,7 +69,7 @@ _PARTS = {
 
 
 class OpenAIResponses:
-    """The adapter."""
+    """Adapter of `POST /v1/responses`."""
 
     name = "openai.responses"
     path = "/v1/responses"
@@ -75,14 +78,14 @@ class OpenAIResponses:
     def parse_request(self, body: bytes) -> Request:
         payload = object_of(body)
         given = payload.get("input")
-        # None: a provider's stored prompt or conversation may stand for it.
+        # None: a stored prompt or conversation of the provider may replace the input.
         if not (given is None or isinstance(given, str)) and not (
             isinstance(given, list) and all(isinstance(item, dict) for item in given)
         ):
             raise BadRequest("input: must be a string or a list of items", "input")
         if payload.get("background"):
             raise BadRequest(
-                "background: a reply nobody waits for cannot be recorded; leave it out",
+                "background: background responses cannot be recorded; remove the field",
                 "background",
             )
         return Request(model_of(payload), stream_of(payload), 1, body, payload)
@@ -104,16 +107,16 @@ class OpenAIResponses:
                 usage=usage_of(payload.get("usage")),
             )
         except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is no response: {error!r}")
+            return ParsedReply((), None, body, unread=f"the reply is not a response: {error!r}")
 
     def accumulator(self, request: Request, kind: EngineKind) -> OpenAIResponsesAccumulator:
         return OpenAIResponsesAccumulator()
 
 
 def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) -> str | None:
-    """How a response ended, in the words of chat completions; None: it has not.
+    """Return the finish reason of a response; None when it has not ended.
 
-    vLLM says `completed` of an aborted one too: only an engine with our middleware tells that apart.
+    vLLM reports `completed` for an aborted response too; only our middleware reports the abort.
     """
     match response.get("status", "completed"):
         case "completed":
@@ -132,7 +135,10 @@ def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) 
 
 
 class _Item:
-    """One output item, growing. begun, parts: as they started; pieces: what their deltas said since. done: the item's last form."""
+    """Buffer of one output item.
+
+    begun, parts: Initial item and parts. pieces: Their text deltas. done: The complete item.
+    """
 
     __slots__ = ("begun", "done", "parts", "pieces")
 
@@ -159,7 +165,7 @@ class _Item:
 
 
 class OpenAIResponsesAccumulator:
-    """A streamed reply: see `base.ReplyAccumulator`."""
+    """Accumulator of a streamed response, see `base.ReplyAccumulator`."""
 
     def __init__(self) -> None:
         self._model: str | None = None
@@ -239,7 +245,7 @@ class OpenAIResponsesAccumulator:
 
 
 def _update(kind: str, payload: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What an event adds to the output; None: nothing. Some providers leave out an index that is 0."""
+    """Return the update of an event, or None. Some providers omit an index that is 0."""
     index = number(payload.get("output_index", 0))
     if (field := _ITEM_DELTAS.get(kind)) is not None:
         return "piece", index, ("", 0, field), text(payload["delta"])

@@ -1,4 +1,4 @@
-"""What the streams of chat and of completions have in common: chunks of choices that grow by their index, ended by `[DONE]`. Pure."""
+"""Shared stream parsing of chat and text completions: chunks with choices, ended by `[DONE]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B = TypeVar("B", bound=ChoiceBuffer)
 
 
 class ChoicesAccumulator(Generic[B]):
-    """The part of `base.ReplyAccumulator` that both share. B: one choice, growing."""
+    """Base of both accumulators, see `base.ReplyAccumulator`. B: buffer of one choice."""
 
     def __init__(self, request: Request, kind: EngineKind, buffer: type[B]) -> None:
         self._n, self._asked, self._kind, self._new = request.n, request.payload, kind, buffer
@@ -35,7 +35,7 @@ class ChoicesAccumulator(Generic[B]):
         if data == DONE:
             return ParsedEvent(None, event, last=True)
         try:
-            chunk = orjson.loads(data)  # as `loads` does, a function call cheaper for each event
+            chunk = orjson.loads(data)  # as `loads` does, but saves a call per event
         except orjson.JSONDecodeError:
             chunk = loads(data)
         chunk = mapping(chunk)

@@ -1,6 +1,6 @@
-"""Reading values of an engine's reply that must have a type. Pure; all raise TypeError when they have another one.
+"""Type checks of values in an engine's reply. Pure; every check raises TypeError.
 
-What a reply says goes into records and sums, so an accumulator checks it where it is read: what was read can always be added.
+Accumulators check values when they parse an event, so `add` never fails on a parsed event.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 import orjson
 
 MOST = 2**31
-"""What an index is below."""
+"""Exclusive upper bound of an index."""
 
 
 def loads(data: bytes) -> Any:
-    """The JSON value. Raises ValueError.
+    """Parse JSON. Accepts lone surrogates and NaN, as the official clients do.
 
-    Half a surrogate pair and NaN, which orjson refuses, are read as the official clients read them.
+    Raises:
+        ValueError: The data is not JSON.
     """
     try:
         return orjson.loads(data)
@@ -29,9 +30,12 @@ def loads(data: bytes) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """A value that `loads` gave, as JSON that orjson can read. Raises ValueError.
+    """Serialize a value from `loads` as JSON that orjson can parse.
 
-    Two halves of a surrogate pair that came in different pieces become their character; half a pair alone becomes U+FFFD.
+    Joins surrogate halves from different pieces; a lone surrogate becomes U+FFFD.
+
+    Raises:
+        ValueError: The value is NaN or nested too deeply.
     """
     try:
         return orjson.dumps(value)
@@ -46,56 +50,56 @@ def dumps(value: Any) -> bytes:
 
 
 def text(value: object) -> str:
-    """A string."""
+    """Check a string."""
     if not isinstance(value, str):
-        raise TypeError(f"a string was expected, not {type(value).__name__}")
+        raise TypeError(f"expected a string, not {type(value).__name__}")
     return value
 
 
 def text_or_none(value: object) -> str | None:
-    """A string or null."""
+    """Check a string or null."""
     return None if value is None else text(value)
 
 
 def number(value: object) -> int:
-    """A whole number as indexes are: not negative, 31 bits."""
+    """Check an index: a non-negative integer of at most 31 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
-        raise TypeError(f"an index was expected, not {value!r:.40}")
+        raise TypeError(f"expected an index, not {value!r:.40}")
     return value
 
 
 def choice_index(choice: dict[str, Any], choices: list[Any]) -> int:
-    """The index of a choice; without one, its place in the list."""
+    """Return the index of a choice; its position in the list when it has none."""
     index = choice.get("index")
     if index is None:
         return next(at for at, other in enumerate(choices) if other is choice)
     if type(index) is int and 0 <= index < MOST:
         return index
-    raise TypeError(f"an index was expected, not {index!r:.40}")
+    raise TypeError(f"expected an index, not {index!r:.40}")
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """A JSON object."""
+    """Check a JSON object."""
     if not isinstance(value, dict):
-        raise TypeError(f"an object was expected, not {type(value).__name__}")
+        raise TypeError(f"expected an object, not {type(value).__name__}")
     return value
 
 
 def array(value: object) -> list[Any]:
-    """A JSON array; null is an empty one."""
+    """Check a JSON array; null becomes an empty list."""
     if value is None:
         return []
     if not isinstance(value, list):
-        raise TypeError(f"an array was expected, not {type(value).__name__}")
+        raise TypeError(f"expected an array, not {type(value).__name__}")
     return value
 
 
 def array_or_none(value: object) -> list[Any] | None:
-    """A JSON array or null."""
+    """Check a JSON array or null."""
     return None if value is None else array(value)
 
 
 def error_of(payload: dict[str, Any]) -> Any:
-    """The error that an engine tells with a status of 200, and nothing else of a reply; None when there is none."""
+    """Return the error of a reply with status 200 that has no output; None otherwise."""
     error = payload.get("error")
     return None if not error or payload.get("choices") or payload.get("output") else error

@@ -1,4 +1,7 @@
-"""What all protocols have in their requests: read, and changed in the bytes. Pure; every error names the field."""
+"""Reads and changes request fields that several protocols share. Pure.
+
+Every error names the field.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ ESCAPES = re.compile(
     rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
-"""In JSON: a surrogate pair, half of one, any other escape."""
+"""JSON escapes: a surrogate pair (group 1), a lone surrogate (group 2), any other escape."""
 
 
 def dumps(
@@ -26,10 +29,14 @@ def dumps(
     *,
     sort: bool = False,
 ) -> bytes:
-    """A value that a client sent, as JSON. sort: canonical.
+    """Serialize a value of a client's request as JSON.
 
-    Raises `error` that names the field for what can be read but not written: more than 254 levels, a number above 64 bits, half a surrogate
-    pair. The values stand in no message.
+    Args:
+        sort: Sort the keys (canonical form).
+
+    Raises:
+        error: The value cannot be serialized: more than 254 levels, a number above 64 bits, or a
+            lone surrogate. The message names the field and never contains values.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
@@ -40,12 +47,15 @@ def dumps(
 
 
 def with_whole_characters(body: bytes) -> bytes:
-    """JSON in which each half of a surrogate pair is U+FFFD. Clients that cut a text between the halves of an emoji send such halves."""
+    """Replace lone surrogates in JSON with U+FFFD.
+
+    Clients that truncate a text in the middle of an emoji send lone surrogates.
+    """
     return ESCAPES.sub(lambda found: rb"\ufffd" if found[2] is not None else found[0], body)
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises BadRequest."""
+    """Parse the JSON object of a request. Raises BadRequest."""
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -56,7 +66,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def model_of(payload: dict[str, Any]) -> str | None:
-    """The model that is asked for. Raises BadRequest."""
+    """Return the requested model. Raises BadRequest."""
     model = payload.get("model")
     if not (model is None or isinstance(model, str)):
         raise BadRequest("model: must be a string", "model")
@@ -64,14 +74,14 @@ def model_of(payload: dict[str, Any]) -> str | None:
 
 
 def check_messages(payload: dict[str, Any]) -> None:
-    """Raises BadRequest unless the request has a list of messages."""
+    """Raise BadRequest unless the request has a list of messages."""
     messages = payload.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise BadRequest("messages: must be a list of message objects", "messages")
 
 
 def stream_of(payload: dict[str, Any]) -> bool:
-    """Whether the reply is to be streamed. Raises BadRequest."""
+    """Tell whether the client requests a streamed reply. Raises BadRequest."""
     stream = payload.get("stream")
     if not (stream is None or isinstance(stream, bool)):
         raise BadRequest("stream: must be true or false", "stream")
@@ -79,7 +89,7 @@ def stream_of(payload: dict[str, Any]) -> bool:
 
 
 def n_of(payload: dict[str, Any]) -> int:
-    """How many choices are asked for. Raises BadRequest."""
+    """Return the requested number of choices. Raises BadRequest."""
     n = payload.get("n")
     if n is None:
         return 1
@@ -89,9 +99,10 @@ def n_of(payload: dict[str, Any]) -> int:
 
 
 def with_fields(request: Request, added: dict[str, Any]) -> bytes:
-    """The body with fields added. Where none of them was there before, the client's own bytes stay as they are.
+    """Add fields to the body; keeps the client's bytes when none of the fields is present.
 
-    Raises BadRequest.
+    Raises:
+        BadRequest: The body cannot be serialized again.
     """
     if not added:
         return request.body
@@ -101,7 +112,10 @@ def with_fields(request: Request, added: dict[str, Any]) -> bytes:
 
 
 def renamed(body: bytes, model: str) -> bytes:
-    """The body with another model. Not by `dumps`: numbers of any length stay what they are. Raises BadRequest."""
+    """Replace the model in the body. Raises BadRequest.
+
+    Uses the standard library's JSON, which keeps integers of any length.
+    """
     try:
         payload = json.loads(body)
         if not isinstance(payload, dict):
@@ -110,11 +124,11 @@ def renamed(body: bytes, model: str) -> bytes:
             payload | {"model": model}, ensure_ascii=False, separators=(",", ":")
         ).encode()
     except ValueError:
-        return body  # the engine says what is wrong with it
+        return body  # the engine reports the error
     except RecursionError as error:
         raise BadRequest("body: nested too deeply", "body") from error
 
 
 def error_text(error: object) -> str:
-    """What an engine's error object says."""
+    """Return the message of an engine's error object."""
     return str(error.get("message")) if isinstance(error, dict) else str(error)

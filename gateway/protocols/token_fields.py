@@ -1,4 +1,4 @@
-"""Tokens that a reply tells in its own fields, packed as in `Step`. Pure."""
+"""Packs tokens from fields of the reply body, as in `Step`. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from gateway.protocols.base import Tokens
 from schemas.tokens import pack_ids, pack_logprobs
 
-NO_IDS = "the engine gave no token ids"
-NO_LOGPROBS = "the engine gave no log-probabilities"
-NO_PROMPT = "the engine gave no prompt token ids"
+NO_IDS = "the engine reported no token ids"
+NO_LOGPROBS = "the engine reported no log-probabilities"
+NO_PROMPT = "the engine reported no prompt token ids"
 
 
 def packed_tokens(
     prompt_ids: Sequence[int] | None, ids: Sequence[int] | None, logprobs: Sequence[float] | None
 ) -> Tokens:
-    """Tokens as a reply's own fields tell them, without spans."""
+    """Pack the tokens of a reply's fields, without version spans."""
     prompt, absent = _packed_prompt(prompt_ids)
     try:
         if ids is None:

@@ -1,4 +1,7 @@
-"""How many tokens a call took, as its reply says it, in the words of any protocol. Pure; what is no count is left out."""
+"""Reads token counts from the `usage` of a reply of any protocol. Pure.
+
+Values that are not counts are ignored.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ OUTPUT_DETAILS = ("completion_tokens_details", "output_tokens_details")
 
 
 def usage_of(payload: object) -> Usage | None:
-    """What a reply's `usage` says. None: nothing.
+    """Parse the `usage` object of a reply; None when it has no counts.
 
-    Anthropic's `input_tokens` leave out what was read from the cache or written to it, OpenAI's counts have it in them.
+    Anthropic's `input_tokens` exclude tokens read from or written to the cache; OpenAI's
+    `prompt_tokens` include them. The result includes them.
     """
     if not isinstance(payload, dict) or not payload:
         return None
@@ -38,7 +42,7 @@ def usage_of(payload: object) -> Usage | None:
 
 
 def merged(counted: Usage | None, reported: Usage | None) -> Usage | None:
-    """What was counted from the tokens themselves, and of the rest what the reply reported."""
+    """Prefer counts of the tokens themselves over the counts that the reply reported."""
     if counted is None or reported is None:
         return counted or reported
     return Usage(

@@ -24,12 +24,12 @@ from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, s
 from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.tags import tags_of
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
-from gateway.capture.engine_tokens import NOT_TOLD, CapturedTokens
+from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
 from gateway.capture.steps import (
     Call,
     Engine,
     aborted_before_output_steps,
-    had_text,
+    has_text,
     steps_of,
     unreadable_steps,
     with_unread,
@@ -72,7 +72,7 @@ IDEMPOTENCY = (
 MAX_NAMED = 32
 """Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
 NO_TOKENS: Mapping[EngineKind, str] = {
-    "captured": NOT_TOLD,
+    "captured": NOT_REPORTED,
     "vllm": "a vLLM without our middleware tells no tokens over this protocol",
     "text": "the provider tells no tokens",
 }
@@ -324,7 +324,8 @@ class ProxiedCall:
     def _ask(self) -> Any:
         call = self._call
         return self._services.upstream.ask(
-            "POST", self._path, lambda worker: self._adapter.engine_body(call.request, worker.kind), self._forwarded,
+            "POST", self._path, lambda worker: self._adapter.engine_body(call.request, worker.kind),
+            self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
             on_asking=self._asking, credentials=self._credentials,
         )  # fmt: skip
@@ -419,7 +420,7 @@ class ProxiedCall:
         parsed = stream.whole()
         steps = self._steps(parsed, "ok" if stream.failure is None else "error", stream.unread)
         if stream.failure is not None and parsed is not None:
-            steps = [s for s in steps if s.response_token_ids or s.finish_reason or had_text(s)]
+            steps = [s for s in steps if s.response_token_ids or s.finish_reason or has_text(s)]
         failure: Failure | None = None
         try:
             if steps:

@@ -100,7 +100,8 @@ class FailedCalls:
     """Tells the log. redaction None: everything is told as it is."""
 
     def __init__(
-        self, topic: str, gateway_id: str, codec: Codec, bus: Bus, door: Door, redaction: Redaction | None, clock: Clock,
+        self, topic: str, gateway_id: str, codec: Codec, bus: Bus, door: Door,
+        redaction: Redaction | None, clock: Clock,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._topic, self._gateway_id, self._codec, self._bus = topic, gateway_id, codec, bus

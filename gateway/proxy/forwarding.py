@@ -8,15 +8,19 @@ from urllib.parse import unquote_plus
 from gateway.attribution.sessions import OURS
 
 FORWARDED = frozenset({
-    "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id", "x-vllm-priority",
-    "x-data-parallel-rank", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access",
-    "openai-beta", "openai-organization", "openai-project", "x-goog-user-project", "http-referer", "x-title",
+    "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
+    "x-vllm-priority",
+    "x-data-parallel-rank", "anthropic-version", "anthropic-beta",
+    "anthropic-dangerous-direct-browser-access",
+    "openai-beta", "openai-organization", "openai-project", "x-goog-user-project", "http-referer",
+    "x-title",
 })  # fmt: skip
 """Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
 CREDENTIALS = ("authorization", "x-api-key")
 """Sent on only where gateway.upstreams says so."""
 RETURNED = frozenset({
-    b"retry-after", b"retry-after-ms", b"x-should-retry", b"request-id", b"x-request-id", b"apim-request-id",
+    b"retry-after", b"retry-after-ms", b"x-should-retry", b"request-id", b"x-request-id",
+    b"apim-request-id",
 })  # fmt: skip
 RETURNED_PREFIXES = (b"x-ratelimit-", b"ratelimit", b"anthropic-", b"openai-", b"x-ms-")
 """An engine's headers that clients act upon or report: pauses, limits, the names of requests."""

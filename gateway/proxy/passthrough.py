@@ -85,7 +85,8 @@ class PassthroughEndpoint:
             forwarded["content-type"] = "application/json"
         async with services.upstream.ask(
             self.method, path, body or None, forwarded,
-            key=origin.trajectory_key, run_id=origin.run_id, model=model, credentials=credentials_of(headers),
+            key=origin.trajectory_key, run_id=origin.run_id, model=model,
+            credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read(held)
             told = returned(response.headers)

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 PROXY_PREFIXES = frozenset({
-    "api", "openai", "anthropic", "azure", "claude", "v1", "v2", "beta", "proxy", "gateway", "llm", "llms", "engines",
-    "deployments", "providers", "inference", "openrouter", "compatible-mode", "compat", "route", "backend", "services",
+    "api", "openai", "anthropic", "azure", "claude", "v1", "v2", "beta", "proxy", "gateway", "llm",
+    "llms", "engines",
+    "deployments", "providers", "inference", "openrouter", "compatible-mode", "compat", "route",
+    "backend", "services",
 })  # fmt: skip
 """First segments that proxies and providers put before an API: such a path names no trajectory."""
 ITEMS = ("/models/", "/responses/")

@@ -41,7 +41,8 @@ class Counting(NamedTuple):
 CHAT = Counting(
     "/tokenize",
     (
-        "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        "model", "messages", "tools", "chat_template", "chat_template_kwargs",
+        "add_generation_prompt", "continue_final_message",
         "mm_processor_kwargs", "media_io_kwargs",
     ),
     "count",
@@ -110,7 +111,8 @@ class PromptLimit:
         body = dumps({name: payload[name] for name in counting.fields if name in payload})
         async with self._upstream.ask(
             "POST", counting.path, body, {"content-type": "application/json"},
-            key=origin.trajectory_key, run_id=origin.run_id, model=request.model, credentials=credentials,
+            key=origin.trajectory_key, run_id=origin.run_id, model=request.model,
+            credentials=credentials,
         ) as response:  # fmt: skip
             status, reply = response.status, await response.read()
         if status >= 500 or status == 429:

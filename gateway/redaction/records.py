@@ -123,7 +123,8 @@ def emptied(record: R, why: str) -> R:
 def _emptied(record: Record, reason: str) -> Record:
     if isinstance(record, Step):
         return replace(
-            record, request_json=NOTHING, response_json=NOTHING, user_agent=None, idempotency_key=None, tags=(), blobs=(),
+            record, request_json=NOTHING, response_json=NOTHING, user_agent=None,
+            idempotency_key=None, tags=(), blobs=(),
             **_without_tokens(reason),
         )  # fmt: skip
     if isinstance(record, SessionEvent):

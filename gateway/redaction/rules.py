@@ -141,14 +141,20 @@ def _ipv4(text: bytes, at: int) -> Span | None:
 # -- credentials
 
 _PREFIXES = (
-    rb"sk-", rb"gh[pousr]_", rb"github_pat_", rb"gl(?:pat|ptt|rt|dt)-", rb"xox[abeoprs]-", rb"xapp-", rb"AIza", rb"ya29\.", rb"GOCSPX-",
-    rb"[sr]k_(?:live|test)_", rb"whsec_", rb"hf_", rb"npm_", rb"pypi-", rb"SG\.", rb"do[opr]_v1_", rb"shp(?:at|ss|ca|pa)_", rb"gsk_", rb"xai-",
-    rb"r8_", rb"nvapi-", rb"tvly-", rb"pplx-", rb"lin_api_", rb"ntn_", rb"hvs\.", rb"dapi", rb"ATATT3", rb"AGE-SECRET-KEY-1", rb"claw-(?=[\w-]{40})",
+    rb"sk-", rb"gh[pousr]_", rb"github_pat_", rb"gl(?:pat|ptt|rt|dt)-", rb"xox[abeoprs]-",
+    rb"xapp-", rb"AIza", rb"ya29\.", rb"GOCSPX-",
+    rb"[sr]k_(?:live|test)_", rb"whsec_", rb"hf_", rb"npm_", rb"pypi-", rb"SG\.", rb"do[opr]_v1_",
+    rb"shp(?:at|ss|ca|pa)_", rb"gsk_", rb"xai-",
+    rb"r8_", rb"nvapi-", rb"tvly-", rb"pplx-", rb"lin_api_", rb"ntn_", rb"hvs\.", rb"dapi",
+    rb"ATATT3", rb"AGE-SECRET-KEY-1", rb"claw-(?=[\w-]{40})",
 )  # fmt: skip
 _PREFIX_ANCHORS = (
-    b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"github_pat_", b"glpat-", b"glptt-", b"glrt-", b"gldt-", b"xox", b"xapp-",
-    b"aiza", b"ya00.", b"gocspx-", b"sk_live_", b"sk_test_", b"rk_live_", b"rk_test_", b"whsec_", b"hf_", b"npm_", b"pypi-", b"sg.",
-    b"doo_v0_", b"dop_v0_", b"dor_v0_", b"shpat_", b"shpss_", b"shpca_", b"shppa_", b"gsk_", b"xai-", b"r0_", b"nvapi-", b"tvly-", b"pplx-",
+    b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"github_pat_", b"glpat-", b"glptt-",
+    b"glrt-", b"gldt-", b"xox", b"xapp-",
+    b"aiza", b"ya00.", b"gocspx-", b"sk_live_", b"sk_test_", b"rk_live_", b"rk_test_", b"whsec_",
+    b"hf_", b"npm_", b"pypi-", b"sg.",
+    b"doo_v0_", b"dop_v0_", b"dor_v0_", b"shpat_", b"shpss_", b"shpca_", b"shppa_", b"gsk_",
+    b"xai-", b"r0_", b"nvapi-", b"tvly-", b"pplx-",
     b"lin_api_", b"ntn_", b"hvs.", b"dapi", b"atatt0", b"age-secret-key-0", b"claw-",
 )  # fmt: skip
 _API_KEY = _at(
@@ -232,8 +238,10 @@ def _secret_member(name: bytes, value: bytes, quoted: bool) -> bool:
 
 _SEPARATORS = tuple(bytes([c]) for c in b"\"':= \\`*")
 _SECRET_ANCHORS = (
-    b"password", b"passwd", b"passphrase", b"pwd", b"secret", b"apikey", b"api_key", b"api-key", b"accesskey", b"access_key", b"access-key",
-    b"privatekey", b"private_key", b"private-key", b"accountkey", b"account_key", b"authkey", b"auth_key", b"auth-key", b"credential",
+    b"password", b"passwd", b"passphrase", b"pwd", b"secret", b"apikey", b"api_key", b"api-key",
+    b"accesskey", b"access_key", b"access-key",
+    b"privatekey", b"private_key", b"private-key", b"accountkey", b"account_key", b"authkey",
+    b"auth_key", b"auth-key", b"credential",
     *(b"token" + s for s in _SEPARATORS),  # not `tokens`, which every second request has in max_tokens
 )  # fmt: skip
 
@@ -241,16 +249,20 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("private_key", (b"-----begin ",), _at(_PEM)),
-        Rule("url_login", (b"://", b":\\"), _url_login, in_json=_maybe(rb":\\*+/\\*+/[^\s/?#\"'<>\x00]{1,2000}@")),
-        Rule("aws_secret", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID + rb"[^A-Za-z0-9+/\x00]{1,12}(?P<v>[A-Za-z0-9+/]{40})(?![A-Za-z0-9+/=])")),
+        Rule("url_login", (b"://", b":\\"), _url_login,
+            in_json=_maybe(rb":\\*+/\\*+/[^\s/?#\"'<>\x00]{1,2000}@")),
+        Rule("aws_secret", (b"akia", b"asia", b"abia", b"acca"),
+            _at(_START + _AWS_ID + rb"[^A-Za-z0-9+/\x00]{1,12}(?P<v>[A-Za-z0-9+/]{40})(?![A-Za-z0-9+/=])")),
         _plain("aws_key", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID)),
         _plain("api_key", _PREFIX_ANCHORS, _API_KEY),
         _plain("jwt", (b"eyj",), _at(_START + rb"eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?")),
-        Rule("bearer", (b"bearer ", b"basic "), _at(rb"(?i:bearer|basic)[ ]{1,4}(?P<v>[A-Za-z0-9._~+/-]{16,}+=*+)", _has_digit)),
+        Rule("bearer", (b"bearer ", b"basic "),
+            _at(rb"(?i:bearer|basic)[ ]{1,4}(?P<v>[A-Za-z0-9._~+/-]{16,}+=*+)", _has_digit)),
         Rule("secret", _SECRET_ANCHORS, _secret, key=_secret_member, in_json=_maybe(_ASSIGNING)),
         _plain("email", (b"@",), _email, bytes.lower),
         # Looked at in any case: what is found depends on what stands up to 30 bytes before, where JSON may have escapes.
-        Rule("iban", (b"00000000", b"0000 0000", b"0000-0000"), _iban, lambda v: v.translate(None, b" -").upper()),
+        Rule("iban", (b"00000000", b"0000 0000", b"0000-0000"), _iban,
+            lambda v: v.translate(None, b" -").upper()),
         _plain(
             "card",
             (b"0000 0000 0000", b"0000-0000-0000", b"0000 000000 0", b"0000-000000-0", b"0" * 14),
@@ -258,8 +270,11 @@ RULES: dict[str, Rule] = {
                 rb"|[2-6][0-9]{13,18})(?![\w-]|\.[0-9])", _card),
             _digits,
         ),
-        _plain("ssn", (b"000-00-0000",), _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
-        Rule("phone", (b"+0",), _at(_not_behind(rb"\w+/.-") + rb"\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"), _digits),
+        _plain("ssn", (b"000-00-0000",),
+            _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
+        Rule("phone", (b"+0",),
+            _at(_not_behind(rb"\w+/.-") + rb"\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"),
+            _digits),
         Rule("ipv4", (b"0.0",), _ipv4),
     )
 }  # fmt: skip

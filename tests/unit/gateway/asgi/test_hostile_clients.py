@@ -150,7 +150,7 @@ def test_an_account_of_tokens_that_is_none_costs_the_tokens_alone(
     )
     assert b"Hello" in got and got.endswith(DONE)
     assert step.status == "ok" and (step.tokens_absent_reason or "").startswith(
-        "the engine's account of the tokens"
+        "the engine's token frames"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.capture.sampling import asked_for
+from gateway.capture.sampling import requested_sampling
 from gateway.testing.gateway import Trial
 from gateway.testing.gateway import play as play_in
 from gateway.testing.script import Say, Script
@@ -23,7 +23,8 @@ ASK: dict[str, Any] = {
     "temperature": 0.7,
 }
 APPLIED = Sampling(
-    source="engine", temperature=0.7, top_p=0.95, top_k=20, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+    source="engine", temperature=0.7, top_p=0.95, top_k=20, min_p=0.0, presence_penalty=0.0,
+    frequency_penalty=0.0,
     repetition_penalty=1.05, constraints=("json",), logprobs_mode="processed_logprobs",
 )  # fmt: skip
 
@@ -68,21 +69,26 @@ def test_an_engine_that_does_not_say_it_leaves_what_was_asked_for(
     ("said", "expected"),
     [
         ({}, {}),
-        ({"temperature": 1, "top_p": 0.9, "top_k": -1}, {"temperature": 1.0, "top_p": 0.9, "top_k": 0}),
+        ({"temperature": 1, "top_p": 0.9, "top_k": -1},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 0}),
         ({"temperature": True, "top_p": "1", "top_k": 1.5, "min_p": None}, {}),
         ({"top_k": 2**40, "min_p": float("nan"), "presence_penalty": 10**400}, {}),
         ({"response_format": {"type": "text"}, "tool_choice": "auto"}, {}),
         ({"response_format": {"type": "json_object"}}, {"constraints": ("json_object",)}),
         ({"text": {"format": {"type": "json_schema"}}}, {"constraints": ("json_schema",)}),
         ({"output_format": {"type": "json_schema"}}, {"constraints": ("json_schema",)}),
-        ({"structured_outputs": {"regex": "a+", "whitespace_pattern": " "}}, {"constraints": ("regex",)}),
+        ({"structured_outputs": {"regex": "a+", "whitespace_pattern": " "}},
+        {"constraints": ("regex",)}),
         ({"tool_choice": "required"}, {"constraints": ("tool_choice",)}),
         ({"tool_choice": {"type": "auto"}}, {}),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"constraints": ("tool_choice",)}),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"constraints": ("tool_choice",)}),
         ({"tool_choice": {"type": "any"}}, {"constraints": ("tool_choice",)}),
-        ({"logit_bias": {"1": 5}, "bad_words": [], "min_tokens": 2}, {"constraints": ("logit_bias", "min_tokens")}),
-        ({"response_format": [], "text": "x", "structured_outputs": 1, "tool_choice": ["x"]}, {"constraints": ("tool_choice",)}),
+        ({"logit_bias": {"1": 5}, "bad_words": [], "min_tokens": 2},
+        {"constraints": ("logit_bias", "min_tokens")}),
+        ({"response_format": [], "text": "x", "structured_outputs": 1, "tool_choice": ["x"]},
+        {"constraints": ("tool_choice",)}),
     ],
 )  # fmt: skip
 def test_what_a_request_asks_for(said: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert asked_for(said) == Sampling(source="request", **expected)
+    assert requested_sampling(said) == Sampling(source="request", **expected)

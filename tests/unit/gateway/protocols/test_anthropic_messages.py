@@ -102,10 +102,13 @@ def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
 def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
     odd = ASK | {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "see", "cache_control": {"type": "ephemeral"}}, PICTURE]},
+            {"role": "user", "content": [{"type": "text", "text": "see",
+            "cache_control": {"type": "ephemeral"}}, PICTURE]},
             {"role": "system", "content": "in mid-list"},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [PICTURE]}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t",
+            "signature": "s"}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x",
+            "content": [PICTURE]}]},
         ],
         "system": [{"type": "text", "text": "cc_is_subagent=true"}],
         "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL],
@@ -144,8 +147,10 @@ def test_plain_reply() -> None:
 @pytest.mark.parametrize(
     ("reason", "finish"),
     [
-        ("end_turn", "stop"), ("stop_sequence", "stop"), ("pause_turn", "stop"), ("of tomorrow", "stop"),
-        ("max_tokens", "length"), ("model_context_window_exceeded", "length"), ("tool_use", "tool_calls"),
+        ("end_turn", "stop"), ("stop_sequence", "stop"), ("pause_turn", "stop"),
+        ("of tomorrow", "stop"),
+        ("max_tokens", "length"), ("model_context_window_exceeded", "length"),
+        ("tool_use", "tool_calls"),
         ("refusal", "content_filter"), (None, "abort"),
     ],
 )  # fmt: skip
@@ -164,7 +169,7 @@ def test_stop_reasons(reason: str | None, finish: str) -> None:
 def test_what_is_no_message_passes_unread(body: bytes) -> None:
     answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body)
     assert (answer.body, answer.choices) == (body, ())
-    assert (answer.unread or "").startswith("the reply is no message")
+    assert (answer.unread or "").startswith("the reply is not a message")
 
 
 @given(says(), st.lists(st.integers(0, 10_000), max_size=8))
@@ -272,9 +277,11 @@ def test_no_event_can_break_the_accumulator(said: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (errors.BadRequest("m"), "invalid_request_error"), (errors.WrongKey("m"), "authentication_error"),
+        (errors.BadRequest("m"), "invalid_request_error"),
+        (errors.WrongKey("m"), "authentication_error"),
         (errors.Forbidden("m"), "permission_error"), (errors.NotFound("m"), "not_found_error"),
-        (errors.BodyTooLarge("m"), "request_too_large"), (errors.Unprocessable("m"), "invalid_request_error"),
+        (errors.BodyTooLarge("m"), "request_too_large"),
+        (errors.Unprocessable("m"), "invalid_request_error"),
         (errors.Overloaded("m"), "overloaded_error"), (errors.NotRecorded("m"), "overloaded_error"),
         (errors.UpstreamFailed("m"), "api_error"), (errors.UpstreamTimeout("m"), "timeout_error"),
     ],
@@ -292,8 +299,10 @@ def test_our_errors_are_anthropics(error: errors.GatewayError, kind: str) -> Non
 @pytest.mark.parametrize(
     ("status", "body", "kind", "message"),
     [
-        (400, b'{"error":{"message":"body.max_tokens","type":"Bad Request","code":400}}', "invalid_request_error", "body.max_tokens"),
-        (404, b'{"type":"error","error":{"type":"NotFoundError","message":"no model"}}', "not_found_error", "no model"),
+        (400, b'{"error":{"message":"body.max_tokens","type":"Bad Request","code":400}}',
+        "invalid_request_error", "body.max_tokens"),
+        (404, b'{"type":"error","error":{"type":"NotFoundError","message":"no model"}}',
+        "not_found_error", "no model"),
         (404, b'{"detail":"Not Found"}', "not_found_error", "Not Found"),
         (429, b'"slow down"', "rate_limit_error", "slow down"),
         (500, b"<html>oh</html>", "api_error", "<html>oh</html>"),
@@ -362,7 +371,11 @@ def test_errors_reach_the_client_as_anthropics(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         async with sdk(w) as client:
             with pytest.raises(BadRequestError) as ours:
-                await client.messages.create(model="policy", max_tokens=3, messages="hi")  # type: ignore[arg-type]
+                await client.messages.create(
+                    model="policy",
+                    max_tokens=3,
+                    messages="hi",  # type: ignore[arg-type]
+                )
             with pytest.raises(BadRequestError) as engines:
                 await client.messages.create(**ASK)
         assert (

@@ -188,7 +188,8 @@ ODD = st.one_of(
     DEPTHS.map(lambda depth: "[" * depth + "]" * depth),
     DEPTHS.map(lambda depth: '{"a":' * depth + "1" + "}" * depth),
     st.sampled_from([
-        r'"\ud800"', r'"a\udfff"', r'{"\ud800":1}', r'["\ud83d"]', "9" * 400, "-" + "9" * 40, "1e400", "NaN", "Infinity", "-Infinity",
+        r'"\ud800"', r'"a\udfff"', r'{"\ud800":1}', r'["\ud83d"]', "9" * 400, "-" + "9" * 40,
+        "1e400", "NaN", "Infinity", "-Infinity",
         "18446744073709551616", "1e-400", '"' + "x" * 3000 + '"', "-0.0", r'"\u0000"',
     ]),
 )  # fmt: skip

@@ -80,8 +80,10 @@ def test_a_plain_vllm_is_asked_for_tokens_unless_the_client_does(
     ("body", "field"),
     [
         (b"{", "body"), (b"[]", "body"), (b"{}", "messages"), (b'{"messages":null}', "messages"),
-        (b'{"messages":[1]}', "messages"), (b'{"messages":[],"n":0}', "n"), (b'{"messages":[],"n":true}', "n"),
-        (b'{"messages":[],"n":129}', "n"), (b'{"messages":[],"stream":1}', "stream"), (b'{"messages":[],"model":7}', "model"),
+        (b'{"messages":[1]}', "messages"), (b'{"messages":[],"n":0}', "n"),
+        (b'{"messages":[],"n":true}', "n"),
+        (b'{"messages":[],"n":129}', "n"), (b'{"messages":[],"stream":1}', "stream"),
+        (b'{"messages":[],"model":7}', "model"),
     ],
 )  # fmt: skip
 def test_bad_requests_name_the_field(body: bytes, field: str) -> None:
@@ -199,7 +201,7 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     )
     assert b'"x"' in out and stream.failure is None
     assert (captured.tokens(0, a_request()).absent or "").startswith(
-        "the engine's account of the tokens is unreadable"
+        "the engine's token frames are invalid"
     )
 
 
@@ -217,7 +219,7 @@ def test_no_event_breaks_the_accumulator(events: list[Any], kind: EngineKind) ->
 def test_what_is_no_reply_passes_unread(body: bytes) -> None:
     answer = CHAT.parse_reply(a_request(), "captured", body)
     assert (answer.body, answer.choices) == (body, ())
-    assert (answer.unread or "").startswith("the reply is no chat completion")
+    assert (answer.unread or "").startswith("the reply is not a chat completion")
 
 
 @pytest.mark.parametrize("say", [HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])])
@@ -243,7 +245,8 @@ def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
 
 def a_call(**more: Any) -> Call:
     fields: dict[str, Any] = {
-        "origin": Origin("r", "t", "g", None), "call_id": "t~1", "protocol": "openai.chat", "request": a_request(),
+        "origin": Origin("r", "t", "g", None), "call_id": "t~1", "protocol": "openai.chat",
+        "request": a_request(),
         "body": b"{}", "gateway_id": "gw", "received_at": 1,
     }  # fmt: skip
     return Call(**fields | more)
@@ -259,10 +262,10 @@ def one_step(captured: CapturedTokens, choice: Choice) -> Any:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"ids": None}, "the engine gave no token ids"),
-        ({"logprobs": None}, "the engine gave no log-probabilities"),
+        ({"ids": None}, "the engine reported no token ids"),
+        ({"logprobs": None}, "the engine reported no log-probabilities"),
         ({"logprobs": [-1.0]}, "1 log-probabilities for 2 token ids"),
-        ({"prompt_ids": None}, "the engine gave no prompt token ids"),
+        ({"prompt_ids": None}, "the engine reported no prompt token ids"),
         ({"ids": [2**40, 1]}, "the engine's token ids or log-probabilities are not numbers"),
         ({"ids": ["a", 1]}, "the engine's token ids or log-probabilities are not numbers"),
         ({"logprobs": [None, -1.0]}, "the engine's token ids or log-probabilities are not numbers"),
@@ -386,10 +389,13 @@ def test_parts_of_calls_find_their_call(deltas: list[Any], calls: list[str]) -> 
     [
         (["a", None, "b"], "ab"),
         (["", [{"type": "text", "text": "a"}], "b"], [{"type": "text", "text": "ab"}]),
-        (["a", [{"type": "image"}], [{"type": "image"}]], [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]),
-        ([[{"index": 1, "a": "x"}, {"index": 1, "a": "y"}], [{"index": 0, "a": "z"}, {"index": 1, "b": 1}]],
+        (["a", [{"type": "image"}], [{"type": "image"}]],
+        [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]),
+        ([[{"index": 1, "a": "x"}, {"index": 1, "a": "y"}],
+        [{"index": 0, "a": "z"}, {"index": 1, "b": 1}]],
          [{"index": 1, "a": "xy", "b": 1}, {"index": 0, "a": "z"}]),
-        ([{"a": 1, "b": None}, {"a": 2, "b": {"c": "x"}}, {"b": {"c": "y"}}], {"a": 3, "b": {"c": "xy"}}),
+        ([{"a": 1, "b": None}, {"a": 2, "b": {"c": "x"}}, {"b": {"c": "y"}}],
+        {"a": 3, "b": {"c": "xy"}}),
         ([["a"], ["b"]], ["a", "b"]),
         ([True, False], False),
         ([1, "a"], 1),

@@ -74,8 +74,10 @@ def told(choice: Choice) -> tuple[list[int], list[int], list[float], str | None]
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"prompt": 3}, "prompt"), ({"prompt": {"text": "hi"}}, "prompt"), ({"prompt": [{"text": "hi"}]}, "prompt"),
-        ({"prompt": [None]}, "prompt"), ({"model": 3}, "model"), ({"stream": 1}, "stream"), ({"n": 0}, "n"),
+        ({"prompt": 3}, "prompt"), ({"prompt": {"text": "hi"}}, "prompt"),
+        ({"prompt": [{"text": "hi"}]}, "prompt"),
+        ({"prompt": [None]}, "prompt"), ({"model": 3}, "model"), ({"stream": 1}, "stream"),
+        ({"n": 0}, "n"),
         ({"n": 129}, "n"), ({"n": True}, "n"), ({"n": "2"}, "n"),
     ],
 )  # fmt: skip
@@ -89,8 +91,10 @@ def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
     ("change", "choices"),
     [
         ({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b"]}, 2), ({"prompt": ["a", "b"], "n": 3}, 6),
-        ({"prompt": [1, 2, 3]}, 1), ({"prompt": [[1, 2], [3]], "n": 2}, 4), ({"prompt": []}, 1), ({"prompt": None}, 1),
-        ({"prompt": ""}, 1), ({"prompt": None, "prompt_embeds": "AA=="}, 1), ({"prompt": None, "prompt_embeds": ["AA==", "AA=="]}, 2),
+        ({"prompt": [1, 2, 3]}, 1), ({"prompt": [[1, 2], [3]], "n": 2}, 4), ({"prompt": []}, 1),
+        ({"prompt": None}, 1),
+        ({"prompt": ""}, 1), ({"prompt": None, "prompt_embeds": "AA=="}, 1),
+        ({"prompt": None, "prompt_embeds": ["AA==", "AA=="]}, 2),
         ({"prompt": "x", "prompt_embeds": ["AA==", "AA=="]}, 3),
     ],
 )  # fmt: skip
@@ -201,12 +205,13 @@ def test_a_vllm_that_tells_nothing_is_said_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"{}", b'{"choices": 3}', b'{"choices": [{"index": 0, "text": 1}]}', b'{"choices": [{"index": "x", "text": ""}]}']
+    "body", [b"", b"{", b"[]", b"{}", b'{"choices": 3}', b'{"choices": [{"index": 0, "text": 1}]}',
+    b'{"choices": [{"index": "x", "text": ""}]}']
 )  # fmt: skip
 def test_what_is_no_completion_passes_unread(body: bytes) -> None:
     answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "vllm", body)
     assert (answer.body, answer.choices) == (body, ())
-    assert (answer.unread or "").startswith("the reply is no completion")
+    assert (answer.unread or "").startswith("the reply is not a completion")
 
 
 @given(

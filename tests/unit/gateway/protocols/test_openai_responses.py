@@ -83,8 +83,10 @@ def same_in_both(message_json: bytes) -> Any:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": 3}, "input"), ({"input": ["hi"]}, "input"), ({"input": {"role": "user"}}, "input"),
-        ({"model": 3}, "model"), ({"stream": "yes"}, "stream"), ({"background": True}, "background"),
+        ({"input": 3}, "input"), ({"input": ["hi"]}, "input"),
+        ({"input": {"role": "user"}}, "input"),
+        ({"model": 3}, "model"), ({"stream": "yes"}, "stream"),
+        ({"background": True}, "background"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
@@ -97,18 +99,24 @@ def test_a_wrong_request_names_the_field(change: Json, param: str) -> None:
 def test_every_engine_gets_the_clients_bytes(kind: Any) -> None:
     odd = ASK | {
         "input": [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be good"}]},
-            {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}]},
+            {"type": "message", "role": "developer",
+            "content": [{"type": "input_text", "text": "be good"}]},
+            {"role": "user", "content": [{"type": "input_image",
+            "image_url": "data:image/png;base64,iVBORw0KGgo="}]},
             {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
-            {"type": "function_call", "call_id": "c", "name": "spawn", "namespace": "multi_agent", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "done"}]},
+            {"type": "function_call", "call_id": "c", "name": "spawn", "namespace": "multi_agent",
+            "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c",
+            "output": [{"type": "input_text", "text": "done"}]},
         ],
         "tools": [
             {"type": "namespace", "name": "multi_agent", "description": "", "tools": [TOOL]},
             {"type": "web_search", "external_web_access": False},
-            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+            {"type": "custom", "name": "apply_patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
         ],
-        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "t", "client_metadata": {"a": "b"},
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "t",
+        "client_metadata": {"a": "b"},
     }  # fmt: skip
     body = b" " + orjson.dumps(odd, option=orjson.OPT_INDENT_2) + b"\n"
     request = ADAPTER.parse_request(body)
@@ -185,7 +193,7 @@ def test_statuses(response: Json, finish: str | None) -> None:
 def test_what_is_no_response_passes_unread(body: bytes) -> None:
     answer = ADAPTER.parse_reply(ADAPTER.parse_request(BODY), "text", body)
     assert (answer.body, answer.choices) == (body, ())
-    assert (answer.unread or "").startswith("the reply is no response")
+    assert (answer.unread or "").startswith("the reply is not a response")
 
 
 @given(says(), st.lists(st.integers(0, 10_000), max_size=8))
@@ -225,17 +233,26 @@ def test_everything_before_the_last_event_goes_out_at_once() -> None:
 def test_items_in_the_middle_are_put_together_from_their_deltas() -> None:
     data = sse(
         {"type": "response.created", "response": {"model": "m"}},
-        {"type": "response.output_item.added", "output_index": 0, "item": {"type": "reasoning", "id": "r", "summary": []}},
-        {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": 0, "part": {"type": "summary_text", "text": ""}},
-        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "summary_index": 0, "delta": "I th"},
-        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "summary_index": 0, "delta": "ink"},
-        {"type": "response.output_item.added", "output_index": 1, "item": {"type": "message", "content": []}},
-        {"type": "response.output_text.delta", "output_index": 1, "content_index": 0, "delta": "Hel"},
-        {"type": "response.output_text.delta", "output_index": 1, "content_index": 0, "delta": "lo"},
+        {"type": "response.output_item.added", "output_index": 0,
+        "item": {"type": "reasoning", "id": "r", "summary": []}},
+        {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": 0,
+        "part": {"type": "summary_text", "text": ""}},
+        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "summary_index": 0,
+        "delta": "I th"},
+        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "summary_index": 0,
+        "delta": "ink"},
+        {"type": "response.output_item.added", "output_index": 1,
+        "item": {"type": "message", "content": []}},
+        {"type": "response.output_text.delta", "output_index": 1, "content_index": 0,
+        "delta": "Hel"},
+        {"type": "response.output_text.delta", "output_index": 1, "content_index": 0,
+        "delta": "lo"},
         {"type": "response.refusal.delta", "output_index": 1, "content_index": 1, "delta": "no"},
-        {"type": "response.output_item.added", "output_index": 2, "item": {"type": "function_call", "name": "f", "arguments": ""}},
+        {"type": "response.output_item.added", "output_index": 2,
+        "item": {"type": "function_call", "name": "f", "arguments": ""}},
         {"type": "response.function_call_arguments.delta", "output_index": 2, "delta": '{"k'},
-        {"type": "response.output_item.added", "output_index": 3, "item": {"type": "custom_tool_call", "name": "g", "input": ""}},
+        {"type": "response.output_item.added", "output_index": 3,
+        "item": {"type": "custom_tool_call", "name": "g", "input": ""}},
         {"type": "response.custom_tool_call_input.delta", "output_index": 3, "delta": "free"},
         {"type": "response.web_search_call.searching", "output_index": 4},
         {"type": "response.of_tomorrow"},
@@ -260,8 +277,10 @@ def test_items_in_the_middle_are_put_together_from_their_deltas() -> None:
 @pytest.mark.parametrize(
     ("last", "finish", "failure"),
     [
-        ({"type": "response.incomplete", "response": {"incomplete_details": {"reason": "content_filter"}}}, "content_filter", None),
-        ({"type": "response.failed", "response": {"error": {"code": "x", "message": "boom"}}}, "abort", "boom"),
+        ({"type": "response.incomplete",
+        "response": {"incomplete_details": {"reason": "content_filter"}}}, "content_filter", None),
+        ({"type": "response.failed", "response": {"error": {"code": "x", "message": "boom"}}},
+        "abort", "boom"),
         ({"type": "response.completed", "response": {"output": None}}, "stop", None),
     ],
 )  # fmt: skip
@@ -314,7 +333,8 @@ def test_our_error_is_the_next_event_of_the_stream() -> None:
     event = accumulator.error(errors.UpstreamFailed("it died", "x"))
     assert event.startswith(b"event: error\ndata: ") and event.endswith(b"\n\n")
     assert json.loads(event.split(b"data: ")[1]) == {
-        "type": "error", "code": "upstream_failed", "message": "it died", "param": "x", "sequence_number": 7,
+        "type": "error", "code": "upstream_failed", "message": "it died", "param": "x",
+        "sequence_number": 7,
     }  # fmt: skip
 
 

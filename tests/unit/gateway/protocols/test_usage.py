@@ -24,20 +24,24 @@ HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
     [
         (
             {
-                "prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27, "prompt_tokens_details": {"cached_tokens": 16},
+                "prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27,
+                "prompt_tokens_details": {"cached_tokens": 16},
                 "completion_tokens_details": {"reasoning_tokens": 3},
             },
             (20, 16, 7, 3),
         ),
         (
             {
-                "input_tokens": 20, "input_tokens_details": {"cached_tokens": 16}, "output_tokens": 7,
+                "input_tokens": 20, "input_tokens_details": {"cached_tokens": 16},
+                "output_tokens": 7,
                 "output_tokens_details": {"reasoning_tokens": 3}, "total_tokens": 27,
             },
             (20, 16, 7, 3),
         ),
-        ({"input_tokens": 4, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 6, "output_tokens": 7}, (20, 10, 7, None)),
-        ({"prompt_tokens": 3, "completion_tokens": 0, "prompt_tokens_details": None}, (3, None, 0, None)),
+        ({"input_tokens": 4, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 6,
+        "output_tokens": 7}, (20, 10, 7, None)),
+        ({"prompt_tokens": 3, "completion_tokens": 0, "prompt_tokens_details": None},
+        (3, None, 0, None)),
         ({"prompt_tokens": "3", "completion_tokens": -1, "total_tokens": True}, None),
         ({}, None),
         (None, None),

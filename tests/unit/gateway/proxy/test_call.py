@@ -13,7 +13,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from openai.types import CompletionUsage
 
-from gateway.capture.engine_tokens import NOT_TOLD, CapturedTokens
+from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
 from gateway.capture.stream import EventStream
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import NO_PROMPT
@@ -188,9 +188,11 @@ def test_tool_call_deltas_in_pieces_are_assembled() -> None:
     stream = EventStream(accumulator, CapturedTokens())
     pieces: list[dict[str, Any]] = [
         {"role": "assistant", "content": None},
-        {"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "id": "a", "type": "function",
+        "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"x"'}}]},
-        {"tool_calls": [{"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
+        {"tool_calls": [{"index": 1, "id": "b", "type": "function",
+        "function": {"name": "g", "arguments": "{}"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]},
         {"reasoning": "be"}, {"reasoning": "cause"},
     ]  # fmt: skip
@@ -264,7 +266,9 @@ def test_missing_tokens_say_why(play: Play) -> None:
             await client.chat.completions.create(**ASK)
         (step,) = w.steps()
         assert step.status == "ok" and step.response_token_ids is None
-        assert step.tokens_absent_reason == (NOT_TOLD if w.engine.kind == "captured" else NO_PROMPT)
+        assert step.tokens_absent_reason == (
+            NOT_REPORTED if w.engine.kind == "captured" else NO_PROMPT
+        )
 
     play(scenario, Script([HI], no_tokens=True))
 

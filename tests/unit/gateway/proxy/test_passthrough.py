@@ -33,7 +33,9 @@ CODEC = Codec()
 Play = Callable[..., None]
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CHAT = orjson.dumps({
-    "id": "x", "model": "policy", "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]
+    "id": "x", "model": "policy",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"},
+    "finish_reason": "stop"}]
 })  # fmt: skip
 EMBEDDINGS = b'{"object":"list","data":[],"usage":{"prompt_tokens":4,"total_tokens":4}}'
 STREAM = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
@@ -208,7 +210,8 @@ def replies_to_a_key_with_six_tokens_a_day(
 
 def test_requests_that_pass_unrecorded(tmp_path: Path) -> None:
     asked = [
-        ("POST", "/v1/embeddings"), ("POST", "/v1/moderations"), ("POST", "/v1/rerank"), ("GET", "/v1/models"),
+        ("POST", "/v1/embeddings"), ("POST", "/v1/moderations"), ("POST", "/v1/rerank"),
+        ("GET", "/v1/models"),
         ("GET", "/v1/models/meta-llama/Llama-3?x=1"), ("GET", "/v1/responses/resp_1"),
         ("DELETE", "/v1/responses/resp_1"), ("GET", "/v1/responses/resp_1/input_items?limit=2"),
     ]  # fmt: skip

@@ -92,10 +92,14 @@ def test_a_password_that_is_json_is_still_a_password() -> None:
 
 
 pieces = st.sampled_from(
-    ["joe@example.com", "git@host.com", "http://", "http:\\/\\/", "joe:s3cret@", "é:p@", "4111 1111 1111 1111", "DE89370400440532013000", "123-45-6789",
-     "+49 30/1234567", "sk-proj-abcDEF0123456789abcDEF", "AKIAIOSFODNN7EXAMPLE", ",wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0",
-     "Bearer ", "abcdef/0123456789ab", "password", "token", "api_key", "_secret", '"', "'", "`", ":", "=", " is ", "**", "\\", "hunter22!", "abc123def456ghi",
-     "-----BEGIN PRIVATE KEY-----", "MIIEpAIBAAKCAQEA12", "\n", "\t", " ", "/", "é", "中", "\x01", "a", "0", ".", "-", "\u2028"]
+    ["joe@example.com", "git@host.com", "http://", "http:\\/\\/", "joe:s3cret@", "é:p@",
+    "4111 1111 1111 1111", "DE89370400440532013000", "123-45-6789",
+     "+49 30/1234567", "sk-proj-abcDEF0123456789abcDEF", "AKIAIOSFODNN7EXAMPLE",
+     ",wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0",
+     "Bearer ", "abcdef/0123456789ab", "password", "token", "api_key", "_secret", '"', "'", "`",
+     ":", "=", " is ", "**", "\\", "hunter22!", "abc123def456ghi",
+     "-----BEGIN PRIVATE KEY-----", "MIIEpAIBAAKCAQEA12", "\n", "\t", " ", "/", "é", "中", "\x01",
+     "a", "0", ".", "-", "\u2028"]
 )  # fmt: skip
 
 
@@ -163,10 +167,15 @@ def test_arguments_of_a_tool_call_stay_json() -> None:
 @pytest.mark.parametrize(
     ("value", "label"),
     [
-        ({"password": "hunter2"}, "SECRET"), ({"password": "two words 1"}, "SECRET"), ({"user_password": 'a"b\\c1'}, "SECRET"), ({"apiKey": "abc123def456"}, "SECRET"),
-        ({"token": "ghp_0123456789abcdefghijABCDEFGHIJ012345"}, "API_KEY"), ({"client_secret": 1234567}, "SECRET"), ({"password": "joe@example.com"}, "SECRET"),
-        ({"password": None}, None), ({"password": ""}, None), ({"password": "<your password>"}, None), ({"max_tokens": 123456}, None), ({"token": "word"}, None),
-        ({"password": {"type": "string"}}, None), ({"password": 1234}, None), ({"secret": True}, None), ({"tokens": "abc123def456"}, None),
+        ({"password": "hunter2"}, "SECRET"), ({"password": "two words 1"}, "SECRET"),
+        ({"user_password": 'a"b\\c1'}, "SECRET"), ({"apiKey": "abc123def456"}, "SECRET"),
+        ({"token": "ghp_0123456789abcdefghijABCDEFGHIJ012345"}, "API_KEY"),
+        ({"client_secret": 1234567}, "SECRET"), ({"password": "joe@example.com"}, "SECRET"),
+        ({"password": None}, None), ({"password": ""}, None),
+        ({"password": "<your password>"}, None), ({"max_tokens": 123456}, None),
+        ({"token": "word"}, None),
+        ({"password": {"type": "string"}}, None), ({"password": 1234}, None),
+        ({"secret": True}, None), ({"tokens": "abc123def456"}, None),
     ],
 )  # fmt: skip
 def test_the_name_of_a_member_tells_a_secret_as_it_does_in_text(
@@ -225,6 +234,7 @@ def test_a_rule_of_ones_own_sees_every_string_by_itself() -> None:
     scan = Scan([], b"key", "plain", [Named("names", find)])
     raw = b'{"a": ["Joe\\n!", "no Joe"], "Joe": 1, "b": "{\\"c\\": \\"Joe\\"}"}'
     assert json.loads(redacted_body(raw, scan)) == {
-        "a": ["[REDACTED:NAMES]\n!", "no Joe"], "[REDACTED:NAMES]": 1, "b": '{"c": "[REDACTED:NAMES]"}',
+        "a": ["[REDACTED:NAMES]\n!", "no Joe"], "[REDACTED:NAMES]": 1,
+        "b": '{"c": "[REDACTED:NAMES]"}',
     }  # fmt: skip
     assert "Joe\n!" in seen

@@ -90,7 +90,8 @@ def test_sessions_and_rewards_are_redacted_too(tmp_path: Path, tokenizer: Path) 
     async def scenario(trial: Trial) -> None:
         opened = {"trajectory_key": "t1", "metadata": {"user": SECRET}}
         assert (await trial.http.post(trial.url + "/sessions", json=opened)).status == 201
-        reward = {"trajectory_id": "t1", "source": "human", "name": "n", "function_version": "1", "value": 1.0, "reward_revision": 0,
+        reward = {"trajectory_id": "t1", "source": "human", "name": "n", "function_version": "1",
+        "value": 1.0, "reward_revision": 0,
                   "reason": f"{SECRET} liked it", "detail": {"password": "hunter2"}}  # fmt: skip
         assert (await trial.http.post(trial.url + "/rewards", json=reward)).status == 201
         kept = everything(trial)

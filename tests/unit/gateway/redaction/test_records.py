@@ -56,11 +56,15 @@ def text_of(tokenizer: Path, packed: bytes | None) -> str:
 
 def step(**more: Any) -> Step:
     known: dict[str, Any] = {
-        "step_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0", "run_id": "r", "trajectory_key": "t", "call_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV", "choice_index": 0,
-        "protocol": "openai_chat", "model": "policy", "status": "ok", "streamed": False, "gateway_id": "g", "received_at": 1, "finished_at": 2,
-        "request_json": json.dumps({"messages": [{"role": "user", "content": f"mail {SECRET}"}]}).encode(),
+        "step_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0", "run_id": "r", "trajectory_key": "t",
+        "call_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV", "choice_index": 0,
+        "protocol": "openai_chat", "model": "policy", "status": "ok", "streamed": False,
+        "gateway_id": "g", "received_at": 1, "finished_at": 2,
+        "request_json": json.dumps({"messages": [{"role": "user",
+        "content": f"mail {SECRET}"}]}).encode(),
         "response_json": json.dumps({"role": "assistant", "content": f"to {SECRET}."}).encode(),
-        "user_agent": f"agent/1.0 (mailto:{SECRET})", "tags": (Tag(name="agent", evidence=f"user {SECRET}"),),
+        "user_agent": f"agent/1.0 (mailto:{SECRET})",
+        "tags": (Tag(name="agent", evidence=f"user {SECRET}"),),
     }  # fmt: skip
     return Step(**known | more)
 
@@ -68,16 +72,21 @@ def step(**more: Any) -> Step:
 def with_tokens(tokenizer: Path, **more: Any) -> Step:
     response = ids_of(tokenizer, f"to {SECRET}.<|end|>")
     return step(
-        prompt_token_ids=pack_ids(ids_of(tokenizer, f"mail {SECRET}<|end|>")), response_token_ids=pack_ids(response),
-        response_logprobs=pack_logprobs([-0.5] * len(response)), versions=(VersionSpan(version="r/1.0", start=0, end=len(response)),), **more,
+        prompt_token_ids=pack_ids(ids_of(tokenizer, f"mail {SECRET}<|end|>")),
+        response_token_ids=pack_ids(response),
+        response_logprobs=pack_logprobs([-0.5] * len(response)),
+        versions=(VersionSpan(version="r/1.0", start=0, end=len(response)),), **more,
     )  # fmt: skip
 
 
 EVENT = SessionEvent(
-    event_id="e", run_id="r", trajectory_key="t", kind="opened", metadata_json=json.dumps({"user": SECRET, "n": 1}).encode(), reason=f"for {SECRET}", created_at=1
+    event_id="e", run_id="r", trajectory_key="t", kind="opened",
+    metadata_json=json.dumps({"user": SECRET, "n": 1}).encode(), reason=f"for {SECRET}",
+    created_at=1
 )  # fmt: skip
 REWARD = Reward(
-    event_id="e", run_id="r", trajectory_key="t", source="rule", name="n", function_version="1", value=1.0, reason=f"{SECRET} said so", reward_revision=0,
+    event_id="e", run_id="r", trajectory_key="t", source="rule", name="n", function_version="1",
+    value=1.0, reason=f"{SECRET} said so", reward_revision=0,
     by="judge-1", detail_json=json.dumps({"password": "hunter2"}).encode(), created_at=1,
 )  # fmt: skip
 CURATION = Curation(
@@ -192,7 +201,9 @@ def test_a_tokenizer_is_found_by_model_then_by_the_gateways_own(tokenizer: Path)
 
 @pytest.mark.parametrize(
     ("ids", "said", "why"),
-    [([1, 2], "", "has no tokenizer for model policy"), ([1, 99_999], None, "cannot read the tokens: token id 99999"), ([1], "{", "cannot read the tokens: ")],
+    [([1, 2], "", "has no tokenizer for model policy"),
+    ([1, 99_999], None, "cannot read the tokens: token id 99999"),
+    ([1], "{", "cannot read the tokens: ")],
 )  # fmt: skip
 def test_ids_that_cannot_be_read_are_never_kept(
     tokenizer: Path, tmp_path: Path, ids: list[int], said: str | None, why: str

@@ -87,19 +87,30 @@ WITHIN = [
 """Secrets told by what stands around them; the secret is in brackets."""
 
 NO_SECRETS = [
-    "logo@2x.png", "git@github.com:owner/name.git", "node@18.0.1", "@decorator", "user@localhost", "a @ b.c", "x@y",
-    "4111 1111 1111 1112", "1234567812345670", "0000 0000 0000 0000", "created 1700000000000000", "9.4111111111111111", "id-4111111111111111",
+    "logo@2x.png", "git@github.com:owner/name.git", "node@18.0.1", "@decorator", "user@localhost",
+    "a @ b.c", "x@y",
+    "4111 1111 1111 1112", "1234567812345670", "0000 0000 0000 0000", "created 1700000000000000",
+    "9.4111111111111111", "id-4111111111111111",
     "DE89 3704 0044 0532 0130 01", "AB12CDEF", "12345678 12345678", "call_DE89370400440532013000x",
     "000-12-3456", "666-12-3456", "900-12-3456", "123-00-4567", "2024-01-02", "1123-45-6789",
-    "1+12345678901", "a/+12345678901", "+12 items", "10.0.0.1", "192.168.1.1", "127.0.0.1", "version 1.2.3", "1.2.3.4.5", "300.1.1.1",
-    "max_tokens: 100", '"max_tokens": 1024', "token = get_token(123)", "tokens=[1, 2]", "token: str = None", "token budget is 12345",
-    "password: must have 8 characters", "password=password", "password = self.password", "password: ${PASSWORD}", '"password": "<password>"',
-    '"password": {"type": "string"}', '"password": "The password of the user"', "password == other2", "reset your password", "password: null",
-    "api_key=YOUR_API_KEY", "api_key: os.environ['KEY12345']", "secret santa is 12", "the secret to 42", "secret_key = base64.encode",
-    "Bearer authentication-of-all", "basic authorization", "sk-estimator-something-long", "task-0123456789abcdef0123", "risk_" "live_a",
-    "https://example.com:8080/x", "postgres://user:password@host/db", "http://host/a:b@c", "claw-machine-of-the-arcade-2024", "the AKIA prefix", "AKIAshort",
-    "-----BEGIN PRIVATE KEY----- is how it begins", "-----BEGIN CERTIFICATE-----\nMIIEpAIBAAKCAQEA1234567890\n-----END CERTIFICATE-----",
-    HEX40, "eyJ is base64 of {\"", "commit " + HEX40, "[REDACTED:EMAIL:3f9a12bc]", "password=[REDACTED:SECRET:3f9a12bc]",
+    "1+12345678901", "a/+12345678901", "+12 items", "10.0.0.1", "192.168.1.1", "127.0.0.1",
+    "version 1.2.3", "1.2.3.4.5", "300.1.1.1",
+    "max_tokens: 100", '"max_tokens": 1024', "token = get_token(123)", "tokens=[1, 2]",
+    "token: str = None", "token budget is 12345",
+    "password: must have 8 characters", "password=password", "password = self.password",
+    "password: ${PASSWORD}", '"password": "<password>"',
+    '"password": {"type": "string"}', '"password": "The password of the user"',
+    "password == other2", "reset your password", "password: null",
+    "api_key=YOUR_API_KEY", "api_key: os.environ['KEY12345']", "secret santa is 12",
+    "the secret to 42", "secret_key = base64.encode",
+    "Bearer authentication-of-all", "basic authorization", "sk-estimator-something-long",
+    "task-0123456789abcdef0123", "risk_" "live_a",
+    "https://example.com:8080/x", "postgres://user:password@host/db", "http://host/a:b@c",
+    "claw-machine-of-the-arcade-2024", "the AKIA prefix", "AKIAshort",
+    "-----BEGIN PRIVATE KEY----- is how it begins",
+    "-----BEGIN CERTIFICATE-----\nMIIEpAIBAAKCAQEA1234567890\n-----END CERTIFICATE-----",
+    HEX40, "eyJ is base64 of {\"", "commit " + HEX40, "[REDACTED:EMAIL:3f9a12bc]",
+    "password=[REDACTED:SECRET:3f9a12bc]",
 ]  # fmt: skip
 
 
@@ -231,10 +242,14 @@ def test_a_rule_of_ones_own() -> None:
 
 
 ADVERSARIAL = [
-    "a", "@", "a@", "a@b.", "1", "12 ", "1234 ", "1234-", "12-", "+1", "+1 ", "DE12 ", "DE", "00000000 ", "00000000A", "sk-", "sk-a", "ghp_a1",
-    "eyJ", "eyJabcdefgh.", "eyJabcdefgh.abcdefgh.", "AKIA", "AKIAAAAAAAAAAAAAAAAA ", "-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nAAAAAAAAAAAAAAAAAA\n",
-    "-----BEGIN A B C ", "-----BEGIN PRIVATE KEY-----\nAaaa: \n", "Bearer ", "Bearer aaaaaaaaaaaaaaaaaaaa ", "basic a", "://", "a://b:", "://a:b", "password=", 'password="',
-    "password='", 'password="\\', "password is ", "token: ", "secret ", "api_key", "passwordpassword:", "1.", "1.1", "255.", "\\n", "\\u0000", '"', '\\"', "{", "[", "é",
+    "a", "@", "a@", "a@b.", "1", "12 ", "1234 ", "1234-", "12-", "+1", "+1 ", "DE12 ", "DE",
+    "00000000 ", "00000000A", "sk-", "sk-a", "ghp_a1",
+    "eyJ", "eyJabcdefgh.", "eyJabcdefgh.abcdefgh.", "AKIA", "AKIAAAAAAAAAAAAAAAAA ",
+    "-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nAAAAAAAAAAAAAAAAAA\n",
+    "-----BEGIN A B C ", "-----BEGIN PRIVATE KEY-----\nAaaa: \n", "Bearer ",
+    "Bearer aaaaaaaaaaaaaaaaaaaa ", "basic a", "://", "a://b:", "://a:b", "password=", 'password="',
+    "password='", 'password="\\', "password is ", "token: ", "secret ", "api_key",
+    "passwordpassword:", "1.", "1.1", "255.", "\\n", "\\u0000", '"', '\\"', "{", "[", "é",
 ]  # fmt: skip
 
 
