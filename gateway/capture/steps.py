@@ -77,7 +77,7 @@ def steps_of(
 def unreadable_steps(
     call: Call, captured: CapturedTokens, engine: Engine, status: StepStatus, finished_at: int
 ) -> list[Step]:
-    """Build steps without a message, for a reply that cannot be assembled. Known tokens are kept."""
+    """Build steps without a message, for a reply that cannot be assembled; keep its tokens."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
     return _with_usage(
         [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices],

@@ -4,9 +4,9 @@
    middleware carry the tokens of the next event.
 2. Until a choice ends, forward each event at once and add it to the accumulator. `sent` is the
    reply that a disconnecting client has received.
-3. From the first end of a choice on, hold all events until the caller has made the steps durable:
+3. From the first end of a choice on, hold all events until the caller makes the steps durable:
    `whole`, then `held`.
-4. Forward an unreadable event like any other and keep it in `unread`. After an oversized event, stop
+4. Forward an unreadable event like any other; keep it in `unread`. After an oversized event, stop
    parsing and hold the rest of the stream, because it may contain the end of a choice.
 """
 

@@ -25,7 +25,7 @@ from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import Caller
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.steps import BROKEN_OFF
+from gateway.capture.steps import ABORTED
 from gateway.claw_r1.reward import ComputeReward, Judge, TextOf
 from gateway.claw_r1.steps import (
     Placed,
@@ -337,7 +337,7 @@ class Generator:
         choice = answer.choices[0]
         finish = captured.finish(0, asked)
         tokens = choice.tokens or captured.tokens(0, asked)
-        reply = sampled(tokens, finish if finish in BROKEN_OFF else choice.finish_reason, run)
+        reply = sampled(tokens, finish if finish in ABORTED else choice.finish_reason, run)
         counted.tokens = len(said.prompt_ids) + len(reply["token_ids"])
         return Response(orjson.dumps(reply), media_type="application/json")
 

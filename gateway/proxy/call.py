@@ -1,12 +1,14 @@
-"""The hot path: one model call from the client's bytes to its reply, for any protocol.
+"""Serves one model call, from the client's request to its reply, for any protocol.
 
-1. Refuse what can be refused before an engine is asked: bad input, no room.
-2. Ask an engine. A plain reply is read whole; a stream is passed on event by event up to the first finish reason.
-3. Make the steps of all choices durable (`journal`).
-4. Only then send the plain reply, or the rest of the stream. If they could not be made durable: 503, or an error event in place
-   of the rest.
+1. Reject invalid input and calls over a limit, before any engine gets the request.
+2. Send the request to an engine. Read a plain reply completely; forward a stream event by event up
+   to the first finish reason.
+3. Make the steps of all choices durable.
+4. Then send the plain reply, or the rest of the stream. If the steps are not durable, send 503, or
+   an error event instead of the rest.
 
-A client that leaves makes the engine stop; what it had got is recorded as `aborted`. So is a call cut off by a shutdown.
+When the client disconnects, the gateway stops the engine and records the forwarded part as
+`aborted`. A call that a shutdown interrupts is recorded in the same way.
 """
 
 from __future__ import annotations
@@ -70,19 +72,19 @@ IDEMPOTENCY = (
     "x-stainless-idempotency-key",
 )
 MAX_NAMED = 32
-"""Step ids in a reply's header: the others differ in the number behind the dot, and clients bound their headers."""
+"""Maximum number of step ids in a reply header; clients limit header sizes."""
 NO_TOKENS: Mapping[EngineKind, str] = {
     "captured": NOT_REPORTED,
-    "vllm": "a vLLM without our middleware tells no tokens over this protocol",
-    "text": "the provider tells no tokens",
+    "vllm": "vLLM without our middleware reports no tokens over this protocol",
+    "text": "the provider reports no tokens",
 }
-ROOM_A_STEP = 64 * 1024
-"""Estimate of what a step takes in the spool beside its request."""
+STEP_OVERHEAD_BYTES = 64 * 1024
+"""Estimated bytes of a step in the spool, without its request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the routes work with."""
+    """Dependencies of the routes."""
 
     settings: Settings
     door: Door
@@ -98,7 +100,11 @@ class Services:
 
 @asynccontextmanager
 async def held_body(receive: Receive, services: Services) -> AsyncIterator[bytes]:
-    """The request's body, which counts as held within the block. Raises as `read_body` does."""
+    """Read the request body and count its bytes as in flight within the block.
+
+    Raises:
+        GatewayError: See `read_body`.
+    """
     body = await read_body(receive, services.settings.gateway.max_body_bytes, services.in_flight)
     try:
         yield body
@@ -119,8 +125,8 @@ def _is_stream(response: Response) -> bool:
     return kind[:17].lower() == "text/event-stream" and response.readable
 
 
-def _sent_as(response: Response) -> Headers:
-    """What the engine says of its body, once it was read."""
+def _content_headers(response: Response) -> Headers:
+    """Return the content headers for the client."""
     headers = [
         (b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))
     ]
@@ -130,7 +136,7 @@ def _sent_as(response: Response) -> Headers:
 
 
 class CallEndpoint:
-    """Model calls of one protocol."""
+    """Endpoint for the model calls of one protocol."""
 
     def __init__(self, services: Services, adapter: ProtocolAdapter) -> None:
         self._services, self._adapter = services, adapter
@@ -144,7 +150,12 @@ class CallEndpoint:
         trajectory: str | None = None,
         prompt: str | None = None,
     ) -> None:
-        """Serve one, as an ASGI application does. trajectory, prompt: of the path, if it has them."""
+        """Serve one call.
+
+        Args:
+            trajectory: Trajectory id in the path, if any.
+            prompt: Prompt uid in the path, if any.
+        """
         in_flight = self._services.in_flight
         try:
             in_flight.begin()
@@ -165,9 +176,8 @@ class CallEndpoint:
         attempt = services.failed.attempt(self._adapter.name, headers, trajectory, prompt)
         reply = services.in_flight.replies.reserve()
         try:
-            caller = services.door.authenticate(
-                headers, "agent"
-            )  # before the body: a stranger's is not read
+            # Before the body: the body of an unauthenticated request is not read.
+            caller = services.door.authenticate(headers, "agent")
             attempt.caller = caller
             with services.limits.call(caller.key) as counted:
                 body = await read_body(
@@ -175,8 +185,8 @@ class CallEndpoint:
                 )
                 held = len(body)
                 attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
-                if call.request.n > 1:  # every choice's step has the body
-                    held += self._hold_copies(call)
+                if call.request.n > 1:  # every choice has a step with the body
+                    held += self._reserve_copies(call)
                 client, query = DisconnectWatcher(receive), scope["query_string"]
                 try:
                     async with client:
@@ -184,7 +194,7 @@ class CallEndpoint:
                             call.request, call.protocol, call.origin, credentials_of(headers)
                         )
                     with services.journal.reserve(
-                        call.request.n * (2 * len(call.body) + ROOM_A_STEP)
+                        call.request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
                     ):
                         made = ProxiedCall(
                             services,
@@ -211,12 +221,17 @@ class CallEndpoint:
             reply.release()
         services.metrics.ended[ending].inc()
 
-    def _hold_copies(self, call: Call) -> int:
-        """Take room for a body for each further choice. Raises BodyTooLarge or Overloaded; gives the bytes taken."""
+    def _reserve_copies(self, call: Call) -> int:
+        """Count the body once for each further choice; return the counted bytes.
+
+        Raises:
+            BodyTooLarge, Overloaded: A limit is exceeded.
+        """
         size, limit = len(call.body), self._services.settings.gateway.max_in_flight_bytes
         if call.request.n * size > limit:
             raise BodyTooLarge(
-                f"n: {call.request.n} steps with a body of {size} bytes each exceed gateway.max_in_flight_bytes={limit}",
+                f"n: {call.request.n} steps with a body of {size} bytes each exceed "
+                f"gateway.max_in_flight_bytes={limit}",
                 "n",
             )
         self._services.in_flight.reserve((call.request.n - 1) * size)
@@ -230,7 +245,7 @@ class CallEndpoint:
         trajectory: str | None,
         prompt: str | None,
     ) -> Call:
-        """The call that a request is. Raises BadRequest or WrongKey."""
+        """Parse and attribute a request. Raises BadRequest or WrongKey."""
         services, adapter = self._services, self._adapter
         received_at = services.clock.micros()
         try:
@@ -238,7 +253,7 @@ class CallEndpoint:
         except BadRequest:
             if (whole := with_whole_characters(body)) == body:
                 raise
-            body = whole  # the engine gets what is recorded
+            body = whole  # the engine gets the recorded body
             request = adapter.parse_request(body)
         request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
         origin = services.door.origin(caller, headers, trajectory, prompt, request.payload)
@@ -258,7 +273,7 @@ class CallEndpoint:
 
 
 class ProxiedCall:
-    """One accepted call with one client. `run` ends it and says how, see Metrics.calls."""
+    """One accepted call. `run` serves it and returns its outcome, see Metrics.calls."""
 
     def __init__(
         self,
@@ -288,7 +303,12 @@ class ProxiedCall:
         self._stream: EventStream | None = None
 
     async def run(self) -> str:
-        """Serve it. Raises GatewayError while nothing was sent yet; ClientGone when no engine was asked."""
+        """Serve the call and return its outcome.
+
+        Raises:
+            GatewayError: Nothing was sent to the client yet.
+            ClientGone: The client left before any engine got the request.
+        """
         try:
             async with self._client:
                 async with self._ask() as response:
@@ -297,11 +317,11 @@ class ProxiedCall:
                         worker.worker_id, response.header(engine_frames.VERSION_START)
                     )
                     if response.status >= 400:
-                        await self._pass_error(response)
+                        await self._forward_error(response)
                         return "upstream_error"
                     self._captured = CapturedTokens(NO_TOKENS[worker.kind])
                     if self._call.request.stream and _is_stream(response):
-                        await self._pass_stream(response)
+                        await self._forward_stream(response)
                     else:
                         own = (
                             response.header(engine_frames.OWN_BODY)
@@ -309,7 +329,7 @@ class ProxiedCall:
                             else None
                         )
                         body = self._captured.split_trailer(await response.read(self._held), own)
-                        sent_as = _sent_as(response)
+                        content_headers = _content_headers(response)
         except (ClientGone, asyncio.CancelledError) as error:
             if self._asked is None:
                 raise
@@ -319,7 +339,7 @@ class ProxiedCall:
             return "aborted"
         if self._stream is not None:
             return await self._finish_stream(self._stream)
-        return await self._finish_plain(worker, body, sent_as)
+        return await self._finish_plain(worker, body, content_headers)
 
     def _ask(self) -> Any:
         call = self._call
@@ -327,20 +347,22 @@ class ProxiedCall:
             "POST", self._path, lambda worker: self._adapter.engine_body(call.request, worker.kind),
             self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
-            on_asking=self._asking, credentials=self._credentials,
+            on_asking=self._on_engine, credentials=self._credentials,
         )  # fmt: skip
 
-    def _asking(self, worker: Worker | None) -> None:
+    def _on_engine(self, worker: Worker | None) -> None:
         self._asked = worker
         self._attempt.engine = worker.name if worker else None
         self._engine = Engine(worker_id=worker.worker_id if worker else None)
 
     # -- replies
 
-    def _headers(self, sent_as: Headers, length: int | None, steps: Sequence[str]) -> Headers:
+    def _headers(
+        self, content_headers: Headers, length: int | None, steps: Sequence[str]
+    ) -> Headers:
         headers = [
             *self._returned,
-            *sent_as,
+            *content_headers,
             (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
         ]
         if steps:
@@ -352,28 +374,30 @@ class ProxiedCall:
         return headers
 
     async def _start(self, status: int, headers: Headers) -> None:
-        await self._tell({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send_message(
+            {"type": "http.response.start", "status": status, "headers": headers}
+        )
 
-    async def _tell(self, message: MutableMapping[str, Any]) -> None:
-        """Send to the client. Inside of `async with self._client`, for it may stop reading."""
+    async def _send_message(self, message: MutableMapping[str, Any]) -> None:
+        """Send to the client; within `async with self._client`, as the client may stop reading."""
         await self._send(message)
 
-    async def _pass_error(self, response: Response) -> None:
-        body = said = await response.read(self._held)
+    async def _forward_error(self, response: Response) -> None:
+        body = error_body = await response.read(self._held)
         headers = list(self._returned)
         if (kind := response.header("content-type")) is not None:
             headers.append((b"content-type", kind.encode("latin-1")))
         if response.encoding is None:
-            body = self._adapter.errors.engine_error(response.status, said)
+            body = self._adapter.errors.engine_error(response.status, error_body)
         else:
             headers.append((b"content-encoding", response.encoding.encode("latin-1")))
         headers.append((b"content-length", b"%d" % len(body)))
         headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
         await self._start(response.status, headers)
-        await self._tell({"type": "http.response.body", "body": body})
-        self._services.failed.record(self._attempt, engine_failure(response.status, said))
+        await self._send_message({"type": "http.response.body", "body": body})
+        self._services.failed.record(self._attempt, engine_failure(response.status, error_body))
 
-    async def _finish_plain(self, worker: Worker, body: bytes, sent_as: Headers) -> str:
+    async def _finish_plain(self, worker: Worker, body: bytes, content_headers: Headers) -> str:
         parsed, unread = (
             self._adapter.parse_reply(self._call.request, worker.kind, body),
             Unread(len(body)),
@@ -386,9 +410,10 @@ class ProxiedCall:
         try:
             async with self._client:
                 await self._start(
-                    200, self._headers(sent_as, len(parsed.body), [s.step_id for s in steps])
+                    200,
+                    self._headers(content_headers, len(parsed.body), [s.step_id for s in steps]),
                 )
-                await self._tell({"type": "http.response.body", "body": parsed.body})
+                await self._send_message({"type": "http.response.body", "body": parsed.body})
         except ClientGone:
             return "aborted"
         if parsed.failure is None:
@@ -396,19 +421,21 @@ class ProxiedCall:
         self._services.failed.record(self._attempt, engine_failure(200, parsed.body))
         return "upstream_error"
 
-    async def _pass_stream(self, response: Response) -> None:
-        """Everything up to the first finish goes through; the rest is held in the stream."""
+    async def _forward_stream(self, response: Response) -> None:
+        """Forward events up to the first finish reason; `EventStream` holds the rest."""
         accumulator = self._adapter.accumulator(self._call.request, response.worker.kind)
         self._stream = stream = EventStream(
             accumulator, self._captured, response.worker.kind == "captured"
         )
-        sent_as = [*_sent_as(response), (b"cache-control", b"no-cache")]
-        await self._start(200, self._headers(sent_as, None, self._call.step_ids))
+        content_headers = [*_content_headers(response), (b"cache-control", b"no-cache")]
+        await self._start(200, self._headers(content_headers, None, self._call.step_ids))
         try:
             async for piece in response.pieces():
                 await self._held.extend(len(piece))
                 if out := stream.feed(piece):
-                    await self._tell({"type": "http.response.body", "body": out, "more_body": True})
+                    await self._send_message(
+                        {"type": "http.response.body", "body": out, "more_body": True}
+                    )
                 if stream.ended:
                     await response.settle()
                     break
@@ -432,7 +459,7 @@ class ProxiedCall:
             last, failed, failure = stream.error(error), "not_recorded", failure_of(error)
         try:
             async with self._client:
-                await self._tell({"type": "http.response.body", "body": last})
+                await self._send_message({"type": "http.response.body", "body": last})
         except ClientGone:
             return "aborted"
         finally:
@@ -464,7 +491,7 @@ class ProxiedCall:
         try:
             await self._record(steps)
         except NotRecorded:
-            return  # counted and logged; there is nobody to tell
+            return  # already counted and logged, and the client has left
 
     async def _record(self, steps: Sequence[Step]) -> None:
         services = self._services

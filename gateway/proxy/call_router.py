@@ -1,6 +1,8 @@
-"""Model calls, and what passes through to an engine: ASGI, before the web framework, for it costs a call a third of its time.
+"""Routes model calls and passthrough requests before the web framework.
 
-A call's path is a protocol's own, at the root or under /v1, alone or behind /<trajectory>/<prompt>. What is not ours goes on to the app.
+The framework's routing would take a third of a call's time. The path of a call is the path of
+its protocol, with or without /v1, optionally behind /<trajectory>/<prompt>. Other requests go to
+the application.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from gateway.proxy.paths import ITEMS, how_to_call, normalized, parse_target, pr
 
 
 class ModelCalls:
-    """ASGI middleware: serves the calls, passes everything else on.
+    """ASGI middleware that serves model calls and forwards other requests to `app`.
 
-    calls: by tail; passthrough: by method and tail. base_path: what stands before every path, see gateway.base_path.
+    Args:
+        calls: Endpoints by path tail.
+        passthrough: Endpoints by method and path tail.
+        base_path: Prefix of every path, see gateway.base_path.
     """
 
     def __init__(
@@ -30,12 +35,8 @@ class ModelCalls:
         passthrough: Mapping[tuple[str, str], PassthroughEndpoint],
         base_path: str = "",
     ) -> None:
-        self._app, self._calls, self._passthrough, self._base_path = (
-            app,
-            calls,
-            passthrough,
-            base_path,
-        )
+        self._app, self._calls = app, calls
+        self._passthrough, self._base_path = passthrough, base_path
         self._tails: dict[str, list[str]] = {}
         for tail in sorted(
             {*calls, *(t for _, t in passthrough if t not in ITEMS)}, key=len, reverse=True
@@ -46,7 +47,7 @@ class ModelCalls:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # the server leaves the body out
+        if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         if encodings := [value for name, value in scope["headers"] if name == b"content-encoding"]:
             receive = decoded(receive, b", ".join(encodings).decode("latin-1"))
@@ -58,8 +59,9 @@ class ModelCalls:
         if target is None and (tidy := normalized(path)) != path:
             path, scope, target = tidy, {**scope, "path": tidy}, parse_target(tidy, self._tails)
         if (prefix := proxy_prefix(path, target)) is not None:
-            asked = f"{scope['method']} {path}: {prefix!r} is the prefix of a proxy and names no trajectory"
-            await send_reply(send, reply_of(NotFound(f"{asked}. {how_to_call(self._base_path)}")))
+            problem = f"{prefix!r} is a proxy prefix, not a trajectory"
+            message = f"{scope['method']} {path}: {problem}. {how_to_call(self._base_path)}"
+            await send_reply(send, reply_of(NotFound(message)))
             return
         if target is not None:
             if scope["method"] == "POST" and (call := self._calls.get(target.tail)) is not None:
@@ -76,9 +78,11 @@ class ModelCalls:
 
 
 def _refusal(scope: Scope) -> Reply:
-    asked = f"{scope['method']} {scope['path']}"
+    request = f"{scope['method']} {scope['path']}"
     if (b"upgrade", b"websocket") in ((name, value.lower()) for name, value in scope["headers"]):
-        reply = reply_of(NoWebSocket(f"{asked}: no WebSockets here, use HTTP"))
-        reply.headers.append((b"upgrade", b"HTTP/1.1"))  # the status must name what to use
+        reply = reply_of(NoWebSocket(f"{request}: WebSockets are not supported, use HTTP"))
+        reply.headers.append(
+            (b"upgrade", b"HTTP/1.1")
+        )  # status 426 requires it (RFC 9110, section 15.5.22)
         return reply
-    return reply_of(WrongMethod(f"{asked}: not with this method"))
+    return reply_of(WrongMethod(f"{request}: method not allowed"))

@@ -1,8 +1,9 @@
-"""Model calls that were answered with an error: a record of each, beside the log's own promises.
+"""Records model calls that end with an error.
 
-Best effort, on purpose. An error is answered at once, and what is told of it never waits, is never spooled and never fails a call: while
-Kafka is away, or too many are on their way, it is counted (`clawstream_gateway_failed_calls`, `lost`) and dropped. A call that sampled
-something has steps instead, with the promises of `journal`.
+Best effort by design: a FailedCall record never delays or fails a reply and is not spooled. While
+Kafka is unreachable, or too many records are in flight, the record is counted
+(`clawstream_gateway_failed_calls`, `lost`) and dropped. A call that sampled tokens has durable steps
+instead.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from schemas.errors import InvalidId
 from schemas.ids import check_run_id
 from schemas.records import FailedCall, FailureSource
 
-MAX_ON_THE_WAY = 1000
-"""Records that wait for Kafka at once."""
+MAX_IN_FLIGHT = 1000
+"""Maximum number of records waiting for Kafka."""
 MESSAGE_CHARS = 2000
 TYPE_CHARS = 200
 READ_BYTES = 64 * 1024
-"""Of an engine's error: a longer one is not parsed."""
+"""Maximum size of an engine error body that is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong. status: HTTP's."""
+    """Cause of a failed call. status: HTTP status."""
 
     source: FailureSource
     status: int
@@ -49,10 +50,16 @@ class Failure:
 
 @dataclass(slots=True)
 class Attempt:
-    """A call from its arrival on, as far as it has come. received_at: microseconds. began: monotonic seconds.
+    """Progress of a call since its arrival.
 
-    key, group: trajectory and prompt uid of its path. caller None: its key was not checked yet. call None: its body was not understood yet.
-    engine: name of the one that was asked last. model: of a call that makes no step and so never has a `call`.
+    Attributes:
+        received_at: Microseconds.
+        began: Monotonic seconds.
+        key, group: Trajectory and prompt uid in the path.
+        caller: None until the API key is checked.
+        call: None until the body is parsed.
+        engine: Name of the engine that last got the request.
+        model: Model of a call that makes no step and so never has a `call`.
     """
 
     protocol: str
@@ -68,15 +75,15 @@ class Attempt:
 
 
 def failure_of(error: GatewayError) -> Failure:
-    """The gateway's own error."""
-    kind = http_error_of(error)
-    return Failure("gateway", kind.status, kind.type, error.message)
+    """Describe an error of the gateway."""
+    http = http_error_of(error)
+    return Failure("gateway", http.status, http.type, error.message)
 
 
 def engine_failure(status: int, body: bytes) -> Failure:
-    """An engine's own error reply, whatever it is."""
-    said = _read(body)
-    error = said.get("error", said.get("detail", said))
+    """Describe an error reply of an engine, of any format."""
+    reply = _read(body)
+    error = reply.get("error", reply.get("detail", reply))
     if isinstance(error, dict):
         kind, message = error.get("type"), error.get("message")
         text = message if isinstance(message, str) else _text(body)
@@ -86,10 +93,10 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 def _read(body: bytes) -> Mapping[str, Any]:
     try:
-        said = orjson.loads(body) if len(body) <= READ_BYTES else None
+        parsed = orjson.loads(body) if len(body) <= READ_BYTES else None
     except orjson.JSONDecodeError:
-        said = None
-    return said if isinstance(said, dict) else {}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _text(body: bytes) -> str:
@@ -97,7 +104,7 @@ def _text(body: bytes) -> str:
 
 
 class FailedCalls:
-    """Tells the log. redaction None: everything is told as it is."""
+    """Writes FailedCall records. redaction: None writes them unredacted."""
 
     def __init__(
         self, topic: str, gateway_id: str, codec: Codec, bus: Bus, door: Door,
@@ -109,19 +116,22 @@ class FailedCalls:
         self._recorded, self._lost = (
             metrics.failed_calls.labels(fate) for fate in ("recorded", "lost")
         )
-        self._on_the_way = 0
+        self._in_flight = 0
 
     def attempt(
         self, protocol: str, headers: Mapping[str, str], key: str | None, group: str | None
     ) -> Attempt:
-        """A call that has just come. headers: names in lower case."""
+        """Start tracking a call. headers: Names in lower case."""
         return Attempt(protocol, headers, self._clock.micros(), self._clock.monotonic(), key, group)
 
     def record(self, attempt: Attempt, failure: Failure) -> None:
-        """Tell the log, if the call's key was checked. It never waits; call it behind the reply where you send that."""
+        """Send a record if the API key of the call was checked. Never waits.
+
+        Call it after sending the reply.
+        """
         if attempt.caller is None:
             return
-        if not self._bus.reachable or self._on_the_way >= MAX_ON_THE_WAY:
+        if not self._bus.reachable or self._in_flight >= MAX_IN_FLIGHT:
             self._lost.inc()
             return
         origin = (
@@ -135,13 +145,13 @@ class FailedCalls:
                 if origin is not None
                 else check_run_id(self._door.run_of(attempt.caller, attempt.headers))
             )
-        except InvalidId:  # no run that there could be
+        except InvalidId:  # the client named an invalid run
             self._lost.inc()
             return
         self._send(self._record(attempt, failure, run, origin))
 
     def _origin(self, attempt: Attempt, caller: Caller) -> Origin | None:
-        """Where the call belongs, if that stands outside of its body."""
+        """Return the trajectory of the call if path and headers name it."""
         try:
             return self._door.origin(caller, attempt.headers, attempt.key, attempt.group)
         except GatewayError:
@@ -174,18 +184,17 @@ class FailedCalls:
             duration_ms=(self._clock.monotonic() - attempt.began) * 1000,
         )
         if self._redaction is not None:
-            record = self._redaction.redacted_at_once(
-                record
-            )  # before it is cut: half a secret is found by no rule
+            # Before truncation: no rule finds a truncated secret.
+            record = self._redaction.redacted_at_once(record)
         return replace(record, message=record.message[:MESSAGE_CHARS])
 
     def _send(self, record: FailedCall) -> None:
         key = record.trajectory_key if record.trajectory_key is not None else record.event_id
-        self._on_the_way += 1
+        self._in_flight += 1
         self._bus.send([Message(self._topic, key.encode(), self._codec.encode(record))], self._sent)
 
     def _sent(self, error: Exception | None) -> None:
-        self._on_the_way -= 1
+        self._in_flight -= 1
         if error is None:
             self._recorded.inc()
         else:

@@ -1,4 +1,4 @@
-"""What passes between a client and an engine beside the bodies: headers, credentials, the query of a URL. Pure."""
+"""Headers, credentials and URL queries forwarded between client and engine. Pure."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ FORWARDED = frozenset({
     "openai-beta", "openai-organization", "openai-project", "x-goog-user-project", "http-referer",
     "x-title",
 })  # fmt: skip
-"""Client's headers that mean something to an engine. Its credentials are ours, not the engine's."""
+"""Client headers forwarded to an engine. The client's API key belongs to the gateway."""
 CREDENTIALS = ("authorization", "x-api-key")
-"""Sent on only where gateway.upstreams says so."""
+"""Forwarded only to upstreams with `forward_credentials`."""
 RETURNED = frozenset({
     b"retry-after", b"retry-after-ms", b"x-should-retry", b"request-id", b"x-request-id",
     b"apim-request-id",
 })  # fmt: skip
 RETURNED_PREFIXES = (b"x-ratelimit-", b"ratelimit", b"anthropic-", b"openai-", b"x-ms-")
-"""An engine's headers that clients act upon or report: pauses, limits, the names of requests."""
+"""Prefixes of engine headers returned to the client: rate limits, request ids."""
 
 
 def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """The client's keys, for an upstream with `forward_credentials`."""
+    """Return the client's API keys, for an upstream with `forward_credentials`."""
     return {name: headers[name] for name in CREDENTIALS if name in headers}
 
 
 def returned(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers of an engine's reply that the client gets. headers: names in lower case."""
+    """Return the engine's headers for the client. headers: Names in lower case."""
     return [(n, v) for n, v in headers.items() if n in RETURNED or n.startswith(RETURNED_PREFIXES)]
 
 
 def with_query(path: str, query: bytes) -> str:
-    """An engine's path with the client's query. A parameter that holds a key of this gateway is left out."""
+    """Append the client's query to an engine's path, without API keys of this gateway."""
     if not query:
         return path
     fields = query.decode("latin-1").split("&")

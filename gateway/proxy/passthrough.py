@@ -1,4 +1,4 @@
-"""Requests that only pass through to an engine: nothing of them is recorded."""
+"""Forwards requests to an engine without recording them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gateway.proxy.paths import CallTarget
 
 
 class PassthroughEndpoint:
-    """A method and a path of the engines. errors: of the protocol it belongs to."""
+    """Endpoint that forwards one method and path. errors: Error format of the protocol."""
 
     def __init__(self, services: Services, method: str, path: str, errors: ErrorFormat) -> None:
         self._services, self.method, self._path, self._errors = services, method, path, errors
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
-        """Serve one, as an ASGI application does."""
+        """Serve one request."""
         in_flight = self._services.in_flight
         held = in_flight.replies.reserve()
         try:
             try:
                 in_flight.replies.check()
-                reply = await self._asked(scope, receive, held, target)
+                reply = await self._handle(scope, receive, held, target)
             except ClientGone:
                 return
             except GatewayError as error:
@@ -39,7 +39,7 @@ class PassthroughEndpoint:
         finally:
             held.release()
 
-    async def _asked(
+    async def _handle(
         self, scope: Scope, receive: Receive, held: ReplyReservation, target: CallTarget
     ) -> Reply:
         services, headers = self._services, header_map(scope)
@@ -53,15 +53,15 @@ class PassthroughEndpoint:
                             self._path + quote(target.item, safe="/:@!$&'()*+,;="),
                             scope["query_string"],
                         )
-                        reply = await self._passed(caller, headers, path, body, held, target)
+                        reply = await self._forward(caller, headers, path, body, held, target)
                 finally:
                     client.stop()
-            # a GET repeats a reply whose tokens counted when it was made
+            # the tokens of a repeated reply (GET) were counted before
             if counted.counts_tokens and self.method == "POST" and reply.status < 400:
                 counted.tokens = tokens_of_reply(reply.body)
             return reply
 
-    async def _passed(
+    async def _forward(
         self,
         caller: Caller,
         headers: dict[str, str],
@@ -89,13 +89,15 @@ class PassthroughEndpoint:
             credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read(held)
-            told = returned(response.headers)
+            reply_headers = returned(response.headers)
             if response.encoding is not None:
-                told.append((b"content-encoding", response.encoding.encode("latin-1")))
+                reply_headers.append((b"content-encoding", response.encoding.encode("latin-1")))
             elif response.status >= 400:
                 content = self._errors.engine_error(response.status, content)
-            if (kind := response.header("content-type")) is not None:
-                told.append((b"content-type", kind.encode("latin-1")))
+            if (content_type := response.header("content-type")) is not None:
+                reply_headers.append((b"content-type", content_type.encode("latin-1")))
             return Reply(
-                response.status, [*told, (b"content-length", b"%d" % len(content))], content
+                response.status,
+                [*reply_headers, (b"content-length", b"%d" % len(content))],
+                content,
             )

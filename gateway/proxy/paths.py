@@ -1,4 +1,4 @@
-"""Which path is a model call, and whose. Pure."""
+"""Parses request paths of model calls. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ PROXY_PREFIXES = frozenset({
     "deployments", "providers", "inference", "openrouter", "compatible-mode", "compat", "route",
     "backend", "services",
 })  # fmt: skip
-"""First segments that proxies and providers put before an API: such a path names no trajectory."""
+"""First path segments that proxies and providers use; they never name a trajectory."""
 ITEMS = ("/models/", "/responses/")
-"""Behind these stands an id, which may have slashes itself."""
+"""Path tails followed by an id, which may contain slashes."""
 NAMED = ("/register_trajectory", "/complete_trajectory")
-"""Control requests whose path names a trajectory."""
+"""Path tails of control requests that name a trajectory."""
 
 
 class CallTarget(NamedTuple):
-    """A path taken apart. tail: the protocol's own path, e.g. /chat/completions; of an item up to its id. item: the id."""
+    """A parsed path.
+
+    tail: Path of the protocol, e.g. /chat/completions, without the item id. item: The id.
+    """
 
     tail: str
     trajectory: str | None = None
@@ -29,13 +32,17 @@ class CallTarget(NamedTuple):
 
 
 def parse_target(path: str, tails: Mapping[str, Sequence[str]]) -> CallTarget | None:
-    """The call that a path is; None: it is none. tails: by their last segment, longer ones first."""
+    """Parse the path of a model call or passthrough request; None for any other path.
+
+    Args:
+        tails: Known tails by their last segment, longest first.
+    """
     for tail in tails.get(path.rsplit("/", 1)[-1], ()):
         if path.endswith(tail):
             target = _before(path[: -len(tail)], tail)
             if target is not None:
                 return target
-            break  # not the shorter one: /x/chat/completions is no completion of a trajectory x
+            break  # /x/chat/completions is not /completions of a trajectory x
     for tail in ITEMS:
         before, found, item = path.partition(tail)
         if found and all(part not in ("", ".", "..") for part in item.split("/")):
@@ -54,13 +61,13 @@ def _before(before: str, tail: str, item: str = "") -> CallTarget | None:
 
 
 def normalized(path: str) -> str:
-    """The path as it was meant: no doubled or trailing slash, one /v1."""
+    """Remove duplicate and trailing slashes and repeated /v1 segments."""
     path = re.sub(r"/{2,}", "/", path)
     return re.sub(r"(?:/v1)+(?=/v1(?:/|$))", "", path.rstrip("/") or "/")
 
 
 def proxy_prefix(path: str, target: CallTarget | None) -> str | None:
-    """The proxy's prefix that stands where a trajectory should; None: none does."""
+    """Return the proxy prefix in the place of a trajectory id, or None."""
     if target is not None:
         first = target.trajectory
     else:
@@ -69,8 +76,9 @@ def proxy_prefix(path: str, target: CallTarget | None) -> str | None:
 
 
 def how_to_call(base_path: str) -> str:
-    """What base URLs look like, for a client that took another one."""
+    """Describe valid base URLs, for an error message."""
     return (
-        f"A base URL is http(s)://HOST:PORT{base_path}/v1, or http(s)://HOST:PORT{base_path}/TRAJECTORY/PROMPT/v1 "
-        "to name a trajectory. A path that stands before these is set as gateway.base_path"
+        f"A base URL is http(s)://HOST:PORT{base_path}/v1, or "
+        f"http(s)://HOST:PORT{base_path}/TRAJECTORY/PROMPT/v1 to name a trajectory. "
+        "Set a common path prefix as gateway.base_path"
     )

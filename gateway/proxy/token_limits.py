@@ -1,9 +1,11 @@
-"""The bound in tokens that gateway.max_prompt_tokens gives to the prompts of model calls.
+"""Enforces gateway.max_prompt_tokens.
 
-An over-long prompt is refused with its length, never cut. Only the engine knows how long a prompt is once its template has rendered it,
-so it is asked: one more request, and only for a body that may exceed the bound. A prompt of token ids is counted here. Responses have
-the engine's own bound alone, whose 400 passes through. So have calls whose count is refused with a 4xx: the engine cannot count, or will
-refuse the call for the same. A count that fails otherwise (429, 5xx, no answer) ends the call: it cannot pass unchecked.
+A prompt over the limit is refused with its length, never truncated. Only the engine knows the
+length of a prompt after its chat template, so the gateway asks it with one more request, only for
+bodies that may exceed the limit. Prompts of token ids are counted here. For Responses, only the
+engine's own limit applies, and its 400 passes through. The same holds for calls whose count is
+refused with a 4xx: the engine cannot count, or refuses the call for the same reason. A count that
+fails otherwise (429, 5xx, no answer) fails the call, because it cannot pass unchecked.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from gateway.protocols.request_fields import dumps
 from schemas.settings import GatewaySettings
 
 TEMPLATE_TOKENS = 512
-"""So much a template may add to a prompt that is shorter than its body."""
+"""Tokens that a chat template may add to a prompt."""
 MEDIA = (b"image", b"video", b"audio")
-"""A body with one of these may have more tokens than bytes."""
+"""A body with one of these words may have more tokens than bytes."""
 
 
 MAX_COUNTED = 128
-"""Prompts of one call that are counted one by one."""
+"""Maximum number of prompts of one call that the engine counts."""
 
 
 class Counting(NamedTuple):
-    """How an engine counts a prompt: where, of which fields of the call, and where it says the count."""
+    """How an engine counts a prompt: path, forwarded fields, and the field of the count."""
 
     path: str
     fields: tuple[str, ...]
-    told: str
+    result_field: str
 
 
 CHAT = Counting(
@@ -57,21 +59,25 @@ COUNTED: Mapping[str, Counting] = {"openai.chat": CHAT, "anthropic.messages": ME
 
 
 def may_exceed(body: bytes, limit: int) -> bool:
-    """Whether a call's prompt may have more tokens than the limit: a byte of text is at most about one token."""
+    """Tell whether a prompt may exceed the limit; a byte of text is at most about one token."""
     return len(body) > limit - TEMPLATE_TOKENS or any(kind in body for kind in MEDIA)
 
 
 def refuse_longer(tokens: int | None, limit: int, field: str) -> None:
-    """Raises BadRequest that says how long the prompt is. tokens None: nobody could say."""
+    """Raise BadRequest with the length of the prompt if it exceeds the limit.
+
+    tokens: None when the length is unknown.
+    """
     if tokens is not None and tokens > limit:
         raise BadRequest(
-            f"{field}: the prompt has {tokens} tokens, the limit of this gateway is {limit} (gateway.max_prompt_tokens)",
+            f"{field}: the prompt has {tokens} tokens, the limit of this gateway is {limit} "
+            "(gateway.max_prompt_tokens)",
             field,
         )
 
 
 class PromptLimit:
-    """gateway.max_prompt_tokens, enforced before anything is sampled."""
+    """Checks prompts against gateway.max_prompt_tokens before sampling."""
 
     def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
         self._limit, self._upstream = settings.max_prompt_tokens, upstream
@@ -79,9 +85,15 @@ class PromptLimit:
     async def check(
         self, request: Request, protocol: str, origin: Origin, credentials: Mapping[str, str]
     ) -> None:
-        """Raises BadRequest for an over-long prompt; NoWorker, UpstreamFailed or UpstreamTimeout when no engine could count it.
+        """Check the prompt of a call.
 
-        protocol: name. origin, credentials: of the call, so that the engine which counts is the one that will serve it.
+        Args:
+            protocol: Name of the protocol adapter.
+            origin, credentials: Those of the call, so that the engine that counts also serves it.
+
+        Raises:
+            BadRequest: The prompt exceeds the limit.
+            NoWorker, UpstreamFailed, UpstreamTimeout: No engine could count the prompt.
         """
         limit = self._limit
         if limit is None or not may_exceed(request.body, limit):
@@ -107,7 +119,7 @@ class PromptLimit:
         origin: Origin,
         credentials: Mapping[str, str],
     ) -> int | None:
-        """What the engine counts; None when it cannot, or refuses to: then its own bound is left."""
+        """Return the engine's count; None when it cannot count, so that its own limit applies."""
         body = dumps({name: payload[name] for name in counting.fields if name in payload})
         async with self._upstream.ask(
             "POST", counting.path, body, {"content-type": "application/json"},
@@ -117,17 +129,22 @@ class PromptLimit:
             status, reply = response.status, await response.read()
         if status >= 500 or status == 429:
             raise UpstreamFailed(
-                f"the prompt could not be counted, the engine said {status}: nothing was sampled, try again"
+                f"the prompt could not be counted, the engine replied {status}: "
+                "nothing was sampled, try again"
             )
         try:
-            found = orjson.loads(reply)[counting.told] if status == 200 else None
+            found = orjson.loads(reply)[counting.result_field] if status == 200 else None
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return None
         return found if isinstance(found, int) else None
 
 
 def long_texts(prompt: Any, limit: int) -> list[str]:
-    """The prompts that an engine has to count. Raises BadRequest for over-long ones that are counted here, and for too many."""
+    """Return the prompts that the engine must count.
+
+    Raises:
+        BadRequest: A prompt of token ids exceeds the limit, or too many texts need counting.
+    """
     texts = []
     for one in prompts_of(prompt):
         if isinstance(one, list):
@@ -136,14 +153,17 @@ def long_texts(prompt: Any, limit: int) -> list[str]:
             texts.append(one)
     if len(texts) > MAX_COUNTED:
         raise BadRequest(
-            f"prompt: {len(texts)} texts are so long that each must be counted, at most {MAX_COUNTED} may be",
+            f"prompt: the engine must count {len(texts)} long texts, the maximum is {MAX_COUNTED}",
             "prompt",
         )
     return texts
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completions call: texts, or lists of token ids. What is neither is the engine's to refuse."""
+    """Return the prompts of a completions call: texts, or lists of token ids.
+
+    Other values are left for the engine to refuse.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):

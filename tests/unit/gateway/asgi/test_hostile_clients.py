@@ -133,7 +133,7 @@ def test_comments_of_a_stranger_tell_no_tokens(tmp_path: Path) -> None:
     assert got == said
     assert (
         step.response_token_ids is None
-        and step.tokens_absent_reason == "the provider tells no tokens"
+        and step.tokens_absent_reason == "the provider reports no tokens"
     )
 
 

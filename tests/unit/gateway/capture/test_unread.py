@@ -102,7 +102,7 @@ def get(tmp_path: Path, made: bytes, path: str = "/v1/chat/completions", **more:
 
 def untrainable(step: Step) -> bool:
     return (step.tokens_absent_reason or "").startswith(
-        "the provider tells no tokens; unread reply: "
+        "the provider reports no tokens; unread reply: "
     )
 
 
