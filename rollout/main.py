@@ -59,7 +59,7 @@ def public_url(settings: Settings, base_url: str) -> str:
     return base_url
 
 
-def server_of(settings: Settings) -> VllmServer | AttachedServer:
+def create_server(settings: Settings) -> VllmServer | AttachedServer:
     """The engine that the settings ask for. Raises SettingsError when they name neither a model nor a server."""
     if settings.rollout.attach_url is not None:
         return AttachedServer(settings.rollout.attach_url)
@@ -77,7 +77,7 @@ def server_of(settings: Settings) -> VllmServer | AttachedServer:
     )
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """Owns the engine's life: starts it, follows the wanted version, and starts it again when it ended or broke."""
 
     def __init__(
@@ -86,7 +86,7 @@ class EngineKeeper:
         server: VllmServer | AttachedServer,
         http: aiohttp.ClientSession,
         versions: Versions,
-        heard: asyncio.Event,
+        updated: asyncio.Event,
         report: Report,
     ) -> None:
         self._serve_base = settings.rollout.serve_base
@@ -94,7 +94,7 @@ class EngineKeeper:
         # Of this worker alone: it removes what it needs no longer.
         self._files = settings.data_dir / "rollout" / settings.rollout.worker_id / "files"
         self._server, self._http = server, http
-        self._versions, self._heard = versions, heard
+        self._versions, self._updated = versions, updated
         self._report = report
 
     async def run(self) -> None:
@@ -106,7 +106,7 @@ class EngineKeeper:
             logger().info("engine_ready", base_url=self._server.base_url, seconds=round(seconds, 1))
             reason = await self._serve_until_it_ends()
             logger().error("engine_lost", base_url=self._server.base_url, reason=reason)
-            self._report.say("starting", None, reason)
+            self._report.set_state("starting", None, reason)
             await self._server.kill()
             await asyncio.sleep(RETRY_S)
 
@@ -127,34 +127,38 @@ class EngineKeeper:
 
     async def _serve(self) -> None:
         self._report.engine_serves(
-            await self._answer(lambda: served_models(self._http, self._server.base_url))
+            await self._retry_until_answered(
+                lambda: served_models(self._http, self._server.base_url)
+            )
         )
         label = await self._label()
         loaded: str | None = None
         while True:
-            self._heard.clear()
+            self._updated.clear()
             version = self._versions.wanted(loaded)
             if version is not None and version.version_id == label:
                 # A worker before this one, or another one of this run on the same engine, loaded it.
                 loaded = label
-                self._report.say("ready", loaded)
+                self._report.set_state("ready", loaded)
             elif version is not None:
                 loaded, label = await self._load(version, loaded, label)
             else:
                 if loaded is None and self._serve_base and self._versions.complete:
-                    self._report.say("ready", None, self._report.status.error)
-                wait_s = min(LABEL_CHECK_S, self._versions.due_in_s() or LABEL_CHECK_S)
+                    self._report.set_state("ready", None, self._report.status.error)
+                wait_s = min(LABEL_CHECK_S, self._versions.next_retry_s() or LABEL_CHECK_S)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._heard.wait(), wait_s)
-                loaded, label = await self._look(loaded, label)
+                    await asyncio.wait_for(self._updated.wait(), wait_s)
+                loaded, label = await self._refresh_label(loaded, label)
 
-    async def _look(self, loaded: str | None, label: str) -> tuple[str | None, str]:
+    async def _refresh_label(self, loaded: str | None, label: str) -> tuple[str | None, str]:
         """Ask the engine what it serves; returns the loaded version and the label."""
         now = await self._label()
         return (loaded if now == label else self._changed(now, label)), now
 
     async def _label(self) -> str:
-        return await self._answer(lambda: engine_label(self._http, self._server.base_url))
+        return await self._retry_until_answered(
+            lambda: engine_label(self._http, self._server.base_url)
+        )
 
     def _changed(self, label: str, before: str) -> str | None:
         """Take notice that the engine's label changed without a load of ours; returns the loaded version.
@@ -165,7 +169,7 @@ class EngineKeeper:
         logger().warning("engine_label_changed", version=label, before=before)
         run_id, is_version, _ = label.rpartition("/")
         if not is_version:  # it was started again, with its boot weights
-            self._report.say(
+            self._report.set_state(
                 "loading", None, f"{self._server.base_url} lost {before}: it was started again"
             )
             return None
@@ -174,7 +178,7 @@ class EngineKeeper:
                 f"{self._server.base_url} serves {label}: a worker of run {run_id} has taken this engine over; "
                 "give each run an engine of its own"
             )
-        self._report.say("ready", label)
+        self._report.set_state("ready", label)
         return label
 
     async def _load(
@@ -182,7 +186,7 @@ class EngineKeeper:
     ) -> tuple[str | None, str]:
         """Load a version and say so; returns the loaded version and the engine's label. Raises EngineBroken, Fenced."""
         if self._report.status.state != "ready":
-            self._report.say("loading", None, self._report.status.error)
+            self._report.set_state("loading", None, self._report.status.error)
         state = self._report.status.state
         try:
             if version.format != "full":
@@ -200,21 +204,21 @@ class EngineKeeper:
         except EngineChanged as error:
             return self._changed(error.label, label), error.label
         except InvalidWeights as error:
-            logger().error("version_refused", version=version.version_id, error=str(error))
-            self._versions.refuse(version.version_id)
-            self._report.say("starting" if state == "loading" else state, loaded, str(error))
+            logger().error("version_rejected", version=version.version_id, error=str(error))
+            self._versions.reject(version.version_id)
+            self._report.set_state("starting" if state == "loading" else state, loaded, str(error))
             return loaded, label
         except WeightsUnreadable as error:
-            logger().warning("version_put_off", version=version.version_id, error=str(error))
-            self._versions.put_off(version.version_id)
-            self._report.say("starting" if state == "loading" else state, loaded, str(error))
+            logger().warning("version_deferred", version=version.version_id, error=str(error))
+            self._versions.defer(version.version_id)
+            self._report.set_state("starting" if state == "loading" else state, loaded, str(error))
             return loaded, label
         except EngineUnavailable as error:
             logger().warning("version_not_loaded", version=version.version_id, error=str(error))
-            self._report.say(state, loaded, str(error))
+            self._report.set_state(state, loaded, str(error))
             await asyncio.sleep(RETRY_S)
             # The load may have been done all the same.
-            return await self._look(loaded, label)
+            return await self._refresh_label(loaded, label)
         self._report.loaded(version.version_id, result.total_ms)
         await asyncio.to_thread(remove_others, version.files, self._files)
         logger().info(
@@ -226,7 +230,7 @@ class EngineKeeper:
         )
         return version.version_id, version.version_id
 
-    async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until the engine answers; its end is noticed elsewhere."""
         while True:
             try:
@@ -238,16 +242,19 @@ class EngineKeeper:
 
 async def run(settings: Settings, stop: asyncio.Event) -> None:
     """Work until `stop` is set. Raises SettingsError, or RolloutError when the engine does not start."""
-    server = server_of(settings)
+    server = create_server(settings)
     cluster: Cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
     report = Report(settings, public_url(settings, server.base_url))
-    versions, heard = Versions(settings.run_id), asyncio.Event()
+    versions, updated = Versions(settings.run_id), asyncio.Event()
     reporter = Reporter(cluster, settings, report)
-    feed = WeightsFeed(cluster, settings.kafka.topics, versions, heard)
+    feed = WeightsFeed(cluster, settings.kafka.topics, versions, updated)
     async with aiohttp.ClientSession() as http:
-        keeper = EngineKeeper(settings, server, http, versions, heard, report)
-        reporting, keeping = asyncio.create_task(reporter.run()), asyncio.create_task(keeper.run())
+        supervisor = EngineSupervisor(settings, server, http, versions, updated, report)
+        reporting, keeping = (
+            asyncio.create_task(reporter.run()),
+            asyncio.create_task(supervisor.run()),
+        )
         stopping = asyncio.create_task(_none_of(stop.wait()))
         work: set[asyncio.Future[None]] = {keeping, feed.start(), reporting, stopping}
         try:
@@ -255,20 +262,20 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
             for ended in done:
                 await ended
             await _cancel(keeping)  # no version is loaded any more
-            report.say("draining", report.status.weight_version)
-            await reporter.say()
+            report.set_state("draining", report.status.weight_version)
+            await reporter.send()
             await server.drain(http, settings.rollout_drain_timeout_s)
             await _cancel(reporting)
         except (RolloutError, Fenced) as error:
             await _cancel(reporting)
-            report.say("failed", None, str(error))
-            await reporter.say()
+            report.set_state("failed", None, str(error))
+            await reporter.send()
             raise
         finally:
             feed.stop()
             await _cancel(*work)
             await server.stop()
-        await reporter.leave()
+        await reporter.send_tombstone()
         reporter.close()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from rollout.main import public_url, server_of
+from rollout.main import create_server, public_url
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 
 def _engine(settings: Settings) -> None:
-    public_url(settings, server_of(settings).base_url)
+    public_url(settings, create_server(settings).base_url)
 
 
 def _installed(settings: Settings) -> None:

@@ -39,7 +39,7 @@ class Report:
     def engine_started(self) -> None:
         """A new engine: nothing is loaded, and the loads count from here. The last error stays to be seen."""
         self.status = replace(self.status, started_at=now_micros(), loads=0)
-        self.say("starting", None, self.status.error)
+        self.set_state("starting", None, self.status.error)
 
     def engine_serves(self, models: tuple[str, ...]) -> None:
         """The engine answers, and to these names."""
@@ -50,9 +50,11 @@ class Report:
         self.status = replace(
             self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3)
         )
-        self.say("ready", version_id)
+        self.set_state("ready", version_id)
 
-    def say(self, state: WorkerState, version_id: str | None, error: str | None = None) -> None:
+    def set_state(
+        self, state: WorkerState, version_id: str | None, error: str | None = None
+    ) -> None:
         """A state, the version that is served (None: boot weights or none) and what went wrong last."""
         error = error[:_ERROR_CHARACTERS] if error else None
         self.status = replace(self.status, state=state, weight_version=version_id, error=error)
@@ -73,18 +75,18 @@ class Reporter:
         """Report until cancelled."""
         while True:
             self._report.changed.clear()
-            await self.say()
+            await self.send()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._report.changed.wait(), self._heartbeat_s)
 
-    async def say(self) -> None:
+    async def send(self) -> None:
         """Send the report as it is now, and tell the supervisor."""
         status = self._report.status
         what = f"engine {status.base_url}, {status.weight_version or 'boot weights'}"
         ready(what) if status.state == "ready" else not_ready(status.error or status.state)
         await self._send(self._codec.encode(replace(status, heartbeat_at=now_micros())))
 
-    async def leave(self) -> None:
+    async def send_tombstone(self) -> None:
         """A clean exit: the tombstone. Nothing may be sent behind it."""
         await self._send(None)
 

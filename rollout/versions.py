@@ -16,8 +16,8 @@ from schemas.records import WeightVersion
 from schemas.topics import Topics
 
 RETRY_S = 0.5
-PUT_OFF_S = 10.0
-REMEMBERED = 8
+DEFER_S = 10.0
+KEPT_VERSIONS = 8
 """Versions kept in memory. When all of them are refused, the log is read again for older ones."""
 
 
@@ -29,34 +29,34 @@ class Versions:
     def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
         self._run_id, self._now = run_id, now
         self._newest: list[WeightVersion] = []
-        self._refused: set[str] = set()
+        self._rejected: set[str] = set()
         self._later: dict[str, float] = {}
         self._dropped = False
         self.complete = False
         """Whether the log has been read to its end once: before that the newest version may be an old one."""
 
-    def hear(self, version: WeightVersion) -> None:
+    def add(self, version: WeightVersion) -> None:
         """A version was published; one of another run is none of ours."""
-        if version.run_id == self._run_id and version.version_id not in self._refused:
-            self._dropped |= len(self._newest) == REMEMBERED
-            self._newest = [*self._newest, version][-REMEMBERED:]
+        if version.run_id == self._run_id and version.version_id not in self._rejected:
+            self._dropped |= len(self._newest) == KEPT_VERSIONS
+            self._newest = [*self._newest, version][-KEPT_VERSIONS:]
 
     def reached_end(self) -> None:
         """The log has been read to its end."""
         self.complete = True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The log is read from its start again, or is another one: nothing that was heard holds."""
-        self.read_again()
-        self._refused, self._later = set(), {}
+        self.restart()
+        self._rejected, self._later = set(), {}
 
-    def read_again(self) -> None:
+    def restart(self) -> None:
         """The same log is read from its start again: refused versions stay refused."""
         self._newest, self._dropped, self.complete = [], False, False
 
-    def refuse(self, version_id: str) -> None:
+    def reject(self, version_id: str) -> None:
         """Do not try this version again."""
-        self._refused.add(version_id)
+        self._rejected.add(version_id)
         self._newest = [version for version in self._newest if version.version_id != version_id]
 
     @property
@@ -64,11 +64,11 @@ class Versions:
         """Whether every remembered version was refused and the log has older ones."""
         return self.complete and self._dropped and not self._newest
 
-    def put_off(self, version_id: str) -> None:
+    def defer(self, version_id: str) -> None:
         """Try this version again in a while; an older one may do until then."""
-        self._later[version_id] = self._now() + PUT_OFF_S
+        self._later[version_id] = self._now() + DEFER_S
 
-    def due_in_s(self) -> float | None:
+    def next_retry_s(self) -> float | None:
         """Seconds until a version that was put off is wanted again; None: there is none."""
         known = {v.version_id for v in self._newest}
         self._later = {
@@ -86,17 +86,17 @@ class Versions:
 
 
 class WeightsFeed:
-    """Follows `claw.weights` from its start and puts what it hears into `versions`; `heard` is set at each change.
+    """Follows `claw.weights` from its start and puts what it hears into `versions`; `updated` is set at each change.
 
     A thread, for the Kafka client blocks; a daemon, for while Kafka is away a call may last longer than a stop should. It keeps
     trying then: the engine serves on.
     """
 
     def __init__(
-        self, cluster: Cluster, topics: Topics, versions: Versions, heard: asyncio.Event
+        self, cluster: Cluster, topics: Topics, versions: Versions, updated: asyncio.Event
     ) -> None:
         self._cluster, self._topics = cluster, topics
-        self._versions, self._heard = versions, heard
+        self._versions, self._updated = versions, updated
         self._stop = threading.Event()
 
     def start(self) -> asyncio.Future[None]:
@@ -119,16 +119,16 @@ class WeightsFeed:
 
     def _keep_following(self) -> None:
         while not self._stop.is_set():
-            again = Versions.forget
+            again = Versions.reset
             try:
                 self._follow()
-                again = Versions.read_again
+                again = Versions.restart
             except SourceTruncated as error:
-                logger().warning("weights_topic_made_anew", error=str(error))
+                logger().warning("weights_topic_recreated", error=str(error))
             except KafkaError as error:
                 logger().warning("weights_unreadable", error=str(error))
             # It is read from its start again: until its end is reached the last version heard is an old one.
-            self._tell(again)
+            self._update(again)
             self._stop.wait(RETRY_S)
 
     def _follow(self) -> None:
@@ -138,18 +138,18 @@ class WeightsFeed:
         reader = self._cluster.reader(
             f"{self._topics.prefix}-rollout", {(self._topics.weights, 0): BEGINNING}
         )
-        told = False
+        reached_end = False
         try:
-            while not self._stop.is_set() and not (told and self._versions.exhausted):
+            while not self._stop.is_set() and not (reached_end and self._versions.exhausted):
                 for record in reader.poll():
-                    self._take(decoder, record)
-                if reader.at_end and not told:
-                    told = True
-                    self._tell(Versions.reached_end)
+                    self._apply(decoder, record)
+                if reader.at_end and not reached_end:
+                    reached_end = True
+                    self._update(Versions.reached_end)
         finally:
             reader.close()
 
-    def _take(self, decoder: Decoder, record: Record) -> None:
+    def _apply(self, decoder: Decoder, record: Record) -> None:
         try:
             version = decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as error:
@@ -158,14 +158,14 @@ class WeightsFeed:
             )  # the lake buries it
             return
         if isinstance(version, WeightVersion):
-            self._tell(lambda versions: versions.hear(version))
+            self._update(lambda versions: versions.add(version))
 
-    def _tell(self, change: Callable[[Versions], None]) -> None:
-        def tell() -> None:
+    def _update(self, change: Callable[[Versions], None]) -> None:
+        def update() -> None:
             change(self._versions)
-            self._heard.set()
+            self._updated.set()
 
-        self._on_loop(tell)
+        self._on_loop(update)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._stop.is_set():

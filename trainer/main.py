@@ -32,10 +32,10 @@ from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.data.batches import Source, starting_position
+from trainer.data.batches import BatchReader, starting_position
 from trainer.run import open_run
 from trainer.settings_check import check_algorithm, check_learning_rate
-from trainer.versions.weight_log import KafkaLedger, read_versions
+from trainer.versions.weight_log import KafkaWeightLog, read_versions
 
 POLL_S = 0.2
 
@@ -53,25 +53,31 @@ def train(settings: Settings, stop: threading.Event) -> None:
     cluster, topics = cluster_of(settings), settings.kafka.topics
     create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, "train")])
     decoder = Decoder(cluster, topics.schemas)
-    ledger = KafkaLedger(cluster, topics, settings.run_id)
+    weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
     batches = topics.ready_batches(settings.run_id, "train")
-    run = open_run(settings, ledger, versions, taken, partial(starting_position, cluster, batches))
-    source = Source(cluster, settings, decoder, run.position, ledger.bury)
-    ready(f"version {run.head.version_id}" if run.head else "")
+    run = open_run(
+        settings, weight_log, versions, taken, partial(starting_position, cluster, batches)
+    )
+    reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
+    ready(f"version {run.current_version.version_id}" if run.current_version else "")
     while not stop.is_set() and not run.finished:
-        incoming = source.next(POLL_S)
-        if incoming is not None:
-            run.train(incoming)
-            if run.window_full:
+        fetched = reader.next(POLL_S)
+        if fetched is not None:
+            run.train(fetched)
+            if run.version_due:
                 run.publish()
-        source.commit()
-    if run.window:
+        reader.commit()
+    if run.unpublished:
         run.publish()
-    source.commit()
-    source.close()
-    ledger.close()
-    logger().info("trainer_ended", version=run.head and run.head.version_id, finished=run.finished)
+    reader.commit()
+    reader.close()
+    weight_log.close()
+    logger().info(
+        "trainer_ended",
+        version=run.current_version and run.current_version.version_id,
+        finished=run.finished,
+    )
 
 
 def check_settings(settings: TrainerSettings) -> None:

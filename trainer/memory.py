@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_the_batch(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[None]:
+def explain_out_of_memory(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[None]:
     """Turn an out-of-memory error of the block into OutOfMemory: it names the batch, and what to lower."""
     try:
         yield
@@ -32,7 +32,7 @@ def naming_the_batch(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[N
         raise OutOfMemory(
             f"batch {batch.batch_seq} of {batch.trainable_tokens} trainable tokens needs more memory "
             "than there is. Lower trainer.micro_batch_tokens (it is "
-            f"{settings.micro_batch_tokens}; one row is the least) or, for single rows that are too "
+            f"{settings.micro_batch_tokens}; one sequence is the least) or, for single sequences that are too "
             "long, admit.policy.max_trajectory_tokens; trainer.dtype=bfloat16 needs less. "
             f"The error: {error}"
         ) from error

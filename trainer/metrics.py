@@ -12,7 +12,7 @@ class StepStats:
     """One optimiser step. loss: mean over its tokens. grad_norm: before clipping. Both are None when it was skipped.
 
     skipped: why the optimiser did not take the step: loss or gradient are not finite; None when it took it.
-    passed_tokens: those that went through the model, for rows without advantage need not. Of these: truncated_tokens,
+    passed_tokens: those that went through the model, for sequences without advantage need not. Of these: truncated_tokens,
     whose ratio is above the bound, and now_at_zero, to which the policy gives probability zero and which are not trained.
     logp_diff: largest |trainer - sampled| over its tokens, logp_diff_same_version: over those sampled by exactly the weights
     that the trainer still had; None where that was not measured or there was no such token.
@@ -45,17 +45,17 @@ class UpdateStats:
 class BatchStats:
     """One trained batch. tokens: trained ones.
 
-    foreign_rows: left out for token ids that the model does not have. sampled_at_zero: tokens left out for an infinite
+    sequences_outside_vocabulary: left out for token ids that the model does not have. sampled_at_zero: tokens left out for an infinite
     recorded log-probability. staleness: sum over, and number of, tokens of known version.
     """
 
     update: UpdateStats
     rewards: tuple[float, ...]
     groups: int
-    rows: int
+    sequences: int
     tokens: int
     unrewarded: int
-    foreign_rows: int
+    sequences_outside_vocabulary: int
     sampled_at_zero: int
     staleness: tuple[int, int]
     read_seconds: float
@@ -89,8 +89,10 @@ def version_metrics(
             "groups": sum(batch.groups for batch in batches),
             "members": len(rewards),
             "members_unrewarded": sum(batch.unrewarded for batch in batches),
-            "rows_foreign": sum(batch.foreign_rows for batch in batches),
-            "rows": sum(batch.rows for batch in batches),
+            "sequences_outside_vocabulary": sum(
+                batch.sequences_outside_vocabulary for batch in batches
+            ),
+            "sequences": sum(batch.sequences for batch in batches),
             "tokens": sum(batch.tokens for batch in batches),
             "tokens_passed": passed,
             "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),

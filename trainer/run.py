@@ -13,49 +13,51 @@ from schemas.records import WeightVersion
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.losses import LOSSES
-from trainer.data.batches import Incoming
-from trainer.data.sequences import Row, rows_of_batch, within_vocabulary
-from trainer.memory import naming_the_batch
+from trainer.data.batches import FetchedBatch
+from trainer.data.sequences import TrainingSequence, sequences_of_batch, within_vocabulary
+from trainer.memory import explain_out_of_memory
 from trainer.metrics import BatchStats, version_metrics
 from trainer.model.policy import Policy, staleness
 from trainer.position import Position
-from trainer.unfinished_batches import Begun
+from trainer.unfinished_batches import UnfinishedBatches
 from trainer.versions.atomic_directory import prune, sweep
-from trainer.versions.checkpoint import State, load, newest, save
+from trainer.versions.checkpoint import VersionState, load, newest, save
 from trainer.versions.history import deletable, next_attempt, next_sync_index
 from trainer.versions.publish import export, manifest
-from trainer.versions.weight_log import Ledger
+from trainer.versions.weight_log import WeightLog
 
 
 class Run:
     """Trains batches into the policy and publishes versions of it.
 
-    head: the newest version, None before the first is published. window: the batches trained since head.
+    current_version: the newest version, None before the first is published. unpublished: the batches trained since current_version.
     """
 
     def __init__(
         self,
         settings: Settings,
-        ledger: Ledger,
+        weight_log: WeightLog,
         policy: Policy,
         versions: list[WeightVersion],
         attempt: int,
-        head: State | None,
+        current_version: VersionState | None,
         position: Position,
     ) -> None:
         """versions: of this run, in log order. position: where the next batch is read."""
-        self.head = head
+        self.current_version = current_version
         self.position = position
-        self.window: list[BatchStats] = []
-        self._settings, self._ledger, self._policy = settings, ledger, policy
+        self.unpublished: list[BatchStats] = []
+        self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
-        self._window_start = position
-        self._begun = Begun(settings.checkpoint_dir / settings.run_id, position.topic_id)
+        self._unpublished_from = position
+        self._unfinished = UnfinishedBatches(
+            settings.checkpoint_dir / settings.run_id, position.topic_id
+        )
 
     @property
     def sync_index(self) -> int:
         """Of the version that is trained from."""
-        return self.head.sync_index if self.head else 0
+        return self.current_version.sync_index if self.current_version else 0
 
     @property
     def finished(self) -> bool:
@@ -63,9 +65,9 @@ class Run:
         return limit is not None and self.sync_index >= limit
 
     @property
-    def window_full(self) -> bool:
+    def version_due(self) -> bool:
         return (
-            bool(self.window)
+            bool(self.unpublished)
             and self.position.next_batch_seq % self._settings.trainer.sync_every == 0
         )
 
@@ -73,64 +75,67 @@ class Run:
     def lr(self) -> float:
         return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
 
-    def train(self, incoming: Incoming) -> None:
+    def train(self, fetched: FetchedBatch) -> None:
         """Train one batch. The position moves behind it, in memory: it counts with the next version.
 
         Raises OutOfMemory, or BatchNeverEnds when that, or a kill, has come of it again and again.
         """
-        batch = incoming.batch
-        with self._begun.training(batch.batch_seq), naming_the_batch(batch, self._settings.trainer):
-            self._train(incoming)
-        self.position = incoming.position
+        batch = fetched.batch
+        with (
+            self._unfinished.training(batch.batch_seq),
+            explain_out_of_memory(batch, self._settings.trainer),
+        ):
+            self._train(fetched)
+        self.position = fetched.position
 
-    def _train(self, incoming: Incoming) -> None:
-        batch, s = incoming.batch, self._settings.trainer
+    def _train(self, fetched: FetchedBatch) -> None:
+        batch, s = fetched.batch, self._settings.trainer
         estimate = ADVANTAGES[batch.algorithm]
-        data = rows_of_batch(
-            batch, incoming.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset)
+        data = sequences_of_batch(
+            batch, fetched.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset)
         )
         if data.unrewarded:
             logger().warning(
                 "members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20]
             )
-        rows, foreign = within_vocabulary(data.rows, self._policy.vocabulary)
-        if foreign:
+        sequences, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
+        if outside:
             logger().error(
-                "tokens_not_of_this_model", batch_seq=batch.batch_seq, vocabulary=self._policy.vocabulary,
-                rows=len(data.rows) - len(rows), trajectories=foreign[:20],
+                "tokens_outside_vocabulary", batch_seq=batch.batch_seq, vocabulary=self._policy.vocabulary,
+                sequences=len(data.sequences) - len(sequences), trajectories=outside[:20],
                 action="not trained; the engine serves another model than trainer.model_path, or an agent submitted such ids",
             )  # fmt: skip
-        self._check_ids(rows, batch.batch_seq)
+        self._check_ids(sequences, batch.batch_seq)
         if data.sampled_at_zero:
             logger().warning(
                 "tokens_sampled_at_zero", batch_seq=batch.batch_seq, tokens=sum(data.sampled_at_zero.values()),
                 trajectories=list(data.sampled_at_zero)[:20],
                 action="not trained; the engine gave them an infinite log-probability",
             )  # fmt: skip
-        updated = any(stats.update.changed_weights for stats in self.window)
-        parent = self.head.version_id if self.head and not updated else None
+        updated = any(stats.update.changed_weights for stats in self.unpublished)
+        parent = self.current_version.version_id if self.current_version and not updated else None
         update = self._policy.update(
-            rows, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent
+            sequences, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent
         )
         for number, step in enumerate(update.steps):
             if step.skipped is not None:
                 logger().error(
                     "update_skipped", batch_seq=batch.batch_seq, minibatch=number, reason=step.skipped,
-                    trajectories=list(dict.fromkeys(row.trajectory_id for row in rows))[:20],
+                    trajectories=list(dict.fromkeys(sequence.trajectory_id for sequence in sequences))[:20],
                     action="weights and optimiser stay as before it; look at its log-probabilities, lower trainer.lr",
                 )  # fmt: skip
-        self.window.append(
+        self.unpublished.append(
             BatchStats(
                 update=update,
                 rewards=data.rewards,
                 groups=data.groups,
-                rows=len(rows),
-                tokens=sum(row.trained_tokens for row in rows),
+                sequences=len(sequences),
+                tokens=sum(sequence.trained_tokens for sequence in sequences),
                 unrewarded=len(data.unrewarded),
-                foreign_rows=len(data.rows) - len(rows),
+                sequences_outside_vocabulary=len(data.sequences) - len(sequences),
                 sampled_at_zero=sum(data.sampled_at_zero.values()),
-                staleness=staleness(rows, self._settings.run_id, self.sync_index),
-                read_seconds=incoming.read_seconds,
+                staleness=staleness(sequences, self._settings.run_id, self.sync_index),
+                read_seconds=fetched.read_seconds,
             )
         )
 
@@ -144,13 +149,13 @@ class Run:
             files = export(self._settings.weights_dir, state, checkpoint, self._policy, served)
         except OSError:
             # A newer trainer clears away what is unpublished. Then the reason is that it took over, not this error.
-            self._ledger.raise_if_fenced()
+            self._weight_log.raise_if_fenced()
             raise
-        metrics = version_metrics(self.window, lr, time.perf_counter() - began)
-        version = manifest(state, self._window_start.next_batch_seq, files, checkpoint, metrics)
-        self._ledger.publish(version)
+        metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
+        version = manifest(state, self._unpublished_from.next_batch_seq, files, checkpoint, metrics)
+        self._weight_log.publish(version)
         self._versions.append(version)
-        self.head, self.window, self._window_start = state, [], self.position
+        self.current_version, self.unpublished, self._unpublished_from = state, [], self.position
         logger().info(
             "version_published",
             version=state.version_id,
@@ -161,7 +166,7 @@ class Run:
         )
         self._prune(state)
 
-    def _check_ids(self, rows: Sequence[Row], batch_seq: int) -> None:
+    def _check_ids(self, sequences: Sequence[TrainingSequence], batch_seq: int) -> None:
         """Refuse tokens of versions that have ids which this trainer gives to its own.
 
         Raises:
@@ -169,7 +174,7 @@ class Run:
             Fenced: The ids are those of a newer trainer.
         """
         own = {version.version_id for version in self._versions}
-        for name in {span.version for row in rows for span in row.versions} - own:
+        for name in {span.version for sequence in sequences for span in sequence.versions} - own:
             version = parse_version(name)
             if (
                 version is None
@@ -177,7 +182,7 @@ class Run:
                 or version.attempt < self._attempt
             ):
                 continue
-            self._ledger.raise_if_fenced()
+            self._weight_log.raise_if_fenced()
             raise SettingsError(
                 f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch {batch_seq} has tokens of "
                 f"{name}, which is not on this weights log, and versions of attempt {self._attempt} are published here; "
@@ -185,30 +190,32 @@ class Run:
             )
 
     def _next_sync_index(self) -> int:
-        if self.head is None:
+        if self.current_version is None:
             return 0
         every = self._settings.trainer.sync_every
-        return next_sync_index(self.head.sync_index, self._window_start.next_batch_seq, every)
+        return next_sync_index(
+            self.current_version.sync_index, self._unpublished_from.next_batch_seq, every
+        )
 
-    def _next_state(self) -> State:
+    def _next_state(self) -> VersionState:
         version = Version(self._settings.run_id, self._next_sync_index(), self._attempt)
-        return State(
+        return VersionState(
             version_id=str(version),
             run_id=version.run_id,
             sync_index=version.sync_index,
             attempt=version.attempt,
-            parent_version=self.head.version_id if self.head else None,
-            weights_topic_id=self._ledger.topic_id,
+            parent_version=self.current_version.version_id if self.current_version else None,
+            weights_topic_id=self._weight_log.topic_id,
             position=self.position,
         )
 
-    def _prune(self, head: State) -> None:
+    def _prune(self, current_version: VersionState) -> None:
         s, run_id = self._settings.trainer, self._settings.run_id
         for root, keep in (
             (self._settings.checkpoint_dir, s.keep_checkpoints),
             (self._settings.weights_dir, s.keep_versions),
         ):
-            prune(root, run_id, deletable(self._versions, head.version_id, keep))
+            prune(root, run_id, deletable(self._versions, current_version.version_id, keep))
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
@@ -222,7 +229,7 @@ def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
 
 def open_run(
     settings: Settings,
-    ledger: Ledger,
+    weight_log: WeightLog,
     versions: Sequence[WeightVersion],
     taken: Collection[Version],
     locate: Callable[[Position | None], Position],
@@ -240,7 +247,7 @@ def open_run(
     published = frozenset(taken)
     taken = {*taken}
     for root in (settings.checkpoint_dir, settings.weights_dir):
-        deleted, foreign = sweep(root, settings.run_id, published, ledger.topic_id, check)
+        deleted, foreign = sweep(root, settings.run_id, published, weight_log.topic_id, check)
         taken |= {*deleted, *foreign}
         if foreign and not versions:
             logger().warning(
@@ -252,23 +259,23 @@ def open_run(
     attempt = max(next_attempt(taken), settings.trainer.first_attempt)
     found = newest(settings.checkpoint_dir, versions)
     if found is not None:
-        head, directory = found
-        position = locate(head.position)
+        current_version, directory = found
+        position = locate(current_version.position)
         policy = load(directory, settings.trainer)
         logger().info(
             "resumed",
-            version=head.version_id,
+            version=current_version.version_id,
             attempt=attempt,
             next_batch_seq=position.next_batch_seq,
         )
-        return Run(settings, ledger, policy, list(versions), attempt, head, position)
+        return Run(settings, weight_log, policy, list(versions), attempt, current_version, position)
     if settings.trainer.model_path is None:
         raise SettingsError(
             "setting trainer.model_path: not set, and the run has no version to go on from"
         )
     run = Run(
         settings,
-        ledger,
+        weight_log,
         Policy(settings.trainer.model_path, settings.trainer),
         [],
         attempt,

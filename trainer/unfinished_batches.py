@@ -16,11 +16,11 @@ from runtime.atomic_file import write_durably
 from runtime.logs import logger
 from trainer.errors import BatchNeverEnds, OutOfMemory
 
-MOST = 5
-FILE = "begun.json"
+MAX_ATTEMPTS = 5
+FILE = "unfinished_batches.json"
 
 
-class Begun:
+class UnfinishedBatches:
     """The count of one run's batches that are under way."""
 
     def __init__(self, directory: Path, topic_id: str) -> None:
@@ -35,22 +35,22 @@ class Begun:
         try:
             kept = json.loads(self._path.read_bytes())
             if kept["topic_id"] == topic_id:
-                self._counts = {str(seq): int(count) for seq, count in kept["begun"].items()}
+                self._counts = {str(seq): int(count) for seq, count in kept["unfinished"].items()}
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            logger().warning("begun_batches_unreadable", path=str(self._path), error=repr(e))
+            logger().warning("unfinished_batches_unreadable", path=str(self._path), error=repr(e))
 
     @contextmanager
     def training(self, batch_seq: int) -> Iterator[None]:
         """Count the batch as begun until the block ends otherwise than by lack of memory.
 
         Raises:
-            BatchNeverEnds: it was begun MOST times. The count is forgotten: the next start may try.
+            BatchNeverEnds: it was begun MAX_ATTEMPTS times. The count is forgotten: the next start may try.
         """
         seq = str(batch_seq)
         count = self._counts.get(seq, 0)
-        if count >= MOST:
+        if count >= MAX_ATTEMPTS:
             self._forget(seq)
             raise BatchNeverEnds(
                 f"setting trainer.micro_batch_tokens: the training of batch {batch_seq} was begun "
@@ -75,7 +75,7 @@ class Begun:
     def _write(self) -> None:
         if self._counts:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = {"topic_id": self._topic_id, "begun": self._counts}
+            kept = {"topic_id": self._topic_id, "unfinished": self._counts}
             write_durably(self._path, json.dumps(kept).encode())
         else:
             self._path.unlink(missing_ok=True)

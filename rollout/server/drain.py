@@ -25,7 +25,7 @@ def in_flight_of(metrics: str) -> int:
     )
 
 
-async def drained(http: aiohttp.ClientSession, base_url: str, timeout_s: float) -> bool:
+async def wait_drained(http: aiohttp.ClientSession, base_url: str, timeout_s: float) -> bool:
     """Wait until the engine has been idle for a while, or is gone; False when it still was at work after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     idle_since: float | None = None

@@ -78,7 +78,7 @@ async def load_version(
         case code if code == CHANGED:
             raise EngineChanged(base_url, str(answer["weight_version"]), served)
         case code if code == INVALID_WEIGHTS:
-            raise InvalidWeights(f"{version_id} refused by the engine: {answer['error']}")
+            raise InvalidWeights(f"{version_id} rejected by the engine: {answer['error']}")
         case code if code == BROKEN:
             raise EngineBroken(
                 f"{base_url} failed while {version_id} was put into its model: {answer['error']}"

@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from rollout.errors import EngineUnavailable, ServerFailed
-from rollout.server.drain import drained
+from rollout.server.drain import wait_drained
 from rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT, WORKER_NICE
 from runtime.process.child import die_with_parent
 from runtime.process.ports import PortTaken, check_free
@@ -166,7 +166,7 @@ class VllmServer:
     async def drain(self, http: aiohttp.ClientSession, timeout_s: float) -> None:
         """Wait until it serves nobody, at most so long."""
         if self.pid is not None:
-            await drained(http, self.base_url, timeout_s)
+            await wait_drained(http, self.base_url, timeout_s)
 
     async def stop(self, timeout_s: float = ENGINE_STOP_S) -> None:
         """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""

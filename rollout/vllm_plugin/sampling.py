@@ -17,7 +17,7 @@ FORCING = ("thinking_token_budget", "trace_decode_token_ids")
 """Those that put tokens into the reply; 0 does so too."""
 
 
-class ServerWide(NamedTuple):
+class ServerOptions(NamedTuple):
     """What the server's own options decide for every request. logprobs_mode: vLLM's `--logprobs-mode`."""
 
     logprobs_mode: str
@@ -25,14 +25,14 @@ class ServerWide(NamedTuple):
     watermark: bool
 
 
-def server_wide(client: Any) -> ServerWide:
+def server_options(client: Any) -> ServerOptions:
     """Of vLLM's engine client."""
     model = client.model_config
     watermark = getattr(client.vllm_config, "watermark_config", None)
-    return ServerWide(model.logprobs_mode, bool(model.logits_processors), watermark is not None)
+    return ServerOptions(model.logprobs_mode, bool(model.logits_processors), watermark is not None)
 
 
-def applied(params: Any, server: ServerWide) -> Sampling:
+def sampling_of(params: Any, server: ServerOptions) -> Sampling:
     """What vLLM does with a request. params: SamplingParams."""
     return Sampling(
         source="engine",
@@ -48,7 +48,7 @@ def applied(params: Any, server: ServerWide) -> Sampling:
     )
 
 
-def _constraints(params: Any, server: ServerWide) -> tuple[str, ...]:
+def _constraints(params: Any, server: ServerOptions) -> tuple[str, ...]:
     structured = params.structured_outputs
     found = [
         name

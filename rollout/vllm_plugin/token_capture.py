@@ -20,7 +20,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from rollout.vllm_plugin.sampling import ServerWide, applied, server_wide
+from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
 from schemas import engine_frames as wire
 from schemas.records import Sampling
 from schemas.tokens import pack_ids, pack_logprobs
@@ -36,7 +36,7 @@ EMBEDDINGS = "the prompt is embeddings, not tokens"
 _BEAM = re.compile(r"-beam-\d+$")
 
 
-class Growing:
+class ChoiceBuffer:
     """One choice: what came since the last frame. seen: ids noted so far; logprobs None: the engine had none for these ids."""
 
     __slots__ = ("finish", "ids", "logprobs", "seen", "spans")
@@ -52,7 +52,7 @@ class Growing:
         self.ids: list[int] = []
         self.logprobs: list[float] | None = []
 
-    def note(self, output: Any, delta: bool) -> None:
+    def append(self, output: Any, delta: bool) -> None:
         """Take what is new of a CompletionOutput. delta: it holds new tokens only, else all so far."""
         ids, logprobs = output.token_ids, output.logprobs
         if not delta and self.seen:
@@ -60,7 +60,7 @@ class Growing:
         self.seen += len(ids)
         self.ids.extend(ids)
         if self.logprobs is not None:
-            values = sampled(ids, logprobs)
+            values = sampled_logprobs(ids, logprobs)
             if values is None:
                 self.logprobs = None
             else:
@@ -72,7 +72,7 @@ class Growing:
                     (span.version, span.start, span.end) for span in output.weight_versions
                 )
 
-    def take(self, which: int) -> wire.Choice:
+    def flush(self, which: int) -> wire.Choice:
         """What came since the last time."""
         logprobs = None if self.logprobs is None else pack_logprobs(self.logprobs)
         choice = wire.Choice(which, pack_ids(self.ids), logprobs, self.finish, self.spans)
@@ -80,7 +80,7 @@ class Growing:
         return choice
 
 
-def sampled(ids: Sequence[int], logprobs: Any) -> list[float] | None:
+def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
     """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None when it has none for these ids."""
     if not ids:
         return []
@@ -101,11 +101,11 @@ class Generation:
         self._index, self._delta, self._sampling, self._absent = index, delta, sampling, absent
         self._prompt: Sequence[int] | None = None
         self._cached: int | None = None
-        self._choices: dict[int, Growing] = {}
+        self._choices: dict[int, ChoiceBuffer] = {}
         self._news: set[int] = set()
         self._begun = False
 
-    def note(self, output: Any) -> None:
+    def append(self, output: Any) -> None:
         """Take a RequestOutput of vLLM."""
         if not self._begun:
             self._prompt = output.prompt_token_ids
@@ -113,14 +113,14 @@ class Generation:
                 output.num_cached_tokens if (output.num_cached_tokens or 0) >= 0 else None
             )
         for choice in output.outputs:
-            growing = self._choices.get(choice.index)
-            if growing is None:
-                growing = self._choices[choice.index] = Growing()
-            growing.note(choice, self._delta)
+            buffer = self._choices.get(choice.index)
+            if buffer is None:
+                buffer = self._choices[choice.index] = ChoiceBuffer()
+            buffer.append(choice, self._delta)
             if choice.token_ids or choice.finish_reason is not None:
                 self._news.add(choice.index)
 
-    def take(self) -> wire.Frame | None:
+    def flush(self) -> wire.Frame | None:
         """A frame of what came since the last time; None when nothing did."""
         if self._absent is not None:
             if self._begun:
@@ -130,7 +130,7 @@ class Generation:
         if not self._news:
             return None
         prompt = None if self._prompt is None else pack_ids(self._prompt)
-        choices = tuple(self._choices[which].take(which) for which in sorted(self._news))
+        choices = tuple(self._choices[which].flush(which) for which in sorted(self._news))
         frame = wire.Frame(self._index, prompt, choices, None, self._sampling, self._cached)
         self._begun, self._prompt, self._sampling, self._cached = True, None, None, None
         self._news.clear()
@@ -144,7 +144,7 @@ class Call:
         self.generations: list[Generation] = []
 
     def begin(
-        self, prompt: Any, sampling_params: Any, request_id: str, server: ServerWide
+        self, prompt: Any, sampling_params: Any, request_id: str, server: ServerOptions
     ) -> Generation | None:
         """A new generation; None for another step of a beam search."""
         absent = None
@@ -161,14 +161,14 @@ class Call:
             absent = EMBEDDINGS  # vLLM would name zeros as the prompt's ids
         delta = sampling_params.output_kind.name == "DELTA"
         generation = Generation(
-            len(self.generations), delta, applied(sampling_params, server), absent
+            len(self.generations), delta, sampling_of(sampling_params, server), absent
         )
         self.generations.append(generation)
         return generation
 
-    def take(self) -> bytes:
+    def flush(self) -> bytes:
         """Frames of what came since the last time."""
-        frames = (generation.take() for generation in self.generations)
+        frames = (generation.flush() for generation in self.generations)
         return b"".join(wire.encode(frame) for frame in frames if frame is not None)
 
 
@@ -182,7 +182,7 @@ class EngineTap:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._label: str | None = None
-        self._server = server_wide(client)
+        self._server = server_options(client)
         self._generate = client.generate
         self._update_weight_version = client.update_weight_version
         client.generate = self.generate
@@ -198,7 +198,7 @@ class EngineTap:
         if generation is None:
             return self._generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         outputs = self._generate(prompt, with_logprobs(sampling_params), request_id, **more)
-        return _noting(generation, outputs)
+        return _recording(generation, outputs)
 
     async def update_weight_version(self, new_version: str) -> None:
         await self._update_weight_version(new_version)
@@ -222,11 +222,11 @@ def with_logprobs(sampling_params: Any) -> Any:
     return asking
 
 
-async def _noting(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
+async def _recording(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
     # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request at once.
     async with aclosing(outputs):
         async for output in outputs:
-            generation.note(output)
+            generation.append(output)
             yield output
 
 
@@ -279,7 +279,7 @@ class Reply:
             await self._start(message)
         elif message["type"] == "http.response.body" and self._stream:
             # vLLM sends whole events, so a comment between two messages stands between two events.
-            if frames := self._call.take():
+            if frames := self._call.flush():
                 message = {**message, "body": wire.comment(frames) + message.get("body", b"")}
             await self._send(message)
         elif message["type"] == "http.response.body" and self._held is not None:
@@ -302,7 +302,7 @@ class Reply:
 
     async def _finish(self, start: MutableMapping[str, Any]) -> None:
         body = b"".join(self._parts)
-        whole = wire.trail(body, (self._call.take(),))
+        whole = wire.trail(body, (self._call.flush(),))
         headers = [
             (name, value) for name, value in start["headers"] if name.lower() != b"content-length"
         ]

@@ -32,7 +32,7 @@ from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import catalog
 from trainer.position import Position
 from trainer.versions.atomic_directory import new_directory
-from trainer.versions.checkpoint import State
+from trainer.versions.checkpoint import VersionState
 
 CODEC = Codec()
 TOPICS = (
@@ -270,7 +270,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         next_offset=1,
         next_batch_seq=1,
     )
-    version = State(
+    version = VersionState(
         version_id="r/1.0", run_id="r", sync_index=1, attempt=0, parent_version=None,
         weights_topic_id=cluster.topic_id(topics.weights), position=here,
     )  # fmt: skip

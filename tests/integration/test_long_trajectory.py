@@ -16,7 +16,7 @@ from runtime.topics.records import Decoder
 from schemas.records import Candidate, ReadyBatch
 from schemas.settings import Settings
 from stream_jobs.admit.decisions.journal import decode_journal_record
-from trainer.data.sequences import rows_of
+from trainer.data.sequences import sequences_of
 from trainer.data.trajectories import read_payload
 
 ADMIT = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
@@ -78,6 +78,6 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
 
     trajectory = read_payload(jobs.cluster, decoder, jobs.topics.trajectories, "test", batch)[KEY]
     assert [s.step_id for s in trajectory.steps] == ids
-    rows = rows_of(trajectory, member.untrainable_steps, 1.0)
+    rows = sequences_of(trajectory, member.untrainable_steps, 1.0)
     trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
     assert sorted(trained) == sorted(n for n in range(STEPS) for _ in range(2))

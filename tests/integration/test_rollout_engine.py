@@ -59,7 +59,7 @@ from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
 from stream_jobs.assemble.payload.trainability import provenance
 from stream_jobs.assemble.testing import step
-from trainer.data.sequences import Row, TemperatureSpan
+from trainer.data.sequences import TemperatureSpan, TrainingSequence
 from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.timeout(900)
@@ -152,7 +152,7 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
         found = provenance(sampled)
         assert found.reason is None and found.logprobs_temperature is not None
         start, end = len(tokens.prompt_ids), len(tokens.prompt_ids) + len(tokens.ids)
-        row = Row(
+        row = TrainingSequence(
             trajectory_id="k", token_ids=(*tokens.prompt_ids, *tokens.ids), mask=(False,) * start + (True,) * (end - start),
             logprobs=(0.0,) * start + tuple(tokens.logprobs), versions=(), advantage=1.0,
             temperatures=(TemperatureSpan(found.logprobs_temperature, start, end),),

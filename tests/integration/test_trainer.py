@@ -44,7 +44,7 @@ from schemas.topics import partition_of
 from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
 from trainer.main import train
 from trainer.positions import positions
-from trainer.versions.history import chain
+from trainer.versions.history import ancestors
 
 NURSERY = """
 import json, os, sys
@@ -258,7 +258,7 @@ def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
     """Walk the surviving chain from its head: the batches 0 to n-1, each exactly once, in order."""
     assert len({v.version_id for v in versions}) == len(versions), "an id was used twice"
     trained: list[int] = []
-    for version in reversed(chain(versions, versions[-1].version_id)):
+    for version in reversed(ancestors(versions, versions[-1].version_id)):
         if version.first_batch_seq is not None and version.last_batch_seq is not None:
             trained += range(version.first_batch_seq, version.last_batch_seq + 1)
     assert trained == list(range(batches))

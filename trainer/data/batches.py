@@ -21,12 +21,12 @@ from trainer.position import Position
 COMMIT_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 5.0
 
-Bury = Callable[[Record, str, str, str], None]
+DeadLetterSink = Callable[[Record, str, str, str], None]
 """(record, topic id, reason, detail)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incoming:
+class FetchedBatch:
     """A batch with its payload, and the position that a checkpoint has to hold once it is trained."""
 
     batch: ReadyBatch
@@ -84,16 +84,26 @@ def check(
         )
 
 
-class Source:
+class BatchReader:
     """The ready-batches topic of one run and channel, read one record at a time.
 
     What the group commits is advice for lag displays: everything handled so far, control records at the end included.
     """
 
     def __init__(
-        self, cluster: Cluster, settings: Settings, decoder: Decoder, position: Position, bury: Bury
+        self,
+        cluster: Cluster,
+        settings: Settings,
+        decoder: Decoder,
+        position: Position,
+        dead_letter: DeadLetterSink,
     ) -> None:
-        self._cluster, self._settings, self._decoder, self._bury = cluster, settings, decoder, bury
+        self._cluster, self._settings, self._decoder, self._dead_letter_sink = (
+            cluster,
+            settings,
+            decoder,
+            dead_letter,
+        )
         topics = settings.kafka.topics
         self.topic = topics.ready_batches(settings.run_id, "train")
         self._trajectories = topics.trajectories
@@ -105,7 +115,7 @@ class Source:
         self._committed: int | None = None
         self._committed_at = self._checked_at = time.monotonic()
 
-    def next(self, timeout_s: float) -> Incoming | None:
+    def next(self, timeout_s: float) -> FetchedBatch | None:
         """The next batch with its payload; None when there is none yet. Moves `position` behind it."""
         try:
             records = self._reader.poll(1, timeout_s)
@@ -114,21 +124,21 @@ class Source:
             raise
         if not records:
             self._check_topic_sometimes()
-        for record, event in decode_all(self._decoder, records, self._bury_here):
+        for record, event in decode_all(self._decoder, records, self._dead_letter):
             match event:
                 case ReadyBatch(run_id=self._settings.run_id, channel="train"):
                     return self._take(record, event)
                 case Refused() | Late() | PolicyApplied():
                     pass
                 case _:
-                    self._bury_here(
+                    self._dead_letter(
                         record,
                         "invalid",
                         f"a {type(event).__name__} that does not belong on {self.topic}",
                     )
         return None
 
-    def _take(self, record: Record, batch: ReadyBatch) -> Incoming:
+    def _take(self, record: Record, batch: ReadyBatch) -> FetchedBatch:
         check(batch, self.topic, record.offset, self.position.next_batch_seq, self._settings)
         began = time.perf_counter()
         trajectories = read_payload(
@@ -137,7 +147,7 @@ class Source:
         self.position = replace(
             self.position, next_offset=record.offset + 1, next_batch_seq=batch.batch_seq + 1
         )
-        return Incoming(
+        return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
             position=self.position,
@@ -152,8 +162,8 @@ class Source:
             self._reader.commit({(self.topic, self.position.partition): position})
             self._committed, self._committed_at = position, now
 
-    def _bury_here(self, record: Record, reason: str, detail: str) -> None:
-        self._bury(record, self.position.topic_id, reason, detail)
+    def _dead_letter(self, record: Record, reason: str, detail: str) -> None:
+        self._dead_letter_sink(record, self.position.topic_id, reason, detail)
 
     def _check_topic_sometimes(self) -> None:
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""From a batch and its trajectories to training rows. Pure: values in, values out.
+"""From a batch and its trajectories to training sequences. Pure: values in, values out.
 
-A trajectory is a tree of segments, each token stored once. A row is a path from the root to a leaf of it. Where paths
-share sampled tokens, only the first row trains them; the others carry them as context. So each sampled token of a
-trainable step is trained exactly once, and a linear conversation is one row.
+A trajectory is a tree of segments, each token stored once. A sequence is a path from the root to a leaf of it. Where paths
+share sampled tokens, only the first sequence trains them; the others carry them as context. So each sampled token of a
+trainable step is trained exactly once, and a linear conversation is one sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Advantages = Callable[[Sequence[float]], list[float]]
 
 
 class TemperatureSpan(NamedTuple):
-    """The log-probabilities of tokens [start, end) of a row are of this temperature."""
+    """The log-probabilities of tokens [start, end) of a sequence are of this temperature."""
 
     temperature: float
     start: int
@@ -30,11 +30,11 @@ class TemperatureSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrainingSequence:
     """One sequence to train on. All per-token fields have the length of token_ids.
 
-    mask: the token was sampled by the policy, not redacted, and is trained in this row. logprobs: at sampling time, 0.0 where
-    the mask is off. versions: which weight version sampled trained tokens, as index ranges of this row; gaps: not known.
+    mask: the token was sampled by the policy, not redacted, and is trained in this sequence. logprobs: at sampling time, 0.0 where
+    the mask is off. versions: which weight version sampled trained tokens, as index ranges of this sequence; gaps: not known.
     temperatures: at which the trained tokens are scored; gaps: their steps do not say.
     advantage: the same for all its tokens. sampled_at_zero: tokens that are not trained because their recorded
     log-probability is infinite: nothing that has probability zero is sampled, so the number says nothing.
@@ -55,13 +55,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRows:
+class BatchSequences:
     """A batch, ready for the model. rewards: training reward of each trained member. unrewarded: members without one.
 
-    sampled_at_zero: number of tokens without a usable log-probability (see `Row`), by trajectory; none are left out here.
+    sampled_at_zero: number of tokens without a usable log-probability (see `TrainingSequence`), by trajectory; none are left out here.
     """
 
-    rows: tuple[Row, ...]
+    sequences: tuple[TrainingSequence, ...]
     rewards: tuple[float, ...]
     groups: int
     unrewarded: tuple[str, ...]
@@ -69,18 +69,18 @@ class BatchRows:
 
     @property
     def trained_tokens(self) -> int:
-        return sum(row.trained_tokens for row in self.rows)
+        return sum(sequence.trained_tokens for sequence in self.sequences)
 
 
-def rows_of_batch(
+def sequences_of_batch(
     batch: ReadyBatch, trajectories: Mapping[str, Trajectory], advantages: Advantages
-) -> BatchRows:
-    """All rows of a batch. trajectories: by trajectory id, every member's.
+) -> BatchSequences:
+    """All sequences of a batch. trajectories: by trajectory id, every member's.
 
     A member without a training reward is left out of its group, never taken as 0.0; a group with fewer than two rewards left
     has nothing to compare and is left out too. Both are named in `unrewarded`.
     """
-    rows: list[Row] = []
+    sequences: list[TrainingSequence] = []
     rewards: list[float] = []
     unrewarded: list[str] = []
     sampled_at_zero: Counter[str] = Counter()
@@ -99,12 +99,14 @@ def rows_of_batch(
                     member.untrainable_steps,
                     by_member[member.trajectory_id],
                 )
-                sampled_at_zero[member.trajectory_id] += sum(row.sampled_at_zero for row in found)
-                rows += _with_trained_tokens(found)
+                sampled_at_zero[member.trajectory_id] += sum(
+                    sequence.sampled_at_zero for sequence in found
+                )
+                sequences += _with_trained_tokens(found)
         rewards += rewarded.values()
         groups += 1
-    return BatchRows(
-        rows=tuple(rows),
+    return BatchSequences(
+        sequences=tuple(sequences),
         rewards=tuple(rewards),
         groups=groups,
         unrewarded=tuple(unrewarded),
@@ -113,17 +115,22 @@ def rows_of_batch(
 
 
 def within_vocabulary(
-    rows: Sequence[Row], vocabulary: int
-) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """The rows whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the others, each once.
+    sequences: Sequence[TrainingSequence], vocabulary: int
+) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
+    """The sequences whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the others, each once.
 
     An agent can submit any id, and an engine can serve another model than is trained: neither may crash the model's embedding.
     """
-    known = [min(row.token_ids) >= 0 and max(row.token_ids) < vocabulary for row in rows]
+    known = [
+        min(sequence.token_ids) >= 0 and max(sequence.token_ids) < vocabulary
+        for sequence in sequences
+    ]
     others = dict.fromkeys(
-        row.trajectory_id for row, fits in zip(rows, known, strict=True) if not fits
+        sequence.trajectory_id for sequence, fits in zip(sequences, known, strict=True) if not fits
     )
-    return tuple(row for row, fits in zip(rows, known, strict=True) if fits), tuple(others)
+    return tuple(sequence for sequence, fits in zip(sequences, known, strict=True) if fits), tuple(
+        others
+    )
 
 
 def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, float]:
@@ -131,10 +138,10 @@ def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, floa
     return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}
 
 
-def rows_of(
+def sequences_of(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
-) -> list[Row]:
-    """The rows of one trajectory, leaves in order. Paths with nothing (more) to train are cut or left out.
+) -> list[TrainingSequence]:
+    """The sequences of one trajectory, leaves in order. Paths with nothing (more) to train are cut or left out.
 
     untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls untrainable. Raises
     PayloadUnreadable when the tree or a trainable segment is broken.
@@ -142,20 +149,20 @@ def rows_of(
     return _with_trained_tokens(_paths(trajectory, untrainable_steps, advantage))
 
 
-def _with_trained_tokens(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if any(row.mask)]
+def _with_trained_tokens(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    return [sequence for sequence in sequences if any(sequence.mask)]
 
 
 def _paths(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
-) -> list[Row]:
-    """Return a row for each path that has a trainable segment, also where no token of it can be trained."""
+) -> list[TrainingSequence]:
+    """Return a sequence for each path that has a trainable segment, also where no token of it can be trained."""
     steps = {step.index: step for step in trajectory.steps}
     segments, left_out = trajectory.segments, frozenset(untrainable_steps)
     _check_order(trajectory)
     trainable = [_trainable(trajectory, i, steps, left_out) for i in range(len(segments))]
     inner = {segment.parent for segment in segments}
-    rows: list[Row] = []
+    sequences: list[TrainingSequence] = []
     done: set[int] = set()
     for leaf in range(len(segments)):
         if leaf in inner:
@@ -164,8 +171,8 @@ def _paths(
         while path and (not trainable[path[-1]] or path[-1] in done):
             path.pop()
         if path:
-            rows.append(
-                _row(
+            sequences.append(
+                _sequence(
                     trajectory,
                     path,
                     {i for i in path if trainable[i] and i not in done},
@@ -174,7 +181,7 @@ def _paths(
                 )
             )
             done.update(path)
-    return rows
+    return sequences
 
 
 def _trainable(
@@ -218,13 +225,13 @@ def _path(trajectory: Trajectory, leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _row(
+def _sequence(
     trajectory: Trajectory,
     path: Sequence[int],
     trained: Collection[int],
     steps: Mapping[int, TrajectoryStep],
     advantage: float,
-) -> Row:
+) -> TrainingSequence:
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -256,7 +263,7 @@ def _row(
             of_step[segment.step_index] = of_step.get(segment.step_index, 0) + len(tokens)
     if mask[0]:  # a token with nothing before it has no log-probability under the model
         mask[0], logprobs[0] = False, 0.0
-    return Row(
+    return TrainingSequence(
         trajectory_id=trajectory.trajectory_id,
         token_ids=tuple(ids),
         mask=tuple(mask),
@@ -271,7 +278,7 @@ def _row(
 def _versions(
     segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep
 ) -> list[VersionSpan]:
-    """The segment's version spans as index ranges of the row. skipped: tokens of the step before this segment."""
+    """The segment's version spans as index ranges of the sequence. skipped: tokens of the step before this segment."""
     if not segment.versions:
         if step.oldest_version is None or step.oldest_version != step.newest_version:
             return []

@@ -30,7 +30,7 @@ class TensorDtypes:
         return self.others.get(name, self.main)
 
     @property
-    def are_those_of_masters(self) -> bool:
+    def are_float32(self) -> bool:
         return {self.main, *self.others.values()} == {torch.float32}
 
 
@@ -81,7 +81,7 @@ def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
     config.save_pretrained(directory)
 
 
-def files_beside_the_weights(directory: Path) -> dict[str, bytes]:
+def auxiliary_files(directory: Path) -> dict[str, bytes]:
     """Read the tokenizer and its like. Read once: the directory may be a checkpoint that is deleted later."""
     return {
         file.name: file.read_bytes()

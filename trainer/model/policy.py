@@ -1,4 +1,4 @@
-"""The model that learns: its log-probabilities, its optimiser, and one update over the rows of a batch."""
+"""The model that learns: its log-probabilities, its optimiser, and one update over the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from schemas.ids import parse_version
 from schemas.settings import TrainerSettings
 from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import Row
+from trainer.data.sequences import TrainingSequence
 from trainer.metrics import StepStats, UpdateStats
 from trainer.model.files import (
     TensorDtypes,
-    files_beside_the_weights,
+    auxiliary_files,
     load_masters,
     save_masters,
     save_rounded,
@@ -44,7 +44,7 @@ class Policy:
         self.device = torch.device("cuda" if cuda else "cpu")
         model, self._own_dtypes = load_masters(directory)
         self.model = model.to(self.device)
-        self._beside = files_beside_the_weights(directory)
+        self._auxiliary = auxiliary_files(directory)
         self.model.eval()  # gradients flow, dropout does not: what is trained must be what was sampled from
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -70,7 +70,7 @@ class Policy:
             save_masters(self.model, directory)
         else:
             save_rounded(self.model, directory, dtypes)
-        for name, content in self._beside.items():
+        for name, content in self._auxiliary.items():
             if not (directory / name).exists():
                 (directory / name).write_bytes(content)
 
@@ -108,43 +108,50 @@ class Policy:
             state["dtype"], state["other_dtypes"]
         )  # the checkpoint's files are float32
 
-    def logprobs(self, rows: Sequence[Row]) -> Tensor:
-        """Log-probability of every trained token of the rows, row after row: shape (tokens,), float32, with gradient.
+    def logprobs(self, sequences: Sequence[TrainingSequence]) -> Tensor:
+        """Log-probability of every trained token of the sequences, sequence after sequence: shape (tokens,), float32, with gradient.
 
         Each of the distribution at the temperature of its step, as the engine's log-probability is: log softmax(logits / temperature).
         """
-        longest = max(len(row.token_ids) for row in rows)
-        ids = torch.full((len(rows), longest), PADDING)
-        trained = torch.zeros((len(rows), longest), dtype=torch.bool)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
-            trained[i, : len(row.token_ids)] = torch.tensor(row.mask)
+        longest = max(len(sequence.token_ids) for sequence in sequences)
+        ids = torch.full((len(sequences), longest), PADDING)
+        trained = torch.zeros((len(sequences), longest), dtype=torch.bool)
+        for i, sequence in enumerate(sequences):
+            ids[i, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
+            trained[i, : len(sequence.token_ids)] = torch.tensor(sequence.mask)
         ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
         # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         ):
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-        scores: Tensor = logits[trained].float() / self._temperatures(rows).unsqueeze(-1)
+        scores: Tensor = logits[trained].float() / self._temperatures(sequences).unsqueeze(-1)
         chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
         return chosen - scores.logsumexp(-1)
 
-    def _temperatures(self, rows: Sequence[Row]) -> Tensor:
-        """Of every trained token, row after row: shape (tokens,). What a step does not say is taken from the settings."""
-        known = [temperatures_of(row, self.settings.temperature) for row in rows]
+    def _temperatures(self, sequences: Sequence[TrainingSequence]) -> Tensor:
+        """Of every trained token, sequence after sequence: shape (tokens,). What a step does not say is taken from the settings."""
+        known = [temperatures_of(sequence, self.settings.temperature) for sequence in sequences]
         return torch.tensor(
-            [t for of_row in known for t in of_row], dtype=torch.float32, device=self.device
+            [t for of_sequence in known for t in of_sequence],
+            dtype=torch.float32,
+            device=self.device,
         )
 
     def update(
-        self, rows: Sequence[Row], batch_seq: int, loss: Loss, lr: float, parent_version: str | None
+        self,
+        sequences: Sequence[TrainingSequence],
+        batch_seq: int,
+        loss: Loss,
+        lr: float,
+        parent_version: str | None,
     ) -> UpdateStats:
         """Train one batch: one optimiser step for each minibatch.
 
         A step whose loss or gradient is not finite is not taken: weights and optimiser stay as they were before it.
 
         Args:
-            rows: of the batch.
+            sequences: of the batch.
             batch_seq: the number of the batch; the shuffle depends on it.
             loss: the policy loss of its algorithm.
             lr: learning rate.
@@ -155,19 +162,21 @@ class Policy:
             group["lr"] = lr
         s = self.settings
         steps: list[StepStats] = []
-        for part in minibatches(rows, s.minibatches, s.epochs, s.seed, batch_seq):
+        for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
             unchanged = all(step.skipped is not None for step in steps)
             steps.append(self._step(part, loss, parent_version if unchanged else None))
         return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
 
-    def _step(self, rows: Sequence[Row], loss: Loss, parent_version: str | None) -> StepStats:
-        """Take one optimiser step; the loss is the mean over the trained tokens of `rows`.
+    def _step(
+        self, sequences: Sequence[TrainingSequence], loss: Loss, parent_version: str | None
+    ) -> StepStats:
+        """Take one optimiser step; the loss is the mean over the trained tokens of `sequences`.
 
         Rows without advantage count in that mean, but add nothing to loss or gradient: they spare the passes.
         """
         s = self.settings
-        tokens = sum(row.trained_tokens for row in rows)
-        learned = [row for row in rows if row.advantage != 0.0]
+        tokens = sum(sequence.trained_tokens for sequence in sequences)
+        learned = [sequence for sequence in sequences if sequence.advantage != 0.0]
         total, truncated, now_at_zero, differences = 0.0, 0, 0, Differences(parent_version)
         self._clear_gradients(zeros=not learned)
         for part in micro_batches(learned, s.micro_batch_tokens):
@@ -190,7 +199,7 @@ class Policy:
             self.optimizer.step()
         return StepStats(
             tokens=tokens,
-            passed_tokens=sum(row.trained_tokens for row in learned),
+            passed_tokens=sum(sequence.trained_tokens for sequence in learned),
             loss=total if finite else None,
             grad_norm=norm if finite else None,
             skipped=None if finite else f"loss {total}, gradient norm {norm}",
@@ -207,9 +216,13 @@ class Policy:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _recorded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Sampled log-probabilities and advantages of the trained tokens, row after row: two tensors of shape (tokens,)."""
-        trained = [(row.logprobs[i], row.advantage) for row in rows for i in trained_positions(row)]
+    def _recorded(self, sequences: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor]:
+        """Sampled log-probabilities and advantages of the trained tokens, sequence after sequence: two tensors of shape (tokens,)."""
+        trained = [
+            (sequence.logprobs[i], sequence.advantage)
+            for sequence in sequences
+            for i in trained_positions(sequence)
+        ]
         sampled, advantages = torch.tensor(trained, dtype=torch.float32, device=self.device).unbind(
             -1
         )
@@ -224,14 +237,15 @@ class Differences:
         self.largest: float | None = None
         self.largest_same_version: float | None = None
 
-    def add(self, rows: Sequence[Row], difference: Tensor) -> None:
-        """difference: of the trained tokens, row after row, shape (tokens,)."""
+    def add(self, sequences: Sequence[TrainingSequence], difference: Tensor) -> None:
+        """difference: of the trained tokens, sequence after sequence, shape (tokens,)."""
         if self._version is None:
             return
         size = difference.abs()
         self.largest = max(self.largest or 0.0, size.max().item())
         same = torch.tensor(
-            [same for row in rows for same in _sampled_by(row, self._version)], device=size.device
+            [same for sequence in sequences for same in _sampled_by(sequence, self._version)],
+            device=size.device,
         )
         if bool(same.any()):
             self.largest_same_version = max(
@@ -239,33 +253,35 @@ class Differences:
             )
 
 
-def trained_positions(row: Row) -> list[int]:
-    """Indexes of the row's trained tokens."""
-    return [i for i, trained in enumerate(row.mask) if trained]
+def trained_positions(sequence: TrainingSequence) -> list[int]:
+    """Indexes of the sequence's trained tokens."""
+    return [i for i, trained in enumerate(sequence.mask) if trained]
 
 
-def temperatures_of(row: Row, assumed: float) -> list[float]:
+def temperatures_of(sequence: TrainingSequence, assumed: float) -> list[float]:
     """For each trained token: the temperature at which it is scored. assumed: where its step does not say."""
-    of_token = [assumed] * len(row.token_ids)
-    for temperature, start, end in row.temperatures:
+    of_token = [assumed] * len(sequence.token_ids)
+    for temperature, start, end in sequence.temperatures:
         of_token[start:end] = [temperature] * (end - start)
-    return [of_token[i] for i in trained_positions(row)]
+    return [of_token[i] for i in trained_positions(sequence)]
 
 
-def _sampled_by(row: Row, version: str) -> list[bool]:
+def _sampled_by(sequence: TrainingSequence, version: str) -> list[bool]:
     """For each trained token: whether `version` sampled it."""
-    spans = [(span.start, span.end) for span in row.versions if span.version == version]
-    return [any(start <= i < end for start, end in spans) for i in trained_positions(row)]
+    spans = [(span.start, span.end) for span in sequence.versions if span.version == version]
+    return [any(start <= i < end for start, end in spans) for i in trained_positions(sequence)]
 
 
-def staleness(rows: Sequence[Row], run_id: str, sync_index: int) -> tuple[int, int]:
+def staleness(
+    sequences: Sequence[TrainingSequence], run_id: str, sync_index: int
+) -> tuple[int, int]:
     """Sum over the trained tokens of known version of this run of (sync_index - the version's), and their number."""
     total = known = 0
-    for row in rows:
-        for span in row.versions:
+    for sequence in sequences:
+        for span in sequence.versions:
             version = parse_version(span.version)
             if version is not None and version.run_id == run_id:
-                trained = sum(row.mask[span.start : span.end])
+                trained = sum(sequence.mask[span.start : span.end])
                 total += (sync_index - version.sync_index) * trained
                 known += trained
     return total, known

@@ -27,7 +27,7 @@ TRAINING = "training.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class VersionState:
     """A version as its checkpoint knows it. weights_topic_id: the log on which it counts once it is there."""
 
     version_id: str
@@ -43,7 +43,7 @@ class State:
         return Version(self.run_id, self.sync_index, self.attempt)
 
 
-def save(root: Path, state: State, policy: Policy) -> Path:
+def save(root: Path, state: VersionState, policy: Policy) -> Path:
     """Write the checkpoint of a version. Returns its directory; OSError leaves none."""
     final = directory_of(root, state.version)
     with new_directory(final, asdict(state)) as tmp:
@@ -52,12 +52,14 @@ def save(root: Path, state: State, policy: Policy) -> Path:
     return final
 
 
-def read(directory: Path, version_id: str) -> State:
+def read(directory: Path, version_id: str) -> VersionState:
     """The state in a checkpoint whose every file is whole. Raises InvalidCheckpoint."""
     info = verify(directory)
     try:
         position = Position(**info["position"])
-        state = State(**{**{k: v for k, v in info.items() if k != "files"}, "position": position})
+        state = VersionState(
+            **{**{k: v for k, v in info.items() if k != "files"}, "position": position}
+        )
     except (TypeError, KeyError) as e:
         raise InvalidCheckpoint(f"{directory}: not the state of a checkpoint: {e}") from e
     if state.version_id != version_id:
@@ -67,8 +69,8 @@ def read(directory: Path, version_id: str) -> State:
     return state
 
 
-def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[State, Path] | None:
-    """State and directory of the newest version (log order) whose checkpoint is whole; None when there are no versions.
+def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState, Path] | None:
+    """VersionState and directory of the newest version (log order) whose checkpoint is whole; None when there are no versions.
 
     Raises CheckpointLost when there are versions, but no checkpoint of them.
     """

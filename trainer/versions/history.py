@@ -26,24 +26,26 @@ def next_sync_index(sync_index: int, next_batch_seq: int, sync_every: int) -> in
     return sync_index + (1 if next_batch_seq % sync_every == 0 else 0)
 
 
-def chain(versions: Sequence[WeightVersion], head: str) -> list[WeightVersion]:
-    """`head` and its ancestors, newest first."""
+def ancestors(versions: Sequence[WeightVersion], current_version: str) -> list[WeightVersion]:
+    """`current_version` and its ancestors, newest first."""
     by_id = {version.version_id: version for version in versions}
     found: list[WeightVersion] = []
-    at: str | None = head
+    at: str | None = current_version
     while at is not None and at in by_id:
         found.append(by_id.pop(at))
         at = found[-1].parent_version
     return found
 
 
-def deletable(versions: Sequence[WeightVersion], head: str, keep: int) -> Collection[Version]:
-    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of the head's chain.
+def deletable(
+    versions: Sequence[WeightVersion], current_version: str, keep: int
+) -> Collection[Version]:
+    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of the current_version's chain.
 
     What a kept delta is based on stays too.
     """
     keep = max(keep, ALWAYS_KEPT)
-    kept = {v.version_id for v in (*versions[-keep:], *chain(versions, head)[:keep])}
+    kept = {v.version_id for v in (*versions[-keep:], *ancestors(versions, current_version)[:keep])}
     by_id = {v.version_id: v for v in versions}
     for version_id in tuple(kept):
         base = by_id[version_id].base_version

@@ -13,11 +13,11 @@ from schemas.records import WeightFile, WeightVersion
 from trainer.model.files import TensorDtypes
 from trainer.model.policy import Policy
 from trainer.versions.atomic_directory import directory_of, new_directory, read_info
-from trainer.versions.checkpoint import MODEL, State
+from trainer.versions.checkpoint import MODEL, VersionState
 
 
 def export(
-    root: Path, state: State, checkpoint: Path, policy: Policy, dtypes: TensorDtypes
+    root: Path, state: VersionState, checkpoint: Path, policy: Policy, dtypes: TensorDtypes
 ) -> tuple[WeightFile, ...]:
     """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
 
@@ -25,7 +25,7 @@ def export(
     """
     final = directory_of(root, state.version)
     with new_directory(final, asdict(state)) as tmp:
-        if dtypes.are_those_of_masters:
+        if dtypes.are_float32:
             for file in sorted((checkpoint / MODEL).iterdir()):
                 _link(file, tmp / file.name)
         else:
@@ -39,7 +39,7 @@ def export(
 
 
 def manifest(
-    state: State,
+    state: VersionState,
     first_batch_seq: int,
     files: tuple[WeightFile, ...],
     checkpoint: Path,

@@ -15,7 +15,7 @@ from schemas.records import WeightVersion
 from schemas.topics import Topics
 
 
-class Ledger(Protocol):
+class WeightLog(Protocol):
     """Where versions are published. topic_id: Kafka's id of the weights topic."""
 
     topic_id: str
@@ -28,8 +28,8 @@ class Ledger(Protocol):
 
 
 @dataclass
-class MemoryLedger:
-    """A ledger without Kafka, for tests and for training off-line."""
+class MemoryWeightLog:
+    """A weight_log without Kafka, for tests and for training off-line."""
 
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
@@ -41,10 +41,10 @@ class MemoryLedger:
 
     def raise_if_fenced(self) -> None:
         if self.fenced:
-            raise Fenced("a newer ledger was opened")
+            raise Fenced("a newer weight_log was opened")
 
 
-class KafkaLedger:
+class KafkaWeightLog:
     """The weights log, as the one trainer that may write to it. Making one fences every older trainer of the run.
 
     Whatever is written goes through one transactional producer, so a fenced trainer can write nothing, dead letters included.
@@ -62,7 +62,7 @@ class KafkaLedger:
                 self._topics.weights, version.version_id.encode(), self._codec.encode(version)
             )
 
-    def bury(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+    def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         """Dead-letter a record. It may be buried again after a restart: the same place each time."""
         letter = dead_letter(record, topic_id, "trainer", reason, detail)
         with self._producer.transaction():
@@ -77,15 +77,15 @@ class KafkaLedger:
             with self._producer.transaction():
                 self._producer.put(self._topics.weights, self._run_id.encode(), None)
                 self._producer.flush()
-                raise _GivenUp
-        except _GivenUp:
+                raise _Aborted
+        except _Aborted:
             return
 
     def close(self) -> None:
         self._producer.close()
 
 
-class _GivenUp(Exception):
+class _Aborted(Exception):
     """Ends the transaction of `raise_if_fenced`."""
 
 

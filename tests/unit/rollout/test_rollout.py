@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from rollout.errors import InvalidWeights, WeightsUnreadable
-from rollout.main import server_of
+from rollout.main import create_server
 from rollout.server.process import server_arguments, server_environment
 from rollout.server.weight_files import remove_others, verify
-from rollout.versions import PUT_OFF_S, REMEMBERED, Versions, WeightsFeed
+from rollout.versions import DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.kafka import Cluster, Record, Unavailable
 from schemas.codec.single_object import Codec
@@ -58,19 +58,19 @@ def test_the_newest_version_of_the_run_is_wanted(
 ) -> None:
     versions = Versions("ours")
     for run, index in published:
-        versions.hear(version(run, index))
+        versions.add(version(run, index))
         assert versions.wanted(None) is None, "before the log has been read to its end"
     versions.reached_end()
     for index in refused:
-        versions.refuse(f"ours/{index}.0")
-    ours = [index for run, index in published if run == "ours"][-REMEMBERED:]
+        versions.reject(f"ours/{index}.0")
+    ours = [index for run, index in published if run == "ours"][-KEPT_VERSIONS:]
     good = [index for index in ours if index not in refused]
     wanted = versions.wanted(None)
     assert (wanted.sync_index if wanted else None) == (good[-1] if good else None)
     if wanted is not None:
         assert versions.wanted(wanted.version_id) is None
         assert versions.wanted("ours/77.0") == wanted
-    versions.forget()
+    versions.reset()
     versions.reached_end()
     assert versions.wanted(None) is None
 
@@ -79,45 +79,45 @@ def test_a_version_that_cannot_be_read_now_is_wanted_again_later() -> None:
     now = [0.0]
     versions = Versions("ours", lambda: now[0])
     for index in range(3):
-        versions.hear(version("ours", index))
+        versions.add(version("ours", index))
     versions.reached_end()
-    assert versions.due_in_s() is None
-    versions.put_off("ours/2.0")
+    assert versions.next_retry_s() is None
+    versions.defer("ours/2.0")
     assert versions.wanted("ours/1.0") is None, "what serves is the best there is"
-    assert (versions.wanted(None), versions.due_in_s()) == (version("ours", 1), PUT_OFF_S)
-    now[0] = PUT_OFF_S
-    assert (versions.wanted("ours/1.0"), versions.due_in_s()) == (version("ours", 2), None)
+    assert (versions.wanted(None), versions.next_retry_s()) == (version("ours", 1), DEFER_S)
+    now[0] = DEFER_S
+    assert (versions.wanted("ours/1.0"), versions.next_retry_s()) == (version("ours", 2), None)
 
 
 def test_after_eight_unusable_versions_an_older_good_one_is_found() -> None:
     versions = Versions("ours")
 
     def read_log() -> None:
-        for index in range(3 * REMEMBERED):
-            versions.hear(version("ours", index))
+        for index in range(3 * KEPT_VERSIONS):
+            versions.add(version("ours", index))
         versions.reached_end()
 
     read_log()
     reads = 1
     while (wanted := versions.wanted(None)) is None or wanted.sync_index != 2:
         if versions.exhausted:
-            versions.read_again()
+            versions.restart()
             assert versions.wanted(None) is None
             read_log()
             reads += 1
         else:
             assert wanted is not None
-            versions.refuse(wanted.version_id)
+            versions.reject(wanted.version_id)
     assert reads == 3
     for index in range(3):
-        versions.refuse(version("ours", index).version_id)
+        versions.reject(version("ours", index).version_id)
     assert not versions.exhausted, "the log has none left"
 
 
 class Log:
     """A weights log that breaks off after its second version when it is read for the first time.
 
-    looks: how often was looked at what was heard. The log goes on when that was done.
+    looks: how often was looked at what was published. The log goes on when that was done.
     """
 
     def __init__(self) -> None:
@@ -150,10 +150,10 @@ class Log:
 
 def test_a_log_that_is_read_again_does_not_bring_old_versions_back() -> None:
     async def body() -> list[int | None]:
-        versions, heard, log = Versions("ours"), asyncio.Event(), Log()
-        versions.hear(version("ours", 9))
+        versions, updated, log = Versions("ours"), asyncio.Event(), Log()
+        versions.add(version("ours", 9))
         versions.reached_end()  # as when Kafka went away later
-        feed = WeightsFeed(cast("Cluster", log), Topics(), versions, heard)
+        feed = WeightsFeed(cast("Cluster", log), Topics(), versions, updated)
         failed = feed.start()
         wanted: list[int | None] = [9]
         async with asyncio.timeout(60):
@@ -404,8 +404,8 @@ def test_the_environment_keeps_what_was_there() -> None:
 
 def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"rollout\.model_path"):
-        server_of(Settings())
+        create_server(Settings())
     with pytest.raises(SettingsError, match="no Hugging Face model directory"):
-        server_of(Settings.model_validate({"trainer": {"model_path": tmp_path}}))
+        create_server(Settings.model_validate({"trainer": {"model_path": tmp_path}}))
     attached = Settings.model_validate({"rollout": {"attach_url": "http://10.0.0.1:8000/v1"}})
-    assert server_of(attached).base_url == "http://10.0.0.1:8000"
+    assert create_server(attached).base_url == "http://10.0.0.1:8000"

@@ -1,4 +1,4 @@
-"""Versions, checkpoints and resumes on a ledger in memory: a crash is a value, here a directory as a kill leaves it."""
+"""Versions, checkpoints and resumes on a weight log in memory: a crash is a value, here a directory as a kill leaves it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from trainer.data.batches import Incoming, start_of
+from trainer.data.batches import FetchedBatch, start_of
 from trainer.errors import (
     BatchesReplaced,
     BatchNeverEnds,
@@ -46,11 +46,11 @@ from trainer.errors import (
 from trainer.main import check_settings
 from trainer.position import Position
 from trainer.run import Run, open_run
-from trainer.unfinished_batches import MOST, Begun
+from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
 from trainer.versions.atomic_directory import INFO, new_directory, sha256, verify
 from trainer.versions.checkpoint import read
-from trainer.versions.history import chain, deletable, next_sync_index
-from trainer.versions.weight_log import MemoryLedger
+from trainer.versions.history import ancestors, deletable, next_sync_index
+from trainer.versions.weight_log import MemoryWeightLog
 
 GROUPS, MEMBERS = 2, 3
 
@@ -89,14 +89,16 @@ def locate(topic_id: str, stored: Position | None) -> Position:
     )
 
 
-def begin(s: Settings, ledger: MemoryLedger, topic_id: str = "topic") -> Run:
+def begin(s: Settings, weight_log: MemoryWeightLog, topic_id: str = "topic") -> Run:
     taken = {
-        v for record in ledger.published if (v := parse_version(record.version_id)) is not None
+        v for record in weight_log.published if (v := parse_version(record.version_id)) is not None
     }
-    return open_run(s, ledger, ledger.published, taken, lambda stored: locate(topic_id, stored))
+    return open_run(
+        s, weight_log, weight_log.published, taken, lambda stored: locate(topic_id, stored)
+    )
 
 
-def incoming(seq: int, topic_id: str = "topic") -> Incoming:
+def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
     """A batch that depends on its number alone."""
     groups, trajectories = [], {}
     for g in range(GROUPS):
@@ -140,19 +142,19 @@ def incoming(seq: int, topic_id: str = "topic") -> Incoming:
     position = Position(
         topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1
     )
-    return Incoming(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
+    return FetchedBatch(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
 
 
 def go(run: Run, first: int, last: int) -> None:
     for seq in range(first, last + 1):
         assert run.position.next_batch_seq == seq
-        run.train(incoming(seq, run.position.topic_id))
-        if run.window_full:
+        run.train(fetched(seq, run.position.topic_id))
+        if run.version_due:
             run.publish()
 
 
-def ids(ledger: MemoryLedger) -> list[str]:
-    return [v.version_id.removeprefix("r/") for v in ledger.published]
+def ids(weight_log: MemoryWeightLog) -> list[str]:
+    return [v.version_id.removeprefix("r/") for v in weight_log.published]
 
 
 def weights_sha(version: WeightVersion) -> str:
@@ -164,33 +166,33 @@ def batches(versions: list[WeightVersion]) -> list[tuple[int | None, int | None]
 
 
 def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_dir: Path) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 1)
-    go(begin(s, ledger), 2, 2)
-    lost = begin(s, ledger)
-    lost.train(incoming(3))  # killed before anything of it was published
-    go(begin(s, ledger), 3, 4)
-    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.1", "4.2", "5.2"]
-    parents = [v.parent_version for v in ledger.published]
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 1)
+    go(begin(s, weight_log), 2, 2)
+    lost = begin(s, weight_log)
+    lost.train(fetched(3))  # killed before anything of it was published
+    go(begin(s, weight_log), 3, 4)
+    assert ids(weight_log) == ["0.0", "1.0", "2.0", "3.1", "4.2", "5.2"]
+    parents = [v.parent_version for v in weight_log.published]
     assert parents == [None, "r/0.0", "r/1.0", "r/2.0", "r/3.1", "r/4.2"]
-    assert batches(ledger.published) == [(None, None), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
-    assert [v.sync_index for v in ledger.published] == [0, 1, 2, 3, 4, 5]
+    assert batches(weight_log.published) == [(None, None), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [v.sync_index for v in weight_log.published] == [0, 1, 2, 3, 4, 5]
 
 
 def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_dir: Path) -> None:
-    s, ledger = settings(tmp_path, model_dir, first_attempt=3), MemoryLedger()
-    go(begin(s, ledger), 0, 0)
-    go(begin(s, ledger), 1, 1)
-    assert ids(ledger) == ["0.3", "1.3", "2.4"]
+    s, weight_log = settings(tmp_path, model_dir, first_attempt=3), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 0)
+    go(begin(s, weight_log), 1, 1)
+    assert ids(weight_log) == ["0.3", "1.3", "2.4"]
     # Every recorded token names r/0.0: none of these versions, and none of the weights that are trained.
-    assert "logp_max_abs_diff_same_version" not in ledger.published[1].metrics
+    assert "logp_max_abs_diff_same_version" not in weight_log.published[1].metrics
 
 
 def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    run = begin(settings(tmp_path, model_dir), ledger := MemoryLedger())
-    batch = incoming(0)
+    run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
+    batch = fetched(0)
     for name, trajectory in batch.trajectories.items():
         (step,) = trajectory.steps
         batch.trajectories[name] = replace(
@@ -200,7 +202,7 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
         SettingsError, match=r"tokens of r/5\.2, which is not on this weights log.*first_attempt=3"
     ):
         run.train(batch)
-    ledger.fenced = True
+    weight_log.fenced = True
     with pytest.raises(Fenced):  # a newer trainer published it
         run.train(batch)
 
@@ -211,7 +213,7 @@ def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
 ) -> None:
     """The checkpoint holds the float32 weights that learn; what is published of them is rounded."""
     model_dir = make_random_model(tmp_path / "m", dtype=dtype)
-    uninterrupted, again, resumed = MemoryLedger(), MemoryLedger(), MemoryLedger()
+    uninterrupted, again, resumed = MemoryWeightLog(), MemoryWeightLog(), MemoryWeightLog()
     a, b, c = (settings(tmp_path / name, model_dir, dtype=dtype) for name in "abc")
     go(begin(a, uninterrupted), 0, 3)
     go(begin(b, again), 0, 3)
@@ -239,10 +241,10 @@ def test_an_engine_that_booted_in_bfloat16_takes_every_version(
     boot = model_dir if own == "float32" else make_random_model(tmp_path / "m", dtype=own)
     given = settings(tmp_path / "data", boot, max_versions=3)
     s = given.model_copy(update={"rollout": given.rollout.model_copy(update={"dtype": engine})})
-    go(begin(s, ledger := MemoryLedger()), 0, 0)
-    go(begin(s, ledger), 1, 1)
+    go(begin(s, weight_log := MemoryWeightLog()), 0, 0)
+    go(begin(s, weight_log), 1, 1)
     served = Served(read_layout(boot), torch.bfloat16)
-    for version in ledger.published:
+    for version in weight_log.published:
         weights = {Path(f.url.removeprefix("file://")): f.sha256 for f in version.files}
         (tensors,) = [{str(p): sha} for p, sha in weights.items() if p.suffix == ".safetensors"]
         assert {t.dtype for t in stage(tensors, served).values()} == {torch.bfloat16}
@@ -252,26 +254,29 @@ def test_an_engine_that_booted_in_bfloat16_takes_every_version(
 def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     tmp_path: Path, model_dir: Path, foreign: int
 ) -> None:
-    run = begin(settings(tmp_path, model_dir), ledger := MemoryLedger())
-    batch = incoming(0)
+    run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
+    batch = fetched(0)
     name, odd = next(iter(batch.trajectories.items()))
     segments = (replace(odd.segments[0], token_ids=pack_ids([2, foreign, 9])), *odd.segments[1:])
     batch.trajectories[name] = replace(odd, segments=segments)
     with capture_logs() as logs:
         run.train(batch)
     run.publish()
-    (said,) = (line for line in logs if line["event"] == "tokens_not_of_this_model")
-    assert said["trajectories"] == (name,) and said["rows"] == 1
-    metrics = ledger.published[-1].metrics
-    assert (metrics["rows_foreign"], metrics["rows"]) == (1.0, GROUPS * MEMBERS - 1.0)
+    (said,) = (line for line in logs if line["event"] == "tokens_outside_vocabulary")
+    assert said["trajectories"] == (name,) and said["sequences"] == 1
+    metrics = weight_log.published[-1].metrics
+    assert (metrics["sequences_outside_vocabulary"], metrics["sequences"]) == (
+        1.0,
+        GROUPS * MEMBERS - 1.0,
+    )
 
 
 def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 0)
-    version = ledger.published[-1]
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 0)
+    version = weight_log.published[-1]
     directory = s.weights_dir / "r" / "1.0"
     assert {Path(f.url.removeprefix("file://")) for f in version.files} == {
         directory / p.name for p in model_dir.iterdir()
@@ -295,32 +300,32 @@ def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
 def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 0)
-    orphan = begin(s, ledger)
-    orphan.train(incoming(1))
-    ledger.fenced = True
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 0)
+    orphan = begin(s, weight_log)
+    orphan.train(fetched(1))
+    weight_log.fenced = True
     with pytest.raises(Fenced):
         orphan.publish()  # all files are there, the manifest is not
-    ledger.fenced = False
+    weight_log.fenced = False
     (s.checkpoint_dir / "r" / ".tmp-3.1-17" / "model").mkdir(parents=True)
     (s.weights_dir / "r" / ".tmp-3.1-17").mkdir()
     assert (s.checkpoint_dir / "r" / "2.1").exists() and (s.weights_dir / "r" / "2.1").exists()
-    run = begin(s, ledger)
+    run = begin(s, weight_log)
     for root in (s.checkpoint_dir, s.weights_dir):
         assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0"]
     go(run, 1, 1)
-    assert ids(ledger) == ["0.0", "1.0", "2.2"], "an id that was once written to disk is taken"
-    assert batches(ledger.published)[-1] == (1, 1)
+    assert ids(weight_log) == ["0.0", "1.0", "2.2"], "an id that was once written to disk is taken"
+    assert batches(weight_log.published)[-1] == (1, 1)
 
 
 def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_deletes(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """The broker came back from an older copy: the same topics, but neither the newest version nor its batch."""
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 1)
-    ledger.published.pop()
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 1)
+    weight_log.published.pop()
 
     def truncated(stored: Position | None) -> Position:
         if stored is not None and stored.next_offset > 2:
@@ -328,31 +333,33 @@ def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_delete
         return locate("topic", stored)
 
     with pytest.raises(SourceTruncated):
-        open_run(s, ledger, ledger.published, [Version("r", 0, 0), Version("r", 1, 0)], truncated)
+        open_run(
+            s, weight_log, weight_log.published, [Version("r", 0, 0), Version("r", 1, 0)], truncated
+        )
     assert all((root / "r" / "2.0").is_dir() for root in (s.checkpoint_dir, s.weights_dir))
 
 
 def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    run = begin(s, ledger)
-    run.train(incoming(0))
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    run = begin(s, weight_log)
+    run.train(fetched(0))
     (s.checkpoint_dir / "r" / "1.0").mkdir()  # as if a newer one had written there
     with pytest.raises(FileExistsError):
         run.publish()
-    ledger.fenced = True
+    weight_log.fenced = True
     with pytest.raises(Fenced):
         run.publish()
-    assert ids(ledger) == ["0.0"]
+    assert ids(weight_log) == ["0.0"]
 
 
 @pytest.mark.parametrize("damage", ["model", "training.pt", INFO, "everything"])
 def test_a_damaged_checkpoint_falls_back_to_its_parent(
     tmp_path: Path, model_dir: Path, damage: str
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 2)
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 2)
     newest = s.checkpoint_dir / "r" / "3.0"
     match damage:
         case "model":
@@ -363,32 +370,32 @@ def test_a_damaged_checkpoint_falls_back_to_its_parent(
             shutil.rmtree(newest)
         case _:
             os.truncate(newest / damage, 10)
-    go(begin(s, ledger), 2, 2)
-    assert ids(ledger) == ["0.0", "1.0", "2.0", "3.0", "3.1"]
-    assert ledger.published[-1].parent_version == "r/2.0"
-    trained = [v.last_batch_seq for v in reversed(chain(ledger.published, "r/3.1"))]
+    go(begin(s, weight_log), 2, 2)
+    assert ids(weight_log) == ["0.0", "1.0", "2.0", "3.0", "3.1"]
+    assert weight_log.published[-1].parent_version == "r/2.0"
+    trained = [v.last_batch_seq for v in reversed(ancestors(weight_log.published, "r/3.1"))]
     assert trained == [None, 0, 1, 2], "each batch once along the surviving chain"
 
 
 def test_versions_without_any_checkpoint_are_an_error(tmp_path: Path, model_dir: Path) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 0)
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 0)
     shutil.rmtree(s.checkpoint_dir)
     with pytest.raises(CheckpointLost, match=r"r/1\.0"):
-        begin(s, ledger)
+        begin(s, weight_log)
 
 
 def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 1)
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 1)
     before = {
         p: p.stat().st_mtime_ns
         for root in (s.checkpoint_dir, s.weights_dir)
         for p in root.rglob("*.safetensors")
     }
-    wiped = MemoryLedger(topic_id="another")
+    wiped = MemoryWeightLog(topic_id="another")
     go(begin(s, wiped, "topic2"), 0, 0)
     assert ids(wiped) == ["0.1", "1.1"]
     assert all(p.stat().st_mtime_ns == t for p, t in before.items())
@@ -400,9 +407,9 @@ def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Its batches count from 0 again: for weights of version 2 the staleness of any of them would be negative."""
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    begin(s, ledger)
-    run = begin(s, ledger, "topic2")
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    begin(s, weight_log)
+    run = begin(s, weight_log, "topic2")
     assert run.position == start_of("batches", "topic2", None), (
         "nothing was trained: the new topic will do"
     )
@@ -410,9 +417,9 @@ def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
     with pytest.raises(
         BatchesReplaced, match=r"batches 0 to 1 of topic id topic2; today's id is topic3"
     ) as raised:
-        begin(s, ledger, "topic3")
+        begin(s, weight_log, "topic3")
     assert exit_code(raised.value) == EXIT_SOURCE
-    assert ids(ledger) == ["0.0", "1.1", "2.1"]
+    assert ids(weight_log) == ["0.0", "1.1", "2.1"]
 
 
 def no_memory(*_: object) -> NoReturn:
@@ -424,60 +431,60 @@ def no_memory(*_: object) -> NoReturn:
 def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    go(begin(s, ledger), 0, 0)
-    for _ in range(MOST):
-        run = begin(s, ledger)
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    go(begin(s, weight_log), 0, 0)
+    for _ in range(MAX_ATTEMPTS):
+        run = begin(s, weight_log)
         run._policy.model.register_forward_pre_hook(no_memory)
         with pytest.raises(
             OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384"
         ) as raised:
-            run.train(incoming(1))
+            run.train(fetched(1))
         assert exit_code(raised.value) == EXIT_FAILED, "restarted"
     with pytest.raises(
         BatchNeverEnds, match=r"trainer\.micro_batch_tokens: .* batch 1 was begun 5 times"
     ) as last:
-        begin(s, ledger).train(incoming(1))
+        begin(s, weight_log).train(fetched(1))
     assert exit_code(last.value) == EXIT_SETTINGS, "not restarted"
-    go(begin(s, ledger), 1, 1)  # the operator has changed something
-    assert batches(ledger.published)[-1] == (1, 1)
-    assert not (s.checkpoint_dir / "r" / "begun.json").exists()
+    go(begin(s, weight_log), 1, 1)  # the operator has changed something
+    assert batches(weight_log.published)[-1] == (1, 1)
+    assert not (s.checkpoint_dir / "r" / "unfinished_batches.json").exists()
 
 
 def test_a_kill_in_training_counts_and_an_error_of_another_kind_does_not(tmp_path: Path) -> None:
-    for _ in range(MOST + 1):
-        with pytest.raises(Unavailable), Begun(tmp_path, "topic").training(7):
+    for _ in range(MAX_ATTEMPTS + 1):
+        with pytest.raises(Unavailable), UnfinishedBatches(tmp_path, "topic").training(7):
             raise Unavailable("Kafka is away")
     killed = []  # a block that is entered and never left is what a kill leaves
-    for _ in range(MOST):
-        begun = Begun(tmp_path, "topic")
-        with begun.training(6):
+    for _ in range(MAX_ATTEMPTS):
+        unfinished = UnfinishedBatches(tmp_path, "topic")
+        with unfinished.training(6):
             pass  # the batch before it is trained again each time
-        killed.append(begun.training(7))
+        killed.append(unfinished.training(7))
         killed[-1].__enter__()
     with (
         pytest.raises(BatchNeverEnds, match="batch 7 was begun 5 times"),
-        Begun(tmp_path, "topic").training(7),
+        UnfinishedBatches(tmp_path, "topic").training(7),
     ):
         pass
-    with Begun(tmp_path, "topic").training(7):
+    with UnfinishedBatches(tmp_path, "topic").training(7):
         pass
 
 
-@pytest.mark.parametrize("kept", ['{"topic_id": "topic", "begun": {"7": 5}}', "{"])
+@pytest.mark.parametrize("kept", ['{"topic_id": "topic", "unfinished": {"7": 5}}', "{"])
 def test_counts_of_another_topic_or_unreadable_ones_are_forgotten(
     tmp_path: Path, kept: str
 ) -> None:
-    (tmp_path / "begun.json").write_text(kept)
-    with Begun(tmp_path, "another").training(7):
+    (tmp_path / "unfinished_batches.json").write_text(kept)
+    with UnfinishedBatches(tmp_path, "another").training(7):
         pass
 
 
 def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir, minibatches=1), MemoryLedger()
-    run = begin(s, ledger)
+    s, weight_log = settings(tmp_path, model_dir, minibatches=1), MemoryWeightLog()
+    run = begin(s, weight_log)
     handle = run._policy.model.lm_head.register_forward_hook(
         lambda _, __, logits: logits * math.nan
     )
@@ -486,7 +493,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     handle.remove()
     (said,) = [line for line in logs if line["event"] == "update_skipped"]
     assert (said["batch_seq"], said["reason"]) == (0, "loss nan, gradient norm nan")
-    initial, skipped = ledger.published
+    initial, skipped = weight_log.published
     assert weights_sha(initial) == weights_sha(skipped)
     assert (skipped.metrics["optimizer_steps"], skipped.metrics["optimizer_steps_skipped"]) == (
         0.0,
@@ -495,22 +502,22 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     assert skipped.metrics.keys().isdisjoint({"loss", "grad_norm", "logp_max_abs_diff"})
     assert all(map(math.isfinite, skipped.metrics.values()))
     go(run, 1, 1)
-    assert batches(ledger.published) == [(None, None), (0, 0), (1, 1)]
-    assert ledger.published[-1].metrics["optimizer_steps"] == 1.0
+    assert batches(weight_log.published) == [(None, None), (0, 0), (1, 1)]
+    assert weight_log.published[-1].metrics["optimizer_steps"] == 1.0
 
 
 def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_expects(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir, sync_every=2), MemoryLedger()
-    run = begin(s, ledger)
+    s, weight_log = settings(tmp_path, model_dir, sync_every=2), MemoryWeightLog()
+    run = begin(s, weight_log)
     go(run, 0, 2)
-    assert run.window and not run.window_full
+    assert run.unpublished and not run.version_due
     run.publish()  # SIGTERM
-    go(begin(s, ledger), 3, 5)
-    assert ids(ledger) == ["0.0", "1.0", "2.0", "2.1", "3.1"]
-    assert batches(ledger.published)[1:] == [(0, 1), (2, 2), (3, 3), (4, 5)]
-    for version in ledger.published[1:]:
+    go(begin(s, weight_log), 3, 5)
+    assert ids(weight_log) == ["0.0", "1.0", "2.0", "2.1", "3.1"]
+    assert batches(weight_log.published)[1:] == [(0, 1), (2, 2), (3, 3), (4, 5)]
+    for version in weight_log.published[1:]:
         assert version.last_batch_seq is not None
         assert version.sync_index == version.last_batch_seq // 2 + 1
 
@@ -518,15 +525,18 @@ def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_ex
 def test_files_of_old_versions_are_deleted_the_newest_two_never(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    s, ledger = settings(tmp_path, model_dir, keep_checkpoints=1, keep_versions=3), MemoryLedger()
-    go(begin(s, ledger), 0, 4)
+    s, weight_log = (
+        settings(tmp_path, model_dir, keep_checkpoints=1, keep_versions=3),
+        MemoryWeightLog(),
+    )
+    go(begin(s, weight_log), 0, 4)
     assert sorted(p.name for p in (s.checkpoint_dir / "r").iterdir()) == ["4.0", "5.0"]
     assert sorted(p.name for p in (s.weights_dir / "r").iterdir()) == ["3.0", "4.0", "5.0"]
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"trainer\.model_path"):
-        begin(Settings(run_id="r", data_dir=tmp_path), MemoryLedger())
+        begin(Settings(run_id="r", data_dir=tmp_path), MemoryWeightLog())
     with pytest.raises(SettingsError, match=r"trainer\.lr_final"):
         check_settings(settings(tmp_path, model_dir, lr_final=1e-4).trainer)
 
@@ -552,8 +562,8 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_version_is_not_taken(tmp_path: Path, model_dir: Path) -> None:
-    s, ledger = settings(tmp_path, model_dir), MemoryLedger()
-    begin(s, ledger)
+    s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
+    begin(s, weight_log)
     directory = s.checkpoint_dir / "r" / "0.0"
     assert read(directory, "r/0.0").position == start_of("batches", "topic", None)
     with pytest.raises(InvalidCheckpoint, match=r"r/0\.0, not of r/0\.1"):

@@ -12,7 +12,7 @@ from aiohttp import web
 from support.ports import free_port
 
 from rollout.main import public_url
-from rollout.server.drain import QUIET_S, drained, in_flight_of
+from rollout.server.drain import QUIET_S, in_flight_of, wait_drained
 from rollout.server.process import VllmServer
 from schemas.errors import SettingsError
 from schemas.settings import RolloutSettings, Settings
@@ -58,7 +58,7 @@ def drain(engine: Engine, timeout_s: float, then: int | None) -> tuple[bool, flo
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as http:
             began = time.monotonic()
-            waiting = asyncio.create_task(drained(http, url, timeout_s))
+            waiting = asyncio.create_task(wait_drained(http, url, timeout_s))
             while engine.asked < 3 and not waiting.done():  # noqa: ASYNC110 - it is asked over HTTP
                 await asyncio.sleep(0.01)
             engine.in_flight = then
@@ -84,7 +84,7 @@ def test_what_never_ends_is_not_waited_for_for_ever(after: int | None) -> None:
 def test_nobody_waits_for_an_engine_that_is_gone() -> None:
     async def body() -> bool:
         async with aiohttp.ClientSession() as http:
-            return await drained(http, f"http://127.0.0.1:{free_port()}", 60.0)
+            return await wait_drained(http, f"http://127.0.0.1:{free_port()}", 60.0)
 
     assert asyncio.run(body())
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.vllm_plugin.sampling import applied, server_wide
+from rollout.vllm_plugin.sampling import sampling_of, server_options
 from rollout.vllm_plugin.token_capture import (
     BEAM_SEARCH,
     EMBEDDINGS,
@@ -476,25 +476,25 @@ def test_the_engine_is_asked_for_logprobs_unless_the_client_did(
 
 def test_logprobs_that_the_engine_does_not_give_are_not_invented() -> None:
     call_ = Call()
-    generation = call_.begin(None, Params(), "r", server_wide(Client()))
+    generation = call_.begin(None, Params(), "r", server_options(Client()))
     assert generation is not None
-    generation.note(RequestOutput(PROMPT, [Output(0, [1], [{1: Logprob(-0.25)}])]))
-    generation.note(RequestOutput(PROMPT, [Output(0, [2], None)]))
-    ((first,), *_) = (frame.choices for frame in engine_frames.decode(call_.take()))
+    generation.append(RequestOutput(PROMPT, [Output(0, [1], [{1: Logprob(-0.25)}])]))
+    generation.append(RequestOutput(PROMPT, [Output(0, [2], None)]))
+    ((first,), *_) = (frame.choices for frame in engine_frames.decode(call_.flush()))
     assert (first.ids, first.logprobs) == (pack_ids([1, 2]), None)
-    generation.note(
+    generation.append(
         RequestOutput(PROMPT, [Output(0, [3], [{9: Logprob(-0.5)}])])
     )  # not the sampled one's
-    assert engine_frames.decode(call_.take())[0].choices[0].logprobs is None
-    generation.note(RequestOutput(PROMPT, [Output(0, [4], [{4: Logprob(-1 / 3)}])]))
-    logprobs = engine_frames.decode(call_.take())[0].choices[0].logprobs
+    assert engine_frames.decode(call_.flush())[0].choices[0].logprobs is None
+    generation.append(RequestOutput(PROMPT, [Output(0, [4], [{4: Logprob(-1 / 3)}])]))
+    logprobs = engine_frames.decode(call_.flush())[0].choices[0].logprobs
     assert logprobs is not None
     assert unpack_logprobs(logprobs) == pytest.approx([-1 / 3], rel=2**-24)
-    generation.note(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
-    assert engine_frames.decode(call_.take()) == [
+    generation.append(RequestOutput(PROMPT, [Output(0, [], None, "abort", [Span("v1", 0, 4)])]))
+    assert engine_frames.decode(call_.flush()) == [
         Frame(0, None, (Choice(0, b"", b"", "abort", (("v1", 0, 4),)),))
     ]
-    assert call_.take() == b""
+    assert call_.flush() == b""
 
 
 @pytest.mark.parametrize(
@@ -524,12 +524,12 @@ def test_what_the_server_does_to_every_request_is_told() -> None:
         model_config=ModelConfig("raw_logprobs", ["a.b:C"]),
         vllm_config=VllmConfig(object()),
     )
-    found = applied(Params(), server_wide(client))
+    found = sampling_of(Params(), server_options(client))
     assert (found.constraints, found.logprobs_mode) == (
         ("logits_processors", "watermark"),
         "raw_logprobs",
     )
-    assert applied(Params(watermarking=False), server_wide(client)).constraints == (
+    assert sampling_of(Params(watermarking=False), server_options(client)).constraints == (
         "logits_processors",
     )
 

@@ -24,7 +24,7 @@ from stream_jobs.assemble.model import REWARDS, STEPS, Open, StepEntry, Steps
 from stream_jobs.assemble.output_records import payload_bytes
 from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
 from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, curation, reward, session, step
-from trainer.data.sequences import rows_of
+from trainer.data.sequences import sequences_of
 
 AGENT = agent_key("codex", b"", "s")
 SHORT = replace(LIMITS, steps_max=3)
@@ -171,7 +171,7 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     assert (set(member.untrainable_steps), len(member.rewards)) == (left_out, 1 + count)
     assert member.trainable_tokens == 2 * (count - len(left_out)) == 2 * 2249
 
-    rows = rows_of(w.trajectories[key], member.untrainable_steps, 1.0)
+    rows = sequences_of(w.trajectories[key], member.untrainable_steps, 1.0)
     trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
     assert sorted(trained) == sorted(
         n for n in range(count) if ids[n] not in left_out for _ in range(2)

@@ -1,4 +1,4 @@
-"""Segment trees to training rows: every sampled token of a trainable step exactly once, under its own context."""
+"""Segment trees to training sequences: every sampled token of a trainable step exactly once, under its own context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from schemas.tokens import pack_ids, pack_logprobs
 from schemas.trajectory_parts import joined
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import Row, TemperatureSpan, rows_of, rows_of_batch
+from trainer.data.sequences import (
+    TemperatureSpan,
+    TrainingSequence,
+    sequences_of,
+    sequences_of_batch,
+)
 from trainer.data.trajectories import scans
 from trainer.errors import PayloadUnreadable, TooFewMembers
 
@@ -69,21 +74,21 @@ def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
         token_ids=pack_ids([3, 4, 5]),
         logprobs=pack_logprobs([-0.5, float("nan"), -1.0]),
     )
-    (row,) = rows_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
-    assert row.mask == (False, True, False, True)
-    assert row.logprobs == (0.0, -0.5, 0.0, -1.0)
+    (sequence,) = sequences_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
+    assert sequence.mask == (False, True, False, True)
+    assert sequence.logprobs == (0.0, -0.5, 0.0, -1.0)
 
 
 def test_a_linear_conversation_is_one_row() -> None:
     tree = trajectory(
         [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)]
     )
-    (row,) = rows_of(tree, (), 0.5)
-    assert row.token_ids == (1, 2, 3, 4, 5, 6)
-    assert row.mask == (False, False, True, True, False, True)
-    assert row.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
-    assert row.advantage == 0.5
-    assert row.versions == (
+    (sequence,) = sequences_of(tree, (), 0.5)
+    assert sequence.token_ids == (1, 2, 3, 4, 5, 6)
+    assert sequence.mask == (False, False, True, True, False, True)
+    assert sequence.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
+    assert sequence.advantage == 0.5
+    assert sequence.versions == (
         VersionSpan(version="r/0.0", start=2, end=4),
         VersionSpan(version="r/0.0", start=5, end=6),
     )
@@ -100,10 +105,10 @@ def test_each_trained_token_has_the_temperature_of_its_step() -> None:
         said([8, 9], 2, 4),
     ]
     steps = [step(0, temperature=0.7), step(1), step(2, temperature=0.3)]
-    (row,) = rows_of(trajectory(segments, steps), (), 0.5)
-    assert row.temperatures == (TemperatureSpan(0.7, 2, 4), TemperatureSpan(0.3, 7, 9))
-    (row,) = rows_of(trajectory(segments, steps), ("t~0.0",), 0.5)
-    assert row.temperatures == (TemperatureSpan(0.3, 7, 9),)
+    (sequence,) = sequences_of(trajectory(segments, steps), (), 0.5)
+    assert sequence.temperatures == (TemperatureSpan(0.7, 2, 4), TemperatureSpan(0.3, 7, 9))
+    (sequence,) = sequences_of(trajectory(segments, steps), ("t~0.0",), 0.5)
+    assert sequence.temperatures == (TemperatureSpan(0.3, 7, 9),)
 
 
 def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
@@ -111,7 +116,7 @@ def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
         [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2), env([5], 1), said([6], 2, 4)],
         [step(0), step(1), step(2)],
     )
-    first, second = rows_of(tree, (), 1.0)
+    first, second = sequences_of(tree, (), 1.0)
     assert (first.token_ids, first.mask) == ((1, 2, 3, 4), (False, True, False, True))
     assert (second.token_ids, second.mask) == ((1, 2, 5, 6), (False, False, False, True))
     assert second.logprobs == (0.0, 0.0, 0.0, -6 / 8)
@@ -126,12 +131,18 @@ def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() 
         env([5], 3),
         said([6], 2, 4),
     ]
-    (row,) = rows_of(trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0)
-    assert row.mask == (False, True, False, False, False, True)
-    (row,) = rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0)
-    assert row.token_ids == (1, 2)
+    (sequence,) = sequences_of(
+        trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0
+    )
+    assert sequence.mask == (False, True, False, False, False, True)
+    (sequence,) = sequences_of(
+        trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0
+    )
+    assert sequence.token_ids == (1, 2)
     assert (
-        rows_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0)
+        sequences_of(
+            trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0
+        )
         == []
     )
 
@@ -144,8 +155,8 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
     tree = trajectory(
         [env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)]
     )
-    (row,) = rows_of(tree, (), 1.0)
-    assert [(s.version, s.start, s.end) for s in row.versions] == [
+    (sequence,) = sequences_of(tree, (), 1.0)
+    assert [(s.version, s.start, s.end) for s in sequence.versions] == [
         ("r/1.0", 1, 3),
         ("r/1.0", 3, 4),
         ("r/2.0", 4, 5),
@@ -173,7 +184,7 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
 )
 def test_a_broken_tree_is_an_error(segments: list[Segment], steps: list[TrajectoryStep]) -> None:
     with pytest.raises(PayloadUnreadable):
-        rows_of(trajectory(segments, steps), (), 1.0)
+        sequences_of(trajectory(segments, steps), (), 1.0)
 
 
 @st.composite
@@ -210,16 +221,19 @@ def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(
             of = tree.steps[segment.step_index]
             if of.trainable and of.step_id not in untrainable:
                 expected += ids
-    rows = rows_of(tree, untrainable, 1.0)
+    sequences = sequences_of(tree, untrainable, 1.0)
     trained = Counter(
-        t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on
+        t
+        for sequence in sequences
+        for t, on in zip(sequence.token_ids, sequence.mask, strict=True)
+        if on
     )
     assert trained == Counter(expected)
-    for row in rows:
-        assert row.mask[-1], "nothing is computed behind the last trained token"
-        for i, on in enumerate(row.mask):
-            assert row.token_ids[:i] == context[row.token_ids[i]]
-            assert row.logprobs[i] == (-row.token_ids[i] / 8 if on else 0.0)
+    for sequence in sequences:
+        assert sequence.mask[-1], "nothing is computed behind the last trained token"
+        for i, on in enumerate(sequence.mask):
+            assert sequence.token_ids[:i] == context[sequence.token_ids[i]]
+            assert sequence.logprobs[i] == (-sequence.token_ids[i] / 8 if on else 0.0)
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=1, max_size=6))
@@ -228,7 +242,9 @@ def test_any_linear_conversation_is_one_row(turns: list[list[int]]) -> None:
     for i, (heard, told) in enumerate(turns):
         segments.append(env([1] * heard, len(segments) - 1 if segments else None))
         segments.append(said([2] * told, i, len(segments) - 1))
-    assert len(rows_of(trajectory(segments, [step(i) for i in range(len(turns))]), (), 1.0)) == 1
+    assert (
+        len(sequences_of(trajectory(segments, [step(i) for i in range(len(turns))]), (), 1.0)) == 1
+    )
 
 
 # -- batches
@@ -261,9 +277,11 @@ def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
         BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0))),
         BatchGroup(group_id="2", round=0, n=2, members=(member("c", 5.0), member("d", 5.0))),
     )
-    data = rows_of_batch(batch(*groups, weights={"rule/r": 2.0}), payload, lambda r: grpo(r, 0.3))
+    data = sequences_of_batch(
+        batch(*groups, weights={"rule/r": 2.0}), payload, lambda r: grpo(r, 0.3)
+    )
     std = 2.0**0.5
-    assert [r.advantage for r in data.rows] == pytest.approx(
+    assert [r.advantage for r in data.sequences] == pytest.approx(
         [1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0]
     )
     assert (data.rewards, data.groups, data.unrewarded) == ((2.0, 0.0, 10.0, 10.0), 2, ())
@@ -284,9 +302,9 @@ def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(
         name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))
     }
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
-    found = rows_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
-    (row,) = found.rows
-    assert (row.trajectory_id, row.mask, row.logprobs) == (
+    found = sequences_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
+    (sequence,) = found.sequences
+    assert (sequence.trajectory_id, sequence.mask, sequence.logprobs) == (
         "a",
         (False, True, False),
         (0.0, -0.5, 0.0),
@@ -302,8 +320,8 @@ def test_a_missing_reward_is_never_zero() -> None:
         ),
         BatchGroup(group_id="2", round=0, n=2, members=(member("d", 5.0), member("e", None))),
     )
-    data = rows_of_batch(batch(*groups), payload, lambda r: grpo(r, 0.3))
-    assert [r.trajectory_id for r in data.rows] == ["a", "c"]
+    data = sequences_of_batch(batch(*groups), payload, lambda r: grpo(r, 0.3))
+    assert [r.trajectory_id for r in data.sequences] == ["a", "c"]
     assert (data.rewards, data.groups) == ((1.0, 0.0), 1)
     assert sorted(data.unrewarded) == ["b", "d", "e"]
 
@@ -311,11 +329,11 @@ def test_a_missing_reward_is_never_zero() -> None:
 def test_grpo_refuses_groups_of_one() -> None:
     lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
     with pytest.raises(TooFewMembers, match="groups of 2"):
-        rows_of_batch(batch(lonely), {}, lambda r: grpo(r, 0.3))
+        sequences_of_batch(batch(lonely), {}, lambda r: grpo(r, 0.3))
 
 
-def row(length: int) -> Row:
-    return Row(
+def sequence(length: int) -> TrainingSequence:
+    return TrainingSequence(
         trajectory_id="t", token_ids=(1,) * length, mask=(False, *(True,) * (length - 1)), logprobs=(0.0,) * length,
         versions=(), advantage=0.0,
     )  # fmt: skip
@@ -330,10 +348,10 @@ def row(length: int) -> Row:
 def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
     lengths: list[int], count: int, epochs: int, seq: int
 ) -> None:
-    rows = [row(n) for n in lengths]
-    parts = list(minibatches(rows, count, epochs, 1, seq))
-    assert parts == list(minibatches(rows, count, epochs, 1, seq))
-    assert all(parts) and len(parts) == epochs * min(count, len(rows))
+    sequences = [sequence(n) for n in lengths]
+    parts = list(minibatches(sequences, count, epochs, 1, seq))
+    assert parts == list(minibatches(sequences, count, epochs, 1, seq))
+    assert all(parts) and len(parts) == epochs * min(count, len(sequences))
     assert Counter(len(r.token_ids) for p in parts for r in p) == Counter(
         {n: c * epochs for n, c in Counter(lengths).items()}
     )
@@ -341,7 +359,7 @@ def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
 
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 100))
 def test_micro_batches_stay_within_the_padded_tokens(lengths: list[int], limit: int) -> None:
-    parts = micro_batches([row(n) for n in lengths], limit)
+    parts = micro_batches([sequence(n) for n in lengths], limit)
     assert sorted(len(r.token_ids) for p in parts for r in p) == sorted(lengths)
     for part in parts:
         assert len(part) == 1 or len(part) * max(len(r.token_ids) for r in part) <= limit

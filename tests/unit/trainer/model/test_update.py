@@ -21,7 +21,7 @@ from schemas.records import VersionSpan
 from schemas.settings import TrainerSettings
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.algorithms.losses.truncated_is import truncated_is
-from trainer.data.sequences import Row, TemperatureSpan
+from trainer.data.sequences import TemperatureSpan, TrainingSequence
 from trainer.errors import TooFewMembers
 from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
@@ -50,11 +50,11 @@ def settings(**more: object) -> TrainerSettings:
     )
 
 
-def row(
+def sequence(
     ids: tuple[int, ...], mask: str, logprob: float, advantage: float, version: str = "r/3.0"
-) -> Row:
+) -> TrainingSequence:
     on = tuple(c == "1" for c in mask)
-    return Row(
+    return TrainingSequence(
         trajectory_id="t",
         token_ids=ids,
         mask=on,
@@ -65,9 +65,9 @@ def row(
 
 
 ROWS = (
-    row((2, 9, 10, 11, 12), "00111", -3.0, 1.0),
-    row((2, 9, 20), "001", -9.0, -0.5, "r/2.0"),
-    row((2, 14, 15, 16), "0101", -2.5, 0.25, "other/2.0"),
+    sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0),
+    sequence((2, 9, 20), "001", -9.0, -0.5, "r/2.0"),
+    sequence((2, 14, 15, 16), "0101", -2.5, 0.25, "other/2.0"),
 )
 
 
@@ -119,8 +119,8 @@ def test_truncated_importance_sampling_against_a_plain_loop(
     )
 
 
-def reference_logprobs(policy: Policy, r: Row, temperature: float) -> dict[int, float]:
-    """Log-probability of each trained token: this row alone, no padding, plain arithmetic."""
+def reference_logprobs(policy: Policy, r: TrainingSequence, temperature: float) -> dict[int, float]:
+    """Log-probability of each trained token: this sequence alone, no padding, plain arithmetic."""
     with torch.no_grad():
         logits = policy.model(torch.tensor([r.token_ids])).logits[0].tolist()
     out = {}
@@ -193,7 +193,10 @@ def test_micro_batches_do_not_change_the_gradient(model_dir: Path) -> None:
 
 def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> None:
     policy = Policy(model_dir, settings())
-    good, bad = row((2, 9, 10, 11), "0011", -3.5, 1.0), row((2, 9, 20, 21), "0011", -3.5, -1.0)
+    good, bad = (
+        sequence((2, 9, 10, 11), "0011", -3.5, 1.0),
+        sequence((2, 9, 20, 21), "0011", -3.5, -1.0),
+    )
     before = policy.logprobs([good, bad]).detach()
     policy.update([good, bad], 0, truncated_is, 1e-3, None)
     change = policy.logprobs([good, bad]).detach() - before
@@ -212,16 +215,16 @@ def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one
 
     before, sampler = probabilities()[good].item(), probabilities()
     for version in range(25):
-        rows = []
+        sequences = []
         for _ in range(4):
             tokens = torch.multinomial(sampler, 16, replacement=True, generator=generator).tolist()
             advantages = grpo([float(t == good) for t in tokens], 0.3)
-            rows += [
-                row((*prompt, t), "0001", math.log(sampler[t].item()), a)
+            sequences += [
+                sequence((*prompt, t), "0001", math.log(sampler[t].item()), a)
                 for t, a in zip(tokens, advantages, strict=True)
             ]
         sampler = probabilities()
-        policy.update(rows, version, truncated_is, 2e-3, None)
+        policy.update(sequences, version, truncated_is, 2e-3, None)
     assert before < 0.2
     assert probabilities()[good].item() > 0.9
 
@@ -240,9 +243,12 @@ def test_differences_are_measured_before_the_first_update_only(model_dir: Path) 
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_dir: Path) -> None:
-    """The broken row is alone in its minibatch: the other minibatches train as if the batch did not have it."""
+    """The broken sequence is alone in its minibatch: the other minibatches train as if the batch did not have it."""
     policy, expected = (Policy(model_dir, settings(minibatches=2)) for _ in range(2))
-    good, broken = row((2, 9, 10, 11), "0011", -3.0, 1.0), row((2, 9, 10), "001", math.nan, 1.0)
+    good, broken = (
+        sequence((2, 9, 10, 11), "0011", -3.0, 1.0),
+        sequence((2, 9, 10), "001", math.nan, 1.0),
+    )
     update = policy.update([good, broken], 7, truncated_is, 1e-3, "r/3.0")
     skipped, taken = sorted(update.steps, key=lambda step: step.skipped is None)
     assert skipped.skipped == "loss nan, gradient norm nan"
@@ -275,11 +281,11 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
     (step,) = policy.update(
-        [row((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+        [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
     ).steps
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
     (other,) = expected.update(
-        [row((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+        [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
     ).steps
     assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
     assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
@@ -294,8 +300,8 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
         Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2)
     )
     idle = (
-        row((2, 9, 10, 11), "0011", -3.0, 0.0),
-        row((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0),
+        sequence((2, 9, 10, 11), "0011", -3.0, 0.0),
+        sequence((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0),
     )
     passed: list[int] = []
     skipping.model.register_forward_pre_hook(
@@ -386,7 +392,7 @@ def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_floa
             torch.equal(t, policy.model.state_dict()[name].to(dtype)) for name, t in tensors.items()
         )
         assert {p.name for p in (tmp_path / engine).iterdir()} == {p.name for p in own.iterdir()}
-    assert policy.served_dtypes("float32").are_those_of_masters
+    assert policy.served_dtypes("float32").are_float32
     assert policy.model.lm_head.weight.dtype == torch.float32, (
         "what is trained is not what was rounded"
     )
@@ -470,8 +476,8 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
         then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan"
     )
     batch = BatchStats(
-        update=UpdateStats(steps=(first, then, lost), seconds=1.0), rewards=(0.0, 1.0), groups=1, rows=2, tokens=8,
-        unrewarded=0, foreign_rows=0, sampled_at_zero=5, staleness=(4, 8), read_seconds=0.5,
+        update=UpdateStats(steps=(first, then, lost), seconds=1.0), rewards=(0.0, 1.0), groups=1, sequences=2, tokens=8,
+        unrewarded=0, sequences_outside_vocabulary=0, sampled_at_zero=5, staleness=(4, 8), read_seconds=0.5,
     )  # fmt: skip
     metrics = version_metrics([batch, batch], 1e-3, 0.25)
     assert (
