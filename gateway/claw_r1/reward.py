@@ -1,6 +1,6 @@
 """POST /compute_reward: what one reward function says of one response. Nothing is recorded.
 
-The function is one of the reward job's (`rewards.rule`), so it gets a closed trajectory: of one step, with the dataset's fields as its
+The function is one of the reward job's (`rewards.registry`), so it gets a closed trajectory: of one step, with the dataset's fields as its
 metadata. A function of the user's own runs in a child process, with a time-out, and a thread of ours waits for it: so
 one that computes long, hangs or crashes holds up neither calls nor the spool.
 """
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.control import json_of
 from gateway.claw_r1.steps import TokenId
 from gateway.errors import NotConfigured, Unprocessable
-from rewards.rule import Rule, rule_of
+from rewards.registry import Rule, rule_of
 from runtime.functions.pool import FunctionPool
 from schemas.records import Segment, Trajectory, TrajectoryStep
 from schemas.rule_spec import reason_text

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from rewards.quality.rule import Rule, rules_of_run
+from rewards.quality.registry import Rule, rules_of_run
 from rewards.quality.score import Score
 from schemas.ids import stable_id
 from schemas.records import Assessment, Finding, Trajectory

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from rewards.rule import Rule, rule_of
+from rewards.registry import Rule, rule_of
 from schemas.ids import stable_id
 from schemas.records import Reward, Trajectory
 from schemas.rule_spec import reason_text

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.quality.built_in import BUILT_IN
 from rewards.quality.length import LONGEST, MOST_STEPS
+from rewards.quality.registry import BUILT_IN
 from rewards.quality.repetition import longest_loop
 from rewards.quality.score import Score
 from schemas.records import Segment, Trajectory, TrajectoryStep

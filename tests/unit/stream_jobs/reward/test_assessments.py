@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rewards.quality.rule import Rule, rule_of
+from rewards.quality.registry import Rule, rule_of
 from rewards.quality.score import Score
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rewards.built_in import BUILT_IN
-from rewards.rule import Rule
+from rewards.registry import BUILT_IN, Rule
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
 from schemas.records import Tag, Trajectory, TrajectoryStep
