@@ -1,1 +1,4 @@
-"""Where agents talk as if to their LLM provider: every call becomes a step event before its reply ends."""
+"""HTTP gateway between agents and engines.
+
+Records each model call as step events before its reply ends.
+"""

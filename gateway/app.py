@@ -1,4 +1,4 @@
-"""The gateway's web application: `create_app`."""
+"""Builds the gateway's web application (`create_app`)."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 MAX_CONTROL_BODY = 1 << 20
-"""Bytes of a request that is no model call: metadata and details of rewards."""
+"""Maximum bytes of a control request, e.g. metadata and reward details."""
 ADAPTERS: tuple[ProtocolAdapter, ...] = (
     OpenAIChat(),
     OpenAICompletions(),
     OpenAIResponses(),
     AnthropicMessages(),
 )
-"""Every protocol that samples; its path is that of the engine."""
+"""Adapters of all sampling protocols."""
 PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
     ("GET", "/v1/models", OPENAI_ERRORS),
     ("GET", "/v1/models/", OPENAI_ERRORS),
@@ -70,7 +70,7 @@ PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
     ("POST", "/v1/rerank", OPENAI_ERRORS),
     ("POST", "/v1/messages/count_tokens", ANTHROPIC_ERRORS),
 )
-"""What samples nothing. Behind a path that ends with a slash an id follows."""
+"""Forwarded requests that sample nothing. A path that ends with a slash takes an id."""
 
 
 def create_app(
@@ -81,9 +81,10 @@ def create_app(
     clock: Clock | None = None,
     demand: DemandSource | None = None,
 ) -> FastAPI:
-    """The whole gateway over a bus and a table of engines. The caller starts and ends both; the app owns spool and connections.
+    """Build the gateway over a bus and an engine table.
 
-    demand: what runs ask for; None: no run is known. `app.state.bury` takes dead letters as messages; it may be called while the app runs.
+    The caller starts and stops both; the application owns the spool and the connections. While the
+    application runs, `app.state.dead_letter` records a dead letter.
     """
     clock, metrics = clock or Clock(), Metrics()
     directory = settings.spool_dir / settings.gateway.gateway_id
@@ -134,15 +135,18 @@ def create_app(
         await upstream.close()
         await journal.close()
 
-    async def bury(message: Message) -> None:
+    async def dead_letter(message: Message) -> None:
         try:
             await journal.record([message])
         except errors.NotRecorded as error:
             logger().error("dead_letter_lost", error=str(error))
 
-    # FastAPI's own pages load their scripts from a server on the internet.
+    # The documentation pages of FastAPI load scripts from the internet.
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.bury, app.state.client_timeout_s = bury, settings.gateway.client_timeout_s
+    app.state.dead_letter, app.state.client_timeout_s = (
+        dead_letter,
+        settings.gateway.client_timeout_s,
+    )
     app.include_router(control_routes(services))
     app.include_router(
         demand_routes(
@@ -151,7 +155,7 @@ def create_app(
     )
     app.include_router(seed_routes(services))
     _operations(app, services, bus)
-    _answer_errors(app, settings.gateway.base_path)
+    _install_error_handlers(app, settings.gateway.base_path)
     app.add_middleware(ControlBodyLimit, in_flight=in_flight)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(services, d) for d in ADAPTERS}
     passthrough = {
@@ -177,12 +181,12 @@ def create_app(
 
 
 def _describe(app: FastAPI, tails: list[tuple[str, str]]) -> None:
-    """/openapi.json tells of the model calls too."""
-    told = app.openapi
+    """Add the model calls to /openapi.json."""
+    generate = app.openapi
 
     def page() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = with_model_calls(told(), tails)
+            app.openapi_schema = with_model_calls(generate(), tails)
         return app.openapi_schema
 
     app.openapi = page  # type: ignore[method-assign]
@@ -196,7 +200,7 @@ def _operations(app: FastAPI, services: Services, bus: Bus) -> None:
     @app.get("/")
     @app.get("/api/hello")
     async def greeting() -> Response:
-        return Response()  # Claude Code opens its connection with one of them
+        return Response()  # Claude Code opens its connection with one of these paths
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -215,8 +219,8 @@ def _operations(app: FastAPI, services: Services, bus: Bus) -> None:
         )
 
 
-def _answer_errors(app: FastAPI, base_path: str) -> None:
-    """Every error in the same shape."""
+def _install_error_handlers(app: FastAPI, base_path: str) -> None:
+    """Reply to every error in OpenAI's format."""
 
     def reply(error: errors.GatewayError) -> Response:
         status, headers, body = reply_of(error)
@@ -236,11 +240,11 @@ def _answer_errors(app: FastAPI, base_path: str) -> None:
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
-        asked = f"{request.method} {request.url.path}"
+        called = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return reply(errors.WrongMethod(f"{asked}: {error.detail}"))
+            return reply(errors.WrongMethod(f"{called}: {error.detail}"))
         if error.status_code == 404:
-            return reply(errors.NotFound(f"{asked}: no such path. {how_to_call(base_path)}"))
+            return reply(errors.NotFound(f"{called}: no such path. {how_to_call(base_path)}"))
         return reply(
             error.__cause__
             if isinstance(error.__cause__, errors.GatewayError)
@@ -249,9 +253,9 @@ def _answer_errors(app: FastAPI, base_path: str) -> None:
 
 
 class ControlBodyLimit:
-    """ASGI middleware: requests that are no model calls have small bodies, and all together hold no more than `in_flight` has.
+    """ASGI middleware that limits the bodies of control requests and counts them as in flight.
 
-    Those that carry token ids bound themselves.
+    Endpoints in LARGE_BODIES, which take token ids, have their own limits.
     """
 
     def __init__(self, app: App, in_flight: InFlightLimits) -> None:
@@ -272,7 +276,7 @@ class ControlBodyLimit:
                     raise errors.BodyTooLarge(f"body: larger than {MAX_CONTROL_BODY} bytes", "body")
                 self._in_flight.reserve(part)
             except errors.GatewayError as error:
-                # FastAPI lets only its own kind of error out of the reading of a body.
+                # FastAPI propagates only HTTPException from reading a body.
                 raise HTTPException(http_error_of(error).status, error.message) from error
             size += part
             return message

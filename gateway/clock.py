@@ -1,4 +1,4 @@
-"""Time, injected."""
+"""Injectable clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def _wall_micros() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """micros: wall clock in microseconds, information only. monotonic: seconds, for every decision."""
+    """Source of time.
+
+    micros: Wall clock in microseconds, for records only. monotonic: Seconds, for all decisions.
+    """
 
     micros: Callable[[], int] = _wall_micros
     monotonic: Callable[[], float] = time.monotonic

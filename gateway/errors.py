@@ -1,4 +1,7 @@
-"""What goes wrong in the gateway. The message says what happened and what to do; `error_reply` says which HTTP status it is."""
+"""Errors of the gateway.
+
+The message states what happened and what to do. `asgi.error_replies` maps errors to HTTP.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from schemas.errors import ForeseenError, SettingsError
 
 
 class GatewayError(ForeseenError):
-    """Root of all errors of the gateway. param: the field or header that is wrong, if it is one."""
+    """Root of all gateway errors. param: The invalid field or header, if any."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -16,27 +19,27 @@ class GatewayError(ForeseenError):
 
 
 class BadRequest(GatewayError):
-    """The request is not what the protocol says. Names the field."""
+    """The request violates the protocol. Names the field."""
 
 
 class Unprocessable(GatewayError):
-    """A well-formed request with a value that cannot be. Names the field."""
+    """A well-formed request has an invalid value. Names the field."""
 
 
 class WrongKey(GatewayError):
-    """No key where one is needed, or one that this installation does not know."""
+    """The API key is missing or unknown."""
 
 
 class Forbidden(GatewayError):
-    """The key is known, but may not do this. Names what it lacks."""
+    """The API key lacks a scope. Names the scope."""
 
 
 class KeysUnreadable(GatewayError):
-    """The file of API keys cannot be read, or a key cannot be written to it."""
+    """The file of API keys cannot be read or written."""
 
 
 class KeyTaken(GatewayError):
-    """An API key has this name already."""
+    """An API key with this name exists."""
 
 
 class NoSuchKey(GatewayError):
@@ -48,31 +51,31 @@ class NotFound(GatewayError):
 
 
 class DemandUnknown(GatewayError):
-    """What a run asks for is not known yet: its journal is still being read, or cannot be. Try again."""
+    """The rollout budget of a run is not known yet. Try again."""
 
 
 class WrongMethod(GatewayError):
-    """The path is there, but not for this method."""
+    """The path exists, but not for this method."""
 
 
 class NoWebSocket(GatewayError):
-    """Model calls are HTTP requests, streamed by server-sent events. Codex asks for a WebSocket first, and at this status goes on without."""
+    """The client requested a WebSocket. Codex falls back to HTTP at this status."""
 
 
 class TooSlow(GatewayError):
-    """The request did not come in time."""
+    """The request did not arrive in time."""
 
 
 class HeadersTooLarge(GatewayError):
-    """The request's line and headers exceed a bound."""
+    """The request line and headers are too large."""
 
 
 class WrongEncoding(GatewayError):
-    """The request's body is compressed in a way that is not decoded here."""
+    """The content-encoding of the request body is not supported."""
 
 
 class KeyLimited(GatewayError):
-    """An API key has used what it may for now. retry_after_s: when it may again."""
+    """An API key has reached a rate limit. retry_after_s: Seconds until the next call."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -84,11 +87,11 @@ class BodyTooLarge(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """More calls, or more bytes of calls, are in flight than gateway.max_in_flight or max_in_flight_bytes. Nothing was sampled; try again."""
+    """A limit of calls or bytes in flight is reached. Nothing was sampled; try again."""
 
 
 class NotConfigured(GatewayError):
-    """The installation has no setting for what is asked. Names the setting."""
+    """The request needs a setting that is missing. Names the setting."""
 
 
 class NoWorker(GatewayError):
@@ -96,35 +99,35 @@ class NoWorker(GatewayError):
 
 
 class NoRoom(GatewayError):
-    """Kafka is away and the spool could not take what a call would give. Nothing was sampled; try again."""
+    """Kafka is unreachable and the spool has no room. Nothing was sampled; try again."""
 
 
 class UpstreamFailed(GatewayError):
-    """The engine went away or answered something that is no reply."""
+    """The engine disconnected or sent an invalid reply."""
 
 
 class Unreachable(UpstreamFailed):
-    """No connection to an engine could be made: nothing was sent."""
+    """No connection to an engine was possible; nothing was sent."""
 
 
 class UpstreamTimeout(GatewayError):
-    """The engine sent nothing for gateway.upstream_timeout_s, or took longer than gateway.upstream_total_timeout_s."""
+    """The engine exceeded gateway.upstream_timeout_s or gateway.upstream_total_timeout_s."""
 
 
 class BusUnavailable(GatewayError):
-    """Kafka did not acknowledge in time. Nothing is known of what was sent; retry with the same ids."""
+    """Kafka did not acknowledge in time; the outcome is unknown. Retry with the same ids."""
 
 
 class BlobsUnavailable(GatewayError):
-    """The blob store took no large field, see gateway.blob_uri. The record waits whole in the spool."""
+    """The blob store stored no large field, see gateway.blob_uri. The spool keeps the record."""
 
 
 class NotRecorded(GatewayError):
-    """The record is neither on Kafka nor in the spool, so it may not be answered."""
+    """The record is neither on Kafka nor in the spool, so the call must fail."""
 
 
 class SpoolFull(NotRecorded):
-    """Kafka is away and the spool has no room: see gateway.spool_max_bytes, and the free space of its disk."""
+    """Kafka is unreachable and the spool is full: see gateway.spool_max_bytes and the disk."""
 
 
 class SpoolFailed(NotRecorded, PlumbingError):
@@ -132,7 +135,7 @@ class SpoolFailed(NotRecorded, PlumbingError):
 
 
 class RecordTooLarge(NotRecorded):
-    """The record is larger than Kafka takes."""
+    """The record exceeds Kafka's message size."""
 
 
 class SpoolTaken(GatewayError, InUse):
@@ -140,12 +143,12 @@ class SpoolTaken(GatewayError, InUse):
 
 
 class RedactionUnusable(GatewayError, SettingsError):
-    """gateway.redaction names a rule or a tokenizer that is not there."""
+    """gateway.redaction names a missing rule or tokenizer."""
 
 
 class UpstreamUnusable(GatewayError, SettingsError):
-    """gateway.upstreams names an engine that can't be called: its key is missing or no header can hold it."""
+    """The API key of an engine in gateway.upstreams is missing or invalid in a header."""
 
 
 class ClientGone(GatewayError):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection."""

@@ -1,4 +1,4 @@
-"""The gateway as a process: `clawstream gateway`."""
+"""Runs the gateway process (`clawstream gateway`)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from runtime.topics.records import cluster_of
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
-FIRST_LOOK_S = 3.0
-"""Longest wait for Kafka before the first call is served: what is spooled meanwhile could be overtaken by another gateway."""
+KAFKA_WAIT_S = 3.0
+"""Maximum wait for Kafka before the first call.
+
+Another gateway could overtake records that are spooled meanwhile.
+"""
 STOP_RESERVE_S = 8.0
-"""Of up.stop_timeout_s: kept for draining the spool and flushing after the last call has ended."""
+"""Part of up.stop_timeout_s reserved for draining the spool and flushing."""
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to `runtime.process.lifecycle`."""
+    """uvicorn server without signal handlers; `runtime.process.lifecycle` handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,9 +45,9 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any. Raises PortTaken."""
-    # The protocol is named and Nagle's algorithm switched off here, for asyncio does that only for sockets it makes itself: a
-    # reply's head and body are two writes, and the second one would wait 40 ms for the client's delayed acknowledgement.
+    """Open a listening socket; port 0 selects a free port. Raises PortTaken."""
+    # asyncio disables Nagle's algorithm only on sockets that it creates with a named protocol. With
+    # it, the body of a reply would wait 40 ms for the delayed acknowledgement of the head.
     made = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )
@@ -60,11 +63,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
-    """Serve until `stop`: then accept no more, finish what is in flight, drain the spool if Kafka is there, flush.
+    """Serve until `stop`, then finish the calls in flight, drain the spool to Kafka, and flush.
 
-    Kafka need not be there at the start: after a short wait for it calls are spooled until it is.
+    If Kafka is unreachable at the start, calls are spooled after a short wait.
     """
-    # The web server takes it too, but ends with a code and a traceback of its own when it cannot.
+    # The application locks it too, but uvicorn would exit with its own code and traceback.
     os.close(lock(settings.spool_dir / settings.gateway.gateway_id))
     listening = listen(settings.gateway.host, settings.gateway.port)
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
@@ -72,14 +75,14 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     table = WorkerTable(settings.gateway.upstreams)
     demand = DemandFeed(cluster, settings)
     app = create_app(settings, bus, table, codec, demand=demand)
-    burials: set[asyncio.Task[None]] = set()
+    pending_dead_letters: set[asyncio.Task[None]] = set()
 
-    def bury(message: Message) -> None:
-        task = asyncio.create_task(app.state.bury(message))
-        burials.add(task)
-        task.add_done_callback(burials.discard)
+    def dead_letter(message: Message) -> None:
+        task = asyncio.create_task(app.state.dead_letter(message))
+        pending_dead_letters.add(task)
+        task.add_done_callback(pending_dead_letters.discard)
 
-    feed = WorkerFeed(cluster, settings, table, codec, lambda: bus.uptime_s, bury)
+    feed = WorkerFeed(cluster, settings, table, codec, lambda: bus.uptime_s, dead_letter)
     server = _Server(server_config(app, max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S))))
     bus.start()
     feed.start()
@@ -88,15 +91,15 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     while (  # noqa: ASYNC110 - the bus is a thread
         not bus.reachable
         and not stop.is_set()
-        and asyncio.get_running_loop().time() - began < FIRST_LOOK_S
+        and asyncio.get_running_loop().time() - began < KAFKA_WAIT_S
     ):
         await asyncio.sleep(0.01)
     logger().info("gateway_listens", host=settings.gateway.host, port=settings.gateway.port)
     serving = asyncio.create_task(server.serve([listening]))
-    saying = asyncio.create_task(_say_ready(server, settings))
+    announcing = asyncio.create_task(_announce_ready(server, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    saying.cancel()
+    announcing.cancel()
     feed.stop()
     demand.stop()
     server.should_exit = True
@@ -105,12 +108,12 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     await asyncio.to_thread(bus.close)
     if not stop.is_set():
         raise GatewayError(
-            "the web application did not start or ended by itself: the lines above say why"
+            "the web application did not start or ended unexpectedly, see the log lines above"
         )
     logger().info("gateway_stopped")
 
 
-async def _say_ready(server: uvicorn.Server, settings: Settings) -> None:
+async def _announce_ready(server: uvicorn.Server, settings: Settings) -> None:
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     ready(f"http://{settings.gateway.host}:{settings.gateway.port}")

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. One registry an app, so that several live in one process."""
+"""Prometheus metrics of the gateway, one registry per application."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ ACK_BUCKETS_S = (
 
 
 class Metrics:
-    """All counters. Prefix clawstream_gateway_."""
+    """All metrics, with the prefix clawstream_gateway_."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         name, registry = "clawstream_gateway_", self.registry
         self.calls = Counter(
             name + "calls",
-            "Model calls by how they ended: answered; refused (nothing asked of an engine); upstream_error (the engine's "
-            "error passed on); aborted (client left); error (engine failed midway); not_recorded",
+            "Model calls by outcome: answered; refused (no engine got the request); upstream_error "
+            "(engine error forwarded); aborted (client left); error (engine failed midway); "
+            "not_recorded",
             ["status"],
             registry=registry,
         )
         self.failed_calls = Counter(
             name + "failed_calls",
-            "Calls answered with an error, behind a checked key: recorded (a FailedCall is on Kafka), lost (Kafka was away or slow)",
+            "Authenticated calls that ended with an error: recorded (a FailedCall is on Kafka), "
+            "lost (Kafka was unreachable or slow)",
             ["fate"],
             registry=registry,
         )
@@ -63,15 +65,15 @@ class Metrics:
         )
         self.not_recorded = Counter(
             name + "not_recorded",
-            "Attempts to record that neither Kafka nor the spool took",
+            "Attempts to record that both Kafka and the spool refused",
             registry=registry,
         )
         self.spool_full = Counter(
-            name + "spool_full", "Refused because the spool is full", registry=registry
+            name + "spool_full", "Calls refused because the spool is full", registry=registry
         )
         self.keys_refused = Counter(
             name + "keys_refused",
-            "Requests refused at the door: unknown (no key, or none of ours), scope (the key may not do this)",
+            "Requests refused: unknown (missing or unknown key), scope (the key lacks the scope)",
             ["reason"],
             registry=registry,
         )
@@ -85,24 +87,25 @@ class Metrics:
         )
         self.spool_damaged_bytes = Gauge(
             name + "spool_damaged_bytes",
-            "Bytes of spool segments that are kept because some of them can't be read: see `clawstream doctor`",
+            "Bytes of damaged spool segments, see `clawstream doctor`",
             registry=registry,
         )
         self.spool_unreadable_bytes = Counter(
             name + "spool_unreadable_bytes",
-            "Bytes of spool segments that could not be read: the disk lost records, or a crash cut one off",
+            "Unreadable bytes of spool segments, lost by the disk or truncated by a crash",
             registry=registry,
         )
         self.redaction_failed = Counter(
             name + "redaction_failed",
-            "Records kept without their contents, for redaction failed",
+            "Records kept without contents because redaction failed",
             registry=registry,
         )
-        self._in_flight = Gauge(name + "in_flight", "Model calls being served", registry=registry)
+        self._in_flight = Gauge(name + "in_flight", "Model calls in flight", registry=registry)
         self.engines = Gauge(
             name + "engines",
-            "1 for the state each engine is in: ready, out (its calls or probes failed), trying (one call tests it), resting "
-            "(it said 429), unknown (not probed yet); or what it says of itself: starting, loading, draining, failed, absent",
+            "1 for the current state of each engine: ready, out (its calls or probes failed), "
+            "trying (one call tests it), resting (it replied 429), unknown (not probed yet); or "
+            "the state that it reports: starting, loading, draining, failed, absent",
             ["engine", "state"],
             registry=registry,
         )
@@ -111,13 +114,13 @@ class Metrics:
         )
         self.upstream_retries = Counter(
             name + "upstream_retries",
-            "Calls asked again because an engine was unreachable, busy (502, 503), limited (429), or broken (its connection broke "
-            "before the first byte of a body: it may have sampled what nobody saw)",
+            "Calls sent again because an engine was unreachable, busy (502, 503), limited (429), "
+            "or broken (connection lost before the first byte of the body; it may have sampled)",
             ["reason"],
             registry=registry,
         )
         self.waiting = Gauge(
-            name + "waiting", "Model calls that wait for an engine", registry=registry
+            name + "waiting", "Model calls waiting for an engine", registry=registry
         )
         self.ack_wait = Histogram(
             name + "ack_wait_seconds",
@@ -126,16 +129,16 @@ class Metrics:
             registry=registry,
         )
 
-        # Looked up once: a label costs as much as the count.
+        # Looked up once: a label lookup costs as much as the increment.
         self.ended = {ending: self.calls.labels(ending) for ending in ENDINGS}
         self.recorded = {
             status: self.steps_recorded.labels(status) for status in get_args(StepStatus)
         }
 
     def count_in_flight(self, count: Callable[[], float]) -> None:
-        """Where the number of calls that are being served comes from."""
+        """Set the source of the gauge of calls in flight."""
         self._in_flight.set_function(count)
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What is wrong with the gateway's settings, known without starting it."""
+"""Checks the gateway's settings without starting the gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _redaction(settings: Settings) -> None:
 def _tokenizer(settings: Settings) -> None:
     path = settings.gateway.tokenizer_path
     if path is not None and not path.exists():
-        raise SettingsError(f"setting gateway.tokenizer_path: {path} is not there")
+        raise SettingsError(f"setting gateway.tokenizer_path: {path} does not exist")
 
 
 def _session_secret(settings: Settings) -> None:

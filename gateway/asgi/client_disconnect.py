@@ -1,4 +1,4 @@
-"""Noticing that a client has left, while something else is awaited."""
+"""Detects that a client has disconnected while another operation is awaited."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class DisconnectWatcher:
-    """The other end of a request whose body was read. `gone` says whether it has left.
+    """Watches the client of a request whose body was read.
 
-    Inside of `async with client:` leaving cancels the block, which then raises ClientGone. Call `done` at the end.
+    A disconnect within `async with client:` cancels the block, which then raises ClientGone. Call
+    `stop` at the end.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._watch = asyncio.create_task(_until_disconnect(receive))
-        self._victim: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0
-        self._fired = False
+        self._interrupted = False
 
     @property
     def gone(self) -> bool:
+        """Tell whether the client has disconnected."""
         return self._watch.done()
 
     def stop(self) -> None:
-        """Stop watching; who is served within `async with` then, is left."""
+        """Stop watching. A client inside `async with` is then treated as gone."""
         self._watch.cancel()
 
     async def __aenter__(self) -> None:
@@ -37,13 +39,13 @@ class DisconnectWatcher:
             raise ClientGone("the client closed its connection")
         task = asyncio.current_task()
         assert task is not None
-        self._victim, self._cancelling, self._fired = task, task.cancelling(), False
+        self._task, self._cancelling, self._interrupted = task, task.cancelling(), False
         self._watch.add_done_callback(self._interrupt)
 
     def _interrupt(self, _: object) -> None:
-        if self._victim is not None:
-            self._fired = True
-            self._victim.cancel()
+        if self._task is not None:
+            self._interrupted = True
+            self._task.cancel()
 
     async def __aexit__(
         self,
@@ -52,9 +54,9 @@ class DisconnectWatcher:
         trace: TracebackType | None,
     ) -> None:
         self._watch.remove_done_callback(self._interrupt)
-        victim, self._victim = self._victim, None
-        # As asyncio.timeout does it: a cancellation from elsewhere goes on as what it is.
-        ours = self._fired and victim is not None and victim.uncancel() <= self._cancelling
+        task, self._task = self._task, None
+        # Like asyncio.timeout: propagate a cancellation from elsewhere unchanged.
+        ours = self._interrupted and task is not None and task.uncancel() <= self._cancelling
         if ours and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise ClientGone("the client closed its connection") from error
 

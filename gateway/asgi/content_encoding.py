@@ -1,4 +1,4 @@
-"""Compressed bodies, as far as the standard library reads them. Pure. What is larger than a limit is no body to hold in memory."""
+"""Decompresses gzip and deflate bodies up to a size limit. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import zlib
 
 READABLE = frozenset({"gzip", "x-gzip", "deflate"})
 _EITHER = 32 + zlib.MAX_WBITS
-"""With gzip's header or zlib's."""
+"""Accepts the header of gzip or of zlib."""
 
 
 class TooMuch(ValueError):
-    """The body is larger than the limit when it is unpacked."""
+    """The decompressed body exceeds the limit."""
 
 
 class Inflater:
-    """Unpacks a body that comes in pieces. most: bytes of the whole. Raises ValueError: TooMuch, or for what is not so packed."""
+    """Decompresses a body in chunks.
+
+    most: Maximum size of the decompressed body in bytes.
+    """
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -22,11 +25,16 @@ class Inflater:
 
     @property
     def ended(self) -> bool:
-        """Whether the packed body is whole."""
+        """Tell whether the compressed body is complete."""
         return self._unpacking.eof
 
     def feed(self, data: bytes) -> bytes:
-        """What a piece adds."""
+        """Decompress a chunk.
+
+        Raises:
+            TooMuch: The body exceeds the limit.
+            ValueError: The data is neither gzip nor deflate.
+        """
         try:
             found = self._unpacking.decompress(data, self._left + 1)
             while self._unpacking.eof and self._unpacking.unused_data and len(found) <= self._left:
@@ -36,14 +44,14 @@ class Inflater:
             raise ValueError(f"not gzip or deflate: {error}") from error
         self._left -= len(found)
         if self._left < 0:
-            raise TooMuch("the body is larger than the limit when it is unpacked")
+            raise TooMuch("the decompressed body exceeds the limit")
         return found
 
 
 def unpacked(body: bytes, most: int) -> bytes:
-    """A whole body. Raises ValueError."""
+    """Decompress a complete body. Raises ValueError."""
     inflater = Inflater(most)
     found = inflater.feed(body)
     if not inflater.ended:
-        raise ValueError("the packed body ends too early")
+        raise ValueError("the compressed body is truncated")
     return found

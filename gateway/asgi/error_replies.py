@@ -1,4 +1,7 @@
-"""The one place where errors become HTTP replies. The status is of the error, the body in the shape of the protocol that was spoken."""
+"""Maps errors to HTTP replies, for the whole gateway.
+
+The error gives the status, the protocol of the call the format of the body.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gateway import errors as e
 
 
 class HttpError(NamedTuple):
-    """What an error is to a client. type, code: OpenAI's words."""
+    """HTTP mapping of an error. type, code: values of OpenAI's error object."""
 
     status: int
     type: str
@@ -47,7 +50,7 @@ JSON = b"application/json"
 
 
 class Reply(NamedTuple):
-    """A whole HTTP reply; header names in lower case."""
+    """A complete HTTP reply; header names in lower case."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -55,34 +58,34 @@ class Reply(NamedTuple):
 
 
 def http_error_of(error: e.GatewayError) -> HttpError:
-    """Status, type, code and Retry-After of an error."""
+    """Return the HTTP mapping of an error."""
     return next(_HTTP_ERRORS[cls] for cls in type(error).__mro__ if cls in _HTTP_ERRORS)
 
 
 class ErrorFormat(Protocol):
-    """How a protocol writes errors."""
+    """Error format of a protocol."""
 
     def body(self, error: e.GatewayError) -> bytes:
-        """JSON body of an error reply."""
+        """Format an error as the JSON body of a reply."""
         ...
 
     def engine_error(self, status: int, body: bytes) -> bytes:
-        """An engine's own error as this protocol writes it."""
+        """Convert an engine's error body to this format."""
         ...
 
 
 class OpenAIErrors:
-    """`{"error": {message, type, param, code}}`, which is vLLM's own."""
+    """Formats errors as `{"error": {message, type, param, code}}`, the format of vLLM."""
 
     def body(self, error: e.GatewayError) -> bytes:
-        kind = http_error_of(error)
+        http = http_error_of(error)
         return orjson.dumps(
             {
                 "error": {
                     "message": error.message,
-                    "type": kind.type,
+                    "type": http.type,
                     "param": error.param,
-                    "code": kind.code,
+                    "code": http.code,
                 }
             }
         )
@@ -95,17 +98,17 @@ OPENAI_ERRORS = OpenAIErrors()
 
 
 def reply_of(error: e.GatewayError, errors: ErrorFormat = OPENAI_ERRORS) -> Reply:
-    """The whole reply: status, Retry-After where trying again can help, body."""
-    kind, body = http_error_of(error), errors.body(error)
+    """Build the reply of an error, with Retry-After where a retry can help."""
+    http, body = http_error_of(error), errors.body(error)
     headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
-    retry_after_s = error.retry_after_s if isinstance(error, e.KeyLimited) else kind.retry_after_s
+    retry_after_s = error.retry_after_s if isinstance(error, e.KeyLimited) else http.retry_after_s
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))
-    return Reply(kind.status, headers, body)
+    return Reply(http.status, headers, body)
 
 
 def outcome_of(error: e.GatewayError) -> str:
-    """How a call has ended that raised this, see Metrics.calls."""
+    """Return the outcome of a call that raised this error, see Metrics.calls."""
     match error:
         case e.NotRecorded():
             return "not_recorded"

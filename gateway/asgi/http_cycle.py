@@ -1,4 +1,7 @@
-"""One request over HTTP/1.1 and its reply, as an ASGI application sees them. Its connection is `http_server.ServerConnection`."""
+"""One HTTP/1.1 request and its reply: the `receive` and `send` of the ASGI application.
+
+The connection is `http_server.ServerConnection`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ Message = MutableMapping[str, Any]
 
 
 class Connection(Protocol):
-    """What a request needs of its connection. app: the ASGI application. state: the server's. timeout_s: see gateway.client_timeout_s."""
+    """The connection of a request.
+
+    app: ASGI application. state: State of the server. timeout_s: gateway.client_timeout_s.
+    """
 
     app: Any
     state: Any
@@ -25,34 +31,34 @@ class Connection(Protocol):
 
     @property
     def closing(self) -> bool:
-        """Nothing follows the reply that is being written."""
+        """Tell whether the current reply is the last one of the connection."""
         ...
 
     def flow(self) -> None:
-        """A part of the body was taken: read on."""
+        """Resume reading after the application consumed a part of the body."""
         ...
 
     def finished(self, cycle: Cycle) -> None:
-        """The reply is written."""
+        """Handle the end of a reply."""
         ...
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close the connection immediately."""
         ...
 
 
 class Cycle:
-    """One request and its reply: an ASGI application's `receive` and `send`."""
+    """One request and its reply."""
 
     def __init__(
-        self, connection: Connection, scope: Message, keep_alive: bool, asks_to_go_on: bool
+        self, connection: Connection, scope: Message, keep_alive: bool, expects_continue: bool
     ) -> None:
         self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
-        self._asks_to_go_on = asks_to_go_on
+        self._expects_continue = expects_continue
         self._happened = asyncio.Event()
         self._parts: list[bytes] = []
         self.held = 0
-        self._whole = self._told = self._gone = False
+        self._whole = self._delivered = self._gone = False
         self._error: GatewayError | None = None
         self.started = self.complete = False
         self._chunked = False
@@ -62,59 +68,63 @@ class Cycle:
     # -- by the connection
 
     async def run(self) -> None:
-        """Serve it. An application that ends without a whole reply breaks the connection off."""
+        """Run the application; close the connection if the reply is incomplete."""
         try:
             await self._connection.app(self._scope, self.receive, self.send)
         except GatewayError:
-            return  # told by `UnhandledErrors`
+            return  # logged by `UnhandledErrors`
         finally:
             if not self.complete:
                 self._connection.abort()
 
     def take(self, data: bytes) -> None:
-        """A part of the body has come."""
+        """Add a part of the body."""
         if not self.complete:
             self._parts.append(data)
             self.held += len(data)
             self._happened.set()
 
     def end(self) -> None:
-        """The body is whole."""
+        """Mark the body as complete."""
         self._whole = True
         self._happened.set()
 
     def fail(self, error: GatewayError) -> None:
-        """The body will not come."""
+        """Mark the body as failed."""
         self._error, self.keep_alive = error, False
         self._happened.set()
 
     def lose(self) -> None:
-        """The client has gone."""
+        """Mark the client as disconnected."""
         self._gone = True
         self._happened.set()
 
     def probe(self) -> None:
-        """Send the client something that it has to ignore."""
+        """Send bytes that a connected client ignores, to provoke a reset from a gone one."""
         transport = self._connection.transport
         if transport is None or self._scope["http_version"] != "1.1":
             return
         if not self.started:
             transport.write(INTERIM)
         elif self._chunked:
-            transport.write(b"0")  # the first digit of the next chunk's size
+            transport.write(b"0")  # a leading zero of the next chunk size
 
     # -- by the application
 
     async def receive(self) -> Message:
-        """The next of the body, then that the client has gone. Raises TooSlow or BadRequest when the body does not come."""
-        if self._asks_to_go_on:
-            self._asks_to_go_on = False
+        """Return the next part of the body, then the disconnect.
+
+        Raises:
+            TooSlow, BadRequest: The body does not arrive.
+        """
+        if self._expects_continue:
+            self._expects_continue = False
             if not self.started and self._connection.transport is not None:
                 self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while True:
             if self._gone or self.complete:
                 return {"type": "http.disconnect"}
-            if not self._told:
+            if not self._delivered:
                 if self._whole or self._parts:
                     break
                 if self._error is not None:
@@ -122,7 +132,7 @@ class Cycle:
             self._happened.clear()
             await self._happened.wait()
         parts, self._parts, self.held = self._parts, [], 0
-        self._told = self._whole
+        self._delivered = self._whole
         if not self._whole:
             self._connection.flow()
         return {
@@ -132,13 +142,13 @@ class Cycle:
         }
 
     async def send(self, message: Message) -> None:
-        """Write a part of the reply, as soon as the client takes it."""
+        """Write a part of the reply when the transport accepts it."""
         connection = self._connection
         if not connection.writable.is_set():
             try:
                 async with asyncio.timeout(connection.timeout_s):
                     await connection.writable.wait()
-            except TimeoutError:  # it takes nothing: as if it had left
+            except TimeoutError:  # the client reads nothing: treat it as gone
                 self.lose()
                 connection.abort()
         if self._gone or connection.transport is None:
@@ -146,17 +156,17 @@ class Cycle:
         if message["type"] == "http.response.start":
             self._begin(message["status"], message.get("headers", ()))
         elif self.complete or not self.started:
-            raise RuntimeError(f"{message['type']} out of its order")
+            raise RuntimeError(f"{message['type']} out of order")
         else:
             self._body(
                 connection.transport, message.get("body", b""), message.get("more_body", False)
             )
 
-    def _begin(self, status: int, said: Any) -> None:
+    def _begin(self, status: int, reply_headers: Any) -> None:
         if self.started:
             raise RuntimeError("a second reply")
         self.started = True
-        headers = [*self._connection.state.default_headers, *said]
+        headers = [*self._connection.state.default_headers, *reply_headers]
         for name, value in headers:
             if name == b"content-length":
                 self._left = int(value)
@@ -201,7 +211,11 @@ class Cycle:
 
 
 def head_of(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A reply's head. Raises RuntimeError for a value that would be more than one header."""
+    """Format the status line and headers.
+
+    Raises:
+        RuntimeError: A name or value contains a line break or a null byte.
+    """
     parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
     for name, value in headers:
         parts += (name, b": ", value, b"\r\n")
@@ -212,5 +226,5 @@ def head_of(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         or head.count(b"\r") != len(headers) + 2
         or b"\0" in head
     ):
-        raise RuntimeError("a line break or a null within a header")
+        raise RuntimeError("a header contains a line break or a null byte")
     return head

@@ -1,14 +1,15 @@
-"""HTTP/1.1 from clients. The only file that knows HTTP's bytes downstream.
+"""HTTP/1.1 server connections: the only module that reads and writes HTTP bytes of clients.
 
-uvicorn runs it in place of its own protocol, on the same parser. A server that strangers reach needs more:
+uvicorn runs this protocol class instead of its own, with the same parser. It adds protections for
+untrusted networks:
 
-- A head has a bound, so have trailers, and the requests that wait on one connection.
-- A request that does not come in time is a 408, whichever its route. `receive` raises TooSlow then, so that
-  a route answers in the shape of its protocol. The same holds for a body that breaks HTTP: BadRequest.
-- An offer to upgrade is ignored (RFC 9110, 7.8). Java's client offers HTTP/2 on each connection.
-- A client that ended its sending side only gets its reply. One that left altogether looks the same, until it
-  is sent something: so it is sent what a client has to ignore.
-- A reply of unknown length to HTTP/1.0 ends with the connection.
+- Limits for headers, trailers and pipelined requests.
+- A request that does not arrive in time gets status 408 on every route. `receive` raises TooSlow,
+  so the route replies in the format of its protocol; for an invalid body it raises BadRequest.
+- Upgrade offers are ignored (RFC 9110, section 7.8). Java's client offers HTTP/2 every time.
+- A client that closes only its sending side gets its reply. A disconnected client looks the same
+  until it gets data, so the server sends it bytes that a client ignores.
+- The end of the connection ends a reply of unknown length to HTTP/1.0.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ from gateway.asgi.http_cycle import Cycle, head_of
 from gateway.errors import BadRequest, GatewayError, HeadersTooLarge, TooSlow
 
 MAX_HEAD = 1 << 16
-"""Bytes of a request's line and headers; also of all that brings neither headers nor body, as trailers."""
+"""Maximum bytes of the request line and headers, and of data that is neither, e.g. trailers."""
 MAX_WAITING = 100
-"""Requests of one connection that wait behind the one that is served."""
+"""Maximum number of pipelined requests waiting on one connection."""
 MAX_UNREAD = 1 << 24
-"""Bytes that a refused client may go on sending."""
+"""Maximum bytes that a refused client may still send."""
 READ_AHEAD = 1 << 16
-"""Bytes of a body that wait for the application before the client is made to wait."""
+"""Bytes of a body buffered for the application before reading pauses."""
 MIN_BYTES_PER_S = 4096
-"""A body that comes faster may take longer than gateway.client_timeout_s."""
+"""A body with at least this rate may take longer than gateway.client_timeout_s."""
 LINGER_S = 5.0
-"""So long a client may go on sending behind its reply what nobody reads. Closing at once could cost it the reply."""
+"""Time a client may keep sending after its reply; closing at once could reset the reply."""
 CONNECTION = (b"connection", b"proxy-connection")
-"""The parser reads the second like the first."""
-LOOK_S = 0.05
-"""How often a client that sends no more is looked at: whether it has left altogether."""
+"""The parser treats both headers alike."""
+DISCONNECT_CHECK_S = 0.05
+"""Interval of disconnect checks for a client that closed its sending side."""
 
 
 def server_config(app: FastAPI, stop_timeout_s: int | None = None) -> uvicorn.Config:
-    """How uvicorn serves a gateway's application. stop_timeout_s: longest wait for calls in flight at its end."""
+    """Return uvicorn's configuration for a gateway.
+
+    stop_timeout_s: Maximum wait for calls in flight at shutdown.
+    """
     return uvicorn.Config(
         app,
         http=cast(Any, partial(ServerConnection, timeout_s=app.state.client_timeout_s)),
@@ -59,14 +63,14 @@ def server_config(app: FastAPI, stop_timeout_s: int | None = None) -> uvicorn.Co
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # what agents are told comes from gateway.public_url
+        proxy_headers=False,  # gateway.public_url gives the URLs in replies
         timeout_keep_alive=75,
         timeout_graceful_shutdown=stop_timeout_s,
     )
 
 
 class ServerConnection(asyncio.Protocol):
-    """A client's connection, made by uvicorn. timeout_s: see gateway.client_timeout_s."""
+    """A client connection, created by uvicorn. timeout_s: gateway.client_timeout_s."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class ServerConnection(asyncio.Protocol):
         self._local: Any = None
         self._remote: Any = None
         self._timer: asyncio.TimerHandle | None = None
-        # The request whose body is being read, the one that is served, and those that wait behind it.
+        # The request being read, the one being served, and the pipelined ones.
         self._reading: Cycle | None = None
         self._serving: Cycle | None = None
         self._waiting: deque[Cycle] = deque()
@@ -96,12 +100,11 @@ class ServerConnection(asyncio.Protocol):
             self._closing
         ) = False
         self._began_s = 0.0
-        self._received = self._quiet = (
-            0  # bytes of the body; bytes since the parser last gave something
-        )
+        self._received = 0  # bytes of the body
+        self._quiet = 0  # bytes since the last parser event
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._asks_to_go_on = False
+        self._expects_continue = False
 
     # -- by the event loop
 
@@ -146,7 +149,7 @@ class ServerConnection(asyncio.Protocol):
             self.flow()
 
     def _feed(self, data: bytes) -> bytes | None:
-        """Parse it. Gives what is to be parsed next, if anything."""
+        """Parse data; return data to parse next, if any."""
         self._quiet += len(data)
         if self._parser is None:  # refused
             if self._quiet > MAX_UNREAD:
@@ -161,7 +164,7 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(
                 cause
                 if isinstance(cause, GatewayError)
-                else BadRequest("the request's target is no URL")
+                else BadRequest("the request target is not a URL")
             )
         except httptools.HttpParserError as error:
             where = "body" if self._reading is not None else None
@@ -169,39 +172,39 @@ class ServerConnection(asyncio.Protocol):
         return None
 
     def eof_received(self) -> bool:
-        """The client sends no more. It may still wait for the replies to what it sent."""
+        """Handle the end of the client's data; it may still wait for replies."""
         cycle = self._serving
         if cycle is None or self._reading is not None or self._parser is None:
             return False
         self._closing = True
-        self._arm(LOOK_S, self._look)
+        self._arm(DISCONNECT_CHECK_S, self._check_disconnect)
         cycle.probe()
         return True
 
-    def _look(self) -> None:
-        """Whether a client that sends no more has refused what it was sent meanwhile: then it has left."""
+    def _check_disconnect(self) -> None:
+        """Abort if the client reset the connection after the probe."""
         if self.transport is None:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
         else:
-            self._arm(LOOK_S, self._look)
+            self._arm(DISCONNECT_CHECK_S, self._check_disconnect)
 
     # -- by the parser
 
     def on_message_begin(self) -> None:
-        self._in_head, self._asks_to_go_on, self._received = True, False, 0
+        self._in_head, self._expects_continue, self._received = True, False, 0
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:  # a trailer
+        if not self._in_head:  # trailer
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self._asks_to_go_on = True
+            self._expects_continue = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -214,7 +217,7 @@ class ServerConnection(asyncio.Protocol):
         self._quiet = 0
         if parser.should_upgrade():
             if parser.get_method() == b"CONNECT":
-                raise BadRequest("CONNECT: this is no proxy")
+                raise BadRequest("CONNECT: this server is not a proxy")
             self._upgrades = True  # the parser ends here
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -239,7 +242,7 @@ class ServerConnection(asyncio.Protocol):
             "state": self._app_state.copy(),
         }
         keep = version != "1.0" and parser.should_keep_alive()
-        self._reading = cycle = Cycle(self, scope, keep, self._asks_to_go_on)
+        self._reading = cycle = Cycle(self, scope, keep, self._expects_continue)
         if self._serving is None:
             self._start(cycle)
         else:
@@ -261,11 +264,11 @@ class ServerConnection(asyncio.Protocol):
         cycle, self._reading = self._reading, None
         if cycle is not None:
             cycle.end()
-            if cycle.complete:  # its reply did not wait for the body
+            if cycle.complete:  # the reply ended before the body
                 self._next()
 
     def _without_upgrade(self) -> bytes:
-        """The head again, without its offer to speak another protocol; to a parser that has not heard it."""
+        """Return the head without its upgrade offer, and install a new parser for it."""
         method, self._parser, self._upgrades = (
             self._parser.get_method(),
             httptools.HttpRequestParser(self),
@@ -283,10 +286,10 @@ class ServerConnection(asyncio.Protocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
-    # -- requests that do not come as they should
+    # -- late and invalid requests
 
     def _late(self) -> None:
-        """The request has had its time. While it is not read, because another one is served first, it has not."""
+        """Handle the timeout of a request. Time while reading is paused does not count."""
         if self._paused:
             self._began_s = self._loop.time()
         elapsed = self._loop.time() - self._began_s
@@ -296,10 +299,10 @@ class ServerConnection(asyncio.Protocol):
         else:
             where = "body" if self._reading is not None else None
             limit = f"gateway.client_timeout_s={self.timeout_s:g}"
-            self._refuse(TooSlow(f"{where or 'the request'}: did not come within {limit}", where))
+            self._refuse(TooSlow(f"{where or 'the request'}: did not arrive within {limit}", where))
 
     def _refuse(self, error: GatewayError) -> None:
-        """Nothing more of this connection is read. Who is in the middle of a request is told, and the connection ends."""
+        """Stop reading, reply with the error if a request is incomplete, and close."""
         self._parser, self._quiet, self._awaited, self._closing = None, 0, False, True
         self._disarm()
         if self._reading is not None:
@@ -315,7 +318,7 @@ class ServerConnection(asyncio.Protocol):
                 )
             self._close()
 
-    # -- one request after the other
+    # -- sequence of requests
 
     def _start(self, cycle: Cycle) -> None:
         self._serving = cycle
@@ -324,7 +327,7 @@ class ServerConnection(asyncio.Protocol):
         self.state.tasks.add(task)
 
     def finished(self, cycle: Cycle) -> None:
-        """The reply is written."""
+        """Handle the end of a reply."""
         self.state.total_requests += 1
         self._serving = None
         if self.transport is None:
@@ -352,11 +355,11 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Nothing follows the reply that is being written."""
+        """Tell whether the current reply is the last one of the connection."""
         return self._closing and not self._waiting
 
     def flow(self) -> None:
-        """Read on, unless somebody has to catch up."""
+        """Pause or resume reading: pause while requests or body data wait."""
         reading = self._reading
         full = bool(self._waiting) or (
             reading is not None and reading.held > READ_AHEAD and not reading.complete
@@ -369,7 +372,10 @@ class ServerConnection(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _close(self) -> None:
-        """End it when all is written. Who may still be sending is read for a while, for an unread byte could cost it its reply."""
+        """Close after all data is written.
+
+        Keep reading for a while if the client may still send: an unread byte could reset the reply.
+        """
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -384,15 +390,15 @@ class ServerConnection(asyncio.Protocol):
             self._arm(self._linger_s, self.abort)
         else:
             transport.close()
-            self._arm(self.timeout_s, self.abort)  # in case that nobody takes what is written
+            self._arm(self.timeout_s, self.abort)  # in case the client does not read
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close the connection immediately."""
         if self.transport is not None:
             self.transport.abort()
 
     def shutdown(self) -> None:
-        """By uvicorn, which stops: finish what was begun."""
+        """Finish the current requests; called by uvicorn at shutdown."""
         self._closing = True
         if self._serving is None:
             self._close()

@@ -1,4 +1,4 @@
-"""How many calls are served at once, and how many bytes of requests and replies they hold: bounds for all protocols together."""
+"""Limits the calls in flight and the bytes of their requests and replies, over all protocols."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gateway.errors import Overloaded
 
 
 class InFlightLimits:
-    """Counts calls and what they hold.
+    """Counts calls and their bytes.
 
     Args:
-        limit: Bytes of requests, see gateway.max_in_flight_bytes.
-        max_calls: See gateway.max_in_flight.
-        reply_limit: Bytes of replies, see gateway.max_in_flight_reply_bytes.
+        limit: Maximum bytes of requests, gateway.max_in_flight_bytes.
+        max_calls: gateway.max_in_flight.
+        reply_limit: Maximum bytes of replies, gateway.max_in_flight_reply_bytes.
     """
 
     def __init__(self, limit: int, max_calls: int, reply_limit: int) -> None:
@@ -22,60 +22,65 @@ class InFlightLimits:
         self.replies = ReplyLimit(reply_limit)
 
     def begin(self) -> None:
-        """A call begins. Raises Overloaded; then it does not."""
+        """Count a new call. Raises Overloaded, and then counts nothing."""
         if self.calls >= self._max_calls:
             raise Overloaded(f"{self.calls} calls are in flight, see gateway.max_in_flight")
         self.replies.check()
         self.calls += 1
 
     def end(self) -> None:
-        """A call has ended."""
+        """Stop counting a call."""
         self.calls -= 1
 
     def reserve(self, size: int) -> None:
-        """Hold `size` bytes more. Raises Overloaded when they would be too many; then nothing is taken."""
+        """Count `size` bytes of a request. Raises Overloaded, and then counts nothing."""
         if self.held + size > self._limit:
             raise Overloaded(
-                f"the calls in flight hold {self.held} bytes, {size} more exceed gateway.max_in_flight_bytes={self._limit}"
+                f"the calls in flight hold {self.held} bytes, {size} more exceed "
+                f"gateway.max_in_flight_bytes={self._limit}"
             )
         self.held += size
 
     def release(self, size: int) -> None:
-        """They are held no more."""
+        """Stop counting `size` bytes."""
         self.held -= size
 
 
 class ReplyLimit:
-    """Bytes of replies that are held until they are recorded and sent, of all calls together.
+    """Limits the bytes of replies that are held until they are recorded and sent, over all calls.
 
-    A reply that was sampled is never refused. When the limit is reached new calls are refused before an engine is asked,
-    and all replies but one wait: their engines are not read from. That one may exceed the limit, so something always ends.
+    A sampled reply is never refused. At the limit, new calls are refused before an engine gets the
+    request, and all replies but one wait: the gateway does not read from their engines. One reply
+    may exceed the limit, which guarantees progress.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
         self._exceeding: ReplyReservation | None = None
-        self._waiting: dict[asyncio.Future[None], None] = {}  # first come, first served
+        self._waiting: dict[
+            asyncio.Future[None], None
+        ] = {}  # insertion order: first come, first served
 
     def check(self) -> None:
-        """Raises Overloaded when the limit is reached."""
+        """Raise Overloaded when the limit is reached."""
         if self.held >= self.limit:
             raise Overloaded(
-                f"the replies in flight hold {self.held} bytes, see gateway.max_in_flight_reply_bytes={self.limit}"
+                f"the replies in flight hold {self.held} bytes, see "
+                f"gateway.max_in_flight_reply_bytes={self.limit}"
             )
 
     def reserve(self) -> ReplyReservation:
-        """For one call, which releases it at its end."""
+        """Return an empty reservation, which the call releases at its end."""
         return ReplyReservation(self)
 
-    def may_exceed(self, who: ReplyReservation) -> bool:
-        """Whether it may go on beyond the limit."""
+    def may_exceed(self, reservation: ReplyReservation) -> bool:
+        """Tell whether this reservation is the one that may exceed the limit."""
         if self._exceeding is None:
-            self._exceeding = who
-        return self._exceeding is who
+            self._exceeding = reservation
+        return self._exceeding is reservation
 
     async def room(self) -> None:
-        """Until some reply has ended."""
+        """Wait until a reply has ended."""
         woken = asyncio.get_running_loop().create_future()
         self._waiting[woken] = None
         try:
@@ -83,10 +88,10 @@ class ReplyLimit:
         finally:
             del self._waiting[woken]
 
-    def release(self, who: ReplyReservation) -> None:
-        """A call has ended."""
-        self.held -= who.size
-        if self._exceeding is who:
+    def release(self, reservation: ReplyReservation) -> None:
+        """Release a reservation and wake all waiting ones."""
+        self.held -= reservation.size
+        if self._exceeding is reservation:
             self._exceeding = None
         for woken in self._waiting:
             if not woken.done():
@@ -94,7 +99,7 @@ class ReplyLimit:
 
 
 class ReplyReservation:
-    """What one call holds of its reply: `size` bytes."""
+    """Reserved reply bytes of one call."""
 
     __slots__ = ("_replies", "size")
 
@@ -102,7 +107,7 @@ class ReplyReservation:
         self._replies, self.size = replies, 0
 
     async def extend(self, size: int) -> None:
-        """Hold `size` bytes more, as soon as they may be held."""
+        """Reserve `size` more bytes; waits until the limit permits it."""
         replies = self._replies
         while replies.held + size > replies.limit and not replies.may_exceed(self):
             await replies.room()
@@ -110,6 +115,6 @@ class ReplyReservation:
         self.size += size
 
     def release(self) -> None:
-        """Nothing is held any more."""
+        """Release all bytes."""
         self._replies.release(self)
         self.size = 0

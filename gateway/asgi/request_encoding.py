@@ -1,4 +1,7 @@
-"""Compressed request bodies: gzip and deflate are decoded, others are refused. Pieces are small, so the reader's bounds hold."""
+"""Decodes gzip and deflate request bodies; refuses other encodings.
+
+Decodes in small chunks, so the reader can enforce its size limit.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from gateway.asgi.content_encoding import READABLE
 from gateway.errors import BadRequest, WrongEncoding
 
 WINDOW_BITS = 32 + zlib.MAX_WBITS
-"""With gzip's header or zlib's."""
+"""Accepts the header of gzip or of zlib."""
 PIECE = 1 << 16
-"""Bytes that are decoded at a time: who reads them may refuse more."""
+"""Maximum bytes per decoded chunk."""
 
 
 def decoded(receive: Receive, encoding: str) -> Receive:
-    """`receive` for a body with this content-encoding. It raises WrongEncoding, or BadRequest for what is not encoded so."""
+    """Wrap `receive` to decode a body with this content-encoding.
+
+    The returned callable raises WrongEncoding for other encodings, BadRequest for corrupt data.
+    """
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return receive
@@ -35,7 +41,8 @@ class _Decoded:
         name = self._name
         if self._inflater is None:
             raise WrongEncoding(
-                f"content-encoding: {name[:40]!r} is not decoded here, use gzip or deflate or send the body as it is",
+                f"content-encoding: {name[:40]!r} is not supported, "
+                "use gzip, deflate or no encoding",
                 "content-encoding",
             )
         if self._ended:

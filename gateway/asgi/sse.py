@@ -1,4 +1,8 @@
-"""Server-sent events on the wire: whole events out of pieces of a stream. Events keep their own bytes, the blank line included."""
+"""Splits a byte stream into server-sent events.
+
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html. Events keep their bytes,
+blank line included.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _END = re.compile(b"|".join(ENDS))
 
 MAX_EVENT = 8 << 20
-"""Bytes: the ids of a prompt of a million tokens fit in."""
+"""Maximum bytes of an event; enough for the ids of a prompt of a million tokens."""
 
 
 class EventSplitter:
-    """Feed it pieces of any size; it returns the events that are whole. rest: the event that has begun."""
+    """Splits chunks of any size into events. rest: Bytes of the incomplete event."""
 
     __slots__ = ("rest",)
 
@@ -21,16 +25,16 @@ class EventSplitter:
         self.rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that this piece completed, each with its blank line."""
+        """Return the events that this chunk completes, each with its blank line."""
         buffer = self.rest + piece if self.rest else piece
         events, at = [], 0
-        # An end may have begun in the last three bytes of what was there before.
+        # A blank line may begin in the last three bytes of the previous chunks.
         begin = max(0, len(self.rest) - 3)
         if b"\r" in buffer:
             for found in _END.finditer(buffer, begin):
                 events.append(buffer[at : found.end()])
                 at = found.end()
-        else:  # as a rule, and a search for one string costs a fraction of that for a pattern
+        else:  # the usual case: a string search is much cheaper than a pattern
             end = buffer.find(b"\n\n", begin)
             while end >= 0:
                 events.append(buffer[at : end + 2])
@@ -41,7 +45,7 @@ class EventSplitter:
 
 
 def data_of(event: bytes) -> bytes | None:
-    """The data of an event; None for a comment or an event without data. Several data lines are joined, as the standard says."""
+    """Return the data of an event, its data lines joined by line feeds; None without data."""
     if event.startswith(b"data: ") and event.find(b"\n") >= len(event.rstrip(b"\r\n")):
         return event[6:].rstrip(b"\r\n")
     lines = [

@@ -1,6 +1,7 @@
-"""Errors that nobody foresaw: bugs. A 500 in the usual shape, and a line in the log that says where.
+"""Handles unexpected errors: replies 500 and logs where the error occurred.
 
-The log gets the kind of the error and the places it went through, never its message: that may hold a client's own text.
+The log line has the error type and stack locations, never the message, which may contain text of a
+client.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from gateway.asgi.messages import App, Scope, Send, send_reply
 from gateway.errors import GatewayError
 from runtime.logs import logger
 
-PLACES = 8
-"""So many are logged, the innermost last."""
+MAX_LOCATIONS = 8
+"""Maximum number of logged stack locations, innermost last."""
 
 
 class UnhandledErrors:
-    """ASGI middleware, the outermost: web framework and server would log the error with its message."""
+    """Outermost ASGI middleware; framework and server would log the error message."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -28,27 +29,25 @@ class UnhandledErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: MutableMapping[str, Any]) -> None:
+        async def send_and_note(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
-        except (
-            Exception
-        ) as error:  # the outermost: behind it is the server, which would log the message
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:  # the server would log the message
             if scope["type"] != "http":
                 raise
-            places = [
+            locations = [
                 f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)
             ]
             logger().error(
                 "request_failed",
                 path=scope["path"],
                 error=type(error).__name__,
-                at=places[-PLACES:],
+                at=locations[-MAX_LOCATIONS:],
             )
-            if started:  # the server breaks the connection off
+            if started:  # the server closes the connection
                 raise GatewayError("internal error within a reply") from None
             await send_reply(send, reply_of(GatewayError("internal error, see the gateway's log")))
