@@ -1,1 +1,1 @@
-"""Process plumbing that knows no record: settings, the Kafka client, the broker, logs, supervision, the command line."""
+"""Process plumbing without domain knowledge: settings, Kafka client, broker, logs, supervision."""

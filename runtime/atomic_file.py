@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and stay there after a loss of power: written beside their place, fsynced, moved into it."""
+"""Write files atomically and durably: to a draft beside the target, fsync, then rename."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of room: of the disk, of a quota, or of a limit on the size of files. It may succeed later."""
+    """Return whether a write failed for lack of space (disk, quota or file size limit).
+
+    Such a write may succeed later.
+    """
     return error.errno in _FULL
 
 
@@ -28,7 +31,15 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def fsynced_draft(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> Iterator[Path]:
-    """A hidden file beside `path` with these bytes, on disk; gone at the end of the block unless it was moved. mode: less the umask."""
+    """Yield a hidden file beside `path` that contains these bytes and is fsynced.
+
+    The file is removed at the end of the block unless the caller has moved it.
+
+    Args:
+        path: The target; its directory exists.
+        data: The content, whole or in chunks.
+        mode: Permission bits before the umask.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -42,9 +53,15 @@ def fsynced_draft(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) 
 
 
 def write_durably(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> None:
-    """Put a file in its place, or replace it, as a whole: durable when this returns. The directory is there. Raises OSError.
+    """Create or replace a file atomically; the file is durable on return.
 
-    data: what does not fit into memory twice comes piece by piece.
+    Args:
+        path: The target; its directory exists.
+        data: The content; chunks if it should not be in memory twice.
+        mode: Permission bits before the umask.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     with fsynced_draft(path, data, mode) as draft:
         draft.replace(path)
@@ -52,7 +69,12 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) 
 
 
 def create_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """As `write_durably`, where no file may be there yet: of several that try at once one makes it. Raises FileExistsError, OSError."""
+    """Create a file as `write_durably` does; of several concurrent creators exactly one succeeds.
+
+    Raises:
+        FileExistsError: The file exists.
+        OSError: The file cannot be written.
+    """
     with fsynced_draft(path, data, mode) as draft:
         try:
             os.link(draft, path)

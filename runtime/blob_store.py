@@ -1,8 +1,8 @@
-"""Bytes by their digest, in a directory or an object store: `<uri>/<first two digits>/<sha256>`.
+"""Content-addressed blobs in a directory or an object store: `<uri>/<first two digits>/<sha256>`.
 
-A blob is whole or not there: on a disk it is written beside its place, fsynced, renamed, and the directory is fsynced; object stores
-do the same by themselves. Writing what is there already changes nothing, so several writers and retries are harmless. Nothing is ever
-deleted here.
+A blob is either complete or absent. On a disk it is written to a draft, fsynced and renamed, and
+the directory is fsynced; object stores guarantee this themselves. Writing an existing blob changes
+nothing, so concurrent writers and retries are harmless. Blobs are never deleted here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ class BlobMissing(PlumbingError):
 
 
 class BlobStore:
-    """One store. uri: a path, file://, or any URL that fsspec knows. options: fsspec's, e.g. credentials. Blocking, safe to share."""
+    """One blob store; its calls block and are thread-safe.
+
+    Args:
+        uri: A path, file://, or any URL that fsspec supports.
+        options: Options of fsspec, e.g. credentials.
+    """
 
     def __init__(self, uri: str, options: Mapping[str, str] | None = None) -> None:
         scheme, sep, rest = uri.partition("://")

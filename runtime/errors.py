@@ -6,11 +6,17 @@ from schemas.errors import ForeseenError
 
 
 class PlumbingError(ForeseenError):
-    """Something under the processes (broker, jars, Kafka client, settings) cannot do its work; the message says what to do."""
+    """The runtime (broker, jars, Kafka client, settings) cannot work.
+
+    The message says what to do.
+    """
 
 
 class InUse(PlumbingError):
-    """Another process has what only one can have: a port, a data directory. Stop that process, or choose another."""
+    """Another process has an exclusive resource: a port or a data directory.
+
+    Stop it, or choose another.
+    """
 
 
 class KafkaError(PlumbingError):
@@ -18,15 +24,24 @@ class KafkaError(PlumbingError):
 
 
 class Unavailable(KafkaError):
-    """The cluster did not answer or did not acknowledge in time. Nothing is known of what was sent; retry with the same ids."""
+    """The cluster did not answer or acknowledge in time.
+
+    Whether the records were written is unknown; retry with the same ids.
+    """
 
 
 class Fenced(KafkaError):
-    """A newer producer with the same transactional id took over. This process must end and must not be restarted."""
+    """A newer producer with the same transactional id took over.
+
+    This process must end and must not be restarted.
+    """
 
 
 class SourceTruncated(KafkaError):
-    """A stored position lies outside of what the topic still has. Run `clawstream doctor`; never skipped silently."""
+    """A stored position is outside the topic's offsets.
+
+    Run `clawstream doctor`; never skip silently.
+    """
 
 
 class TooLarge(KafkaError):

@@ -1,4 +1,7 @@
-"""The exit codes of every process and command, in one place. docs/operating.md shows the same table; a test compares the two."""
+"""The exit codes of all processes and commands.
+
+docs/operating.md shows the same table; a test compares the two.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,14 @@ def exclusive(
     waiting: Callable[[float], None] | None = None,
     say_every_s: float = SAY_EVERY_S,
 ) -> Iterator[None]:
-    """Hold the lock on `path`, a file that is made if absent; the kernel lets go of it when the process dies.
+    """Hold an exclusive lock on `path`; the kernel releases it when the process dies.
 
-    Raises `late` when another holds it for `patience_s` (0: one look). `waiting` is told each `say_every_s` for how many seconds.
+    Args:
+        path: The lock file; created if absent.
+        late: The error to raise after `patience_s`.
+        patience_s: Longest wait in seconds; 0: one attempt.
+        waiting: Called with the seconds waited, every `say_every_s`.
+        say_every_s: Seconds between two calls of `waiting`.
     """
     with path.open("a") as file:
         started = said = time.monotonic()

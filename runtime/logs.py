@@ -12,7 +12,7 @@ import structlog
 
 
 class _Lossy:
-    """A stream that drops what can not be written: a full disk under the log must not end a process that could go on."""
+    """A stream that drops output on write errors: a full disk must not end the process."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,7 +47,10 @@ class LogThrottle(logging.Filter):
 
 
 def configure(process: str, level: str = "info") -> None:
-    """Set up structlog and the standard library's logging for this process. Call once, from its entry point."""
+    """Configure structlog and the standard library's logging.
+
+    Call once, at the start of a process.
+    """
     number = logging.getLevelNamesMapping()[level.upper()]
     terminal = sys.stderr.isatty()
     render: Any = (

@@ -13,9 +13,13 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 def parse_instant(text: str, now: datetime) -> datetime:
-    """ISO 8601, UTC unless it says otherwise; digits: milliseconds since the epoch; `30m`, `2h`, `7d`: so long before `now`.
+    """Parse an instant: ISO 8601 (default UTC), ms since the epoch, or an age as `30m`, `2h`, `7d`.
 
-    In UTC, from 1970 to the year 9999. Raises ValueError, which says how a moment is written.
+    Returns:
+        A time in UTC, from 1970 to the year 9999.
+
+    Raises:
+        ValueError: The message describes the accepted formats.
     """
     try:
         if text.isdecimal():

@@ -1,1 +1,4 @@
-"""The contract between processes: records, topics, ids, encoding, settings. Pure: no I/O beyond reading its own files."""
+"""The contract between processes: records, topics, ids, encoding, settings.
+
+Pure: no I/O beyond reading the package's own files.
+"""

@@ -1,10 +1,11 @@
-"""Fields kept outside of their record because of its size. Pure.
+"""Store large fields outside of their record, as blobs. Pure.
 
-The field then holds a reference in its place, the JSON object `{"$blob": {"sha256", "size_bytes", "url"}}`. So whoever passes the field on
-passes the reference on, and it stays JSON. A step lists its blobs in `blobs` as well, for queries.
+The field then holds a reference, the JSON object `{"$blob": {"sha256", "size_bytes", "url"}}`, so
+code that passes the field on also passes the reference on. A step also lists its blobs in `blobs`,
+for queries.
 
-A reader takes the bytes from its own store by their digest; the url only says where they were written. So a reference that a client
-has made up can name nothing but a blob whose content it knows.
+A reader fetches the bytes from its own store by digest; the url only records where they were
+written. A forged reference can therefore only name a blob whose content its author knows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ MOVABLE: dict[type, tuple[str, ...]] = {
     SessionEvent: ("metadata_json",),
     Reward: ("detail_json",),
 }
-"""Fields that may be kept outside. Tokens stay: everyone who learns from a step needs them, and two million fit into a record."""
+"""Fields that may be stored as blobs.
+
+Token fields stay in the record: every learner needs them, and two million tokens fit.
+"""
 SMALLEST = 4096
 """Bytes; moving less gains nothing."""
 _PREFIX = b'{"$blob":'
@@ -61,9 +65,13 @@ def referenced(field: str, value: bytes | None) -> Blob | None:
 def shrink(
     record: Movable, size: int, url_of: Callable[[str], str], limit: int = MAX_RECORD_BYTES
 ) -> Shrunk:
-    """The record of encoded length `size` with its largest movable fields outside, until it is at most `limit` long or none is left.
+    """Move the largest movable fields of a record outside until it fits.
 
-    url_of: sha256 in hex to where such bytes are kept.
+    Args:
+        record: The record.
+        size: Its encoded length in bytes.
+        url_of: Maps a sha256 in hex to the URL of the blob.
+        limit: Maximum encoded length in bytes; may stay exceeded when no movable field is left.
     """
     fields = sorted(MOVABLE[type(record)], key=lambda name: -len(getattr(record, name) or b""))
     blobs: list[Blob] = []

@@ -1,34 +1,37 @@
-"""How an engine tells the tokens of a call beside its reply: the same for every protocol, and the reply's own bytes stay as they are.
+"""The format in which an engine reports the tokens of a call beside its unchanged reply.
 
-A request with the header `ASK: 1` asks. The reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine. Every
-reply, asked or not, carries `VERSION_START`: the engine's weight version when the request arrived.
+The format is the same for every protocol. A request asks for tokens with the header `ASK: 1`. The
+reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine. Every reply
+carries `VERSION_START`: the engine's weight version when the request arrived.
 
-A frame says what one generation (one prompt given to the engine) has sampled since its last frame:
+A frame holds what one generation (one prompt given to the engine) has sampled since its last frame:
 
-    a line of JSON, ended by a newline
-        {"g": 0,        index of the generation within the call, in the order of the prompts
-         "p": 19,       number of prompt ids that follow; once per generation, else absent
-         "s": {"temperature": 0.7, "top_p": 1.0, ..., "logprobs_mode": "processed_logprobs"},
-                        sampling parameters that the engine applied, by the names of `Sampling`; once per generation, else absent
-         "h": 16,       how many of the prompt's tokens the engine had in its cache; once per generation, absent: not known
-         "a": "...",    why this generation has no tokens; else absent
-         "c": [{"i": 0,           index of the choice within its generation
-                "n": 12,          number of new output ids that follow
-                "l": true,        as many log-probabilities follow; absent: the engine has none for them
-                "f": "stop",      the engine's own finish reason, once, in the choice's last frame; else absent
-                "v": [["run/3.0", 0, 40]]   weight versions of the whole choice, with "f": version, start, end (half-open ranges
-              }]}                           of output ids); else absent
+    a line of JSON, ended by a newline {"g": 0,        index of the generation within the call, in
+    the order of the prompts "p": 19,       number of prompt ids that follow; once per generation,
+    else absent "s": {"temperature": 0.7, "top_p": 1.0, ..., "logprobs_mode": "processed_logprobs"},
+    sampling parameters that the engine applied, by the names of `Sampling`; once per generation,
+    else absent "h": 16,       prompt tokens from the engine's cache; once per generation, absent:
+    unknown "a": "...",    why this generation has no tokens; else absent "c": [{"i": 0,
+    index of the choice within its generation "n": 12,          number of new output ids that follow
+    "l": true,        as many log-probabilities follow; absent: the engine has none "f": "stop",
+    the engine's finish reason, in the choice's last frame; else absent "v": [["run/3.0", 0, 40]]
+    with "f": weight versions of the whole choice as version, }]}                          start,
+    end (half-open ranges of output ids); else absent
     p prompt ids            int32, little endian
-    for each choice in "c"  n output ids, int32, little endian; then, with "l", n log-probabilities, float32, little endian
+    for each choice in "c"  n output ids, int32, little endian; then, with "l", n log-probabilities,
+                            float32, little endian
 
-Frames follow each other without a gap; choices without news are left out.
+Frames follow each other without a gap; choices without news are omitted.
 
-    a plain reply     the own body, then the frames; header `OWN_BODY`: length of the own body in bytes. Without that header (errors,
-                      replies that sampled nothing) there are no frames. One frame per generation holds all of it.
-    an event stream   comments `: clawstream <base64 of frames>`, each an event of its own that ends with a blank line. Tokens come
-                      before the event that shows them or with it, never after it; so do finish reason and versions.
+    a plain reply     the reply's own body, then the frames; header `OWN_BODY`: length of the own
+                      body in bytes. Without that header (errors, replies that sampled nothing)
+                      there are no frames. One frame per generation holds all of it.
+    an event stream   comments `: clawstream <base64 of frames>`, each an event that ends with a
+                      blank line. Tokens, finish reason and versions come before the event that
+                      shows them, or with it, never after it.
 
-A reader that finds "a", or no frame with "f" for a choice, has no complete tokens for it. Packing is that of `schemas.tokens`.
+A reader that finds "a", or no frame with "f" for a choice, has no complete tokens for it. Packing
+is that of `schemas.tokens`.
 """
 
 from __future__ import annotations
@@ -51,7 +54,11 @@ Span = tuple[str, int, int]
 
 
 class Choice(NamedTuple):
-    """What is new of one choice. which: its index. ids, logprobs: packed; logprobs None: the engine has none. finish, spans: once it has ended."""
+    """New tokens of one choice.
+
+    which: Index of the choice. ids, logprobs: Packed; logprobs is None when the engine has none.
+    finish, spans: Set once the choice has ended.
+    """
 
     which: int
     ids: bytes
@@ -61,7 +68,10 @@ class Choice(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is new of one generation. prompt_ids: packed, once; so are sampling and cached. absent: why it has no tokens."""
+    """New tokens of one generation.
+
+    prompt_ids (packed), sampling and cached are sent once. absent: Why there are no tokens.
+    """
 
     generation: int
     prompt_ids: bytes | None
@@ -174,7 +184,11 @@ def _plain_sampling(how: Sampling) -> dict[str, Any]:
 
 
 def _sampling(told: Mapping[str, Any]) -> Sampling:
-    """Fields that are not known here are left out: a newer middleware may tell more. Raises ValueError for a value of a wrong type."""
+    """Parse sampling parameters; ignores unknown fields of newer engines.
+
+    Raises:
+        ValueError: A value has a wrong type.
+    """
     numbers = {name: told[name] for name in _NUMBERS if told.get(name) is not None}
     top_k, mode, constraints = (
         told.get("top_k"),
@@ -211,12 +225,16 @@ def read_comment(event: bytes) -> list[Frame]:
 
 
 def trail(body: bytes, frames: Iterable[bytes]) -> bytes:
-    """A plain reply's body with encoded frames behind it; the header `OWN_BODY` must say `len(body)`."""
+    """Append encoded frames to a plain body; the header `OWN_BODY` must be `len(body)`."""
     return b"".join((body, *frames))
 
 
 def split(body: bytes, own: str) -> tuple[bytes, list[Frame]]:
-    """A plain reply's own body and its frames. own: value of the header `OWN_BODY`. Raises ValueError."""
+    """Split a plain reply into its own body and its frames. own: Value of the header `OWN_BODY`.
+
+    Raises:
+        ValueError: The length or the frames are malformed.
+    """
     length = int(own)
     if not 0 <= length <= len(body):
         raise ValueError(f"{OWN_BODY}: {own}, but the reply has {len(body)} bytes")

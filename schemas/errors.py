@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class ForeseenError(Exception):
-    """Root of every error that the code foresees, in all packages: its message alone says what happened and what to do.
+    """Root of all expected errors of all packages; the message says what happened and what to do.
 
-    A command or a process ends with this message in one line and the exit code of the class (`runtime.exit_codes`). Every
-    other exception is a bug: it ends with a traceback.
+    A command or process prints the message and exits with the code of the class
+    (`runtime.exit_codes`). Every other exception is a bug and ends with a traceback.
     """
 
 
@@ -16,11 +16,14 @@ class SchemaError(ForeseenError):
 
 
 class Undecodable(SchemaError):
-    """The bytes are no record: wrong framing, or a body that does not fit its schema. Dead-letter it."""
+    """The value has wrong framing or a body that does not fit its schema. Dead-letter it."""
 
 
 class UnknownSchema(SchemaError):
-    """The fingerprint is neither shipped nor announced on the schemas topic. Refresh once, then dead-letter it."""
+    """The fingerprint is neither shipped nor announced.
+
+    Refresh once, then dead-letter the record.
+    """
 
     def __init__(self, fingerprint: str) -> None:
         super().__init__(
@@ -30,7 +33,7 @@ class UnknownSchema(SchemaError):
 
 
 class NotARecord(SchemaError):
-    """What is to become a record has a field too many, too few or of a wrong type. The message names the field."""
+    """The fields do not make a record: one is missing, unknown or of a wrong type (named)."""
 
 
 class InvalidId(SchemaError):

@@ -1,10 +1,12 @@
-"""Ids: how calls, steps, trajectories and weight versions are named. Stateless and cheap to parse.
+"""Ids of calls, steps, trajectories and weight versions. Stateless and cheap to parse.
 
-trajectory key   what routes a record; the Kafka key is its UTF-8
+trajectory key   routes a record; the Kafka key is its UTF-8
 call id          <trajectory key>~<ulid>
 step id          <call id>.<choice index>
-bucket           bucket-<32 hex digits>, a trajectory key: calls that name no trajectory, split by the assembler
-agent session    agent-<agent>-<32 hex digits>, a trajectory key: the session of a known agent, split by the assembler where it paused
+bucket           bucket-<32 hex digits>, a trajectory key: calls that name no trajectory; the
+                 assembler splits it into trajectories
+agent session    agent-<agent>-<32 hex digits>, a trajectory key: the session of a known agent; the
+                 assembler splits it at pauses
 trajectory id    the key; inside a bucket or agent session <key>~<ulid> of its first call
 version id       <run id>/<sync index>.<attempt>
 """
@@ -75,7 +77,10 @@ def check_group_id(group_id: str) -> str:
 
 
 def new_ulid() -> str:
-    """A fresh ulid (https://github.com/ulid/spec): 48 bits of milliseconds, 80 of chance. Written here, for every call needs one."""
+    """Return a new ulid (https://github.com/ulid/spec): 48 bits of milliseconds, 80 random bits.
+
+    Implemented here for speed: every call needs one.
+    """
     bits = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
     return "".join([_PAIRS[bits >> at & 1023] for at in range(120, -1, -10)])
 
@@ -104,16 +109,21 @@ def key_of_step(step: str) -> str:
 
 
 def bucket_key(secret_part: bytes, first_user_turn: bytes) -> str:
-    """The trajectory key of a call that names no trajectory.
+    """Return the trajectory key of a call that names no trajectory.
 
-    secret_part: what tells clients apart, such as the API key; it can't be found out from the bucket. first_user_turn: canonical bytes
-    of the first message of the user, which all calls of one conversation share.
+    Args:
+        secret_part: Distinguishes clients, e.g. the API key; cannot be derived from the result.
+        first_user_turn: Canonical bytes of the first user message, shared by all calls of a
+            conversation.
     """
     return BUCKET_PREFIX + _hash(b"claw-bucket", secret_part, first_user_turn)
 
 
 def agent_key(agent: str, secret_part: bytes, session_id: str) -> str:
-    """The trajectory key of a session of a known agent. secret_part: as in `bucket_key`; session_id: as the agent gives it."""
+    """Return the trajectory key of a known agent's session.
+
+    secret_part: As in `bucket_key`. session_id: As the agent sends it.
+    """
     hashed = _hash(b"claw-session", secret_part, session_id.encode("utf-8", "surrogateescape"))
     return f"{AGENT_PREFIX}{agent}-{hashed}"
 
@@ -130,16 +140,19 @@ def is_bucket(key: str) -> bool:
 
 
 def is_unnamed(key: str) -> bool:
-    """Whether the gateway made the trajectory key, a bucket or an agent's session.
+    """Return whether the gateway assigned the key: a bucket or an agent's session.
 
-    Nobody says when such a trajectory is over, so inactivity is its end. It may hold many trajectories, and a reward or completion
-    must name a step.
+    Nothing ends such a trajectory but inactivity. The key may hold many trajectories, so a reward
+    or completion must name a step.
     """
     return UNNAMED_KEY.fullmatch(key) is not None
 
 
 def unnamed_trajectory_id(key: str, ulid: str) -> str:
-    """Trajectory id `<key>~<ulid>` in a bucket or agent session; ulid: of the trajectory's first call in log order."""
+    """Return the trajectory id `<key>~<ulid>` in a bucket or agent session.
+
+    ulid: Of the trajectory's first call in log order.
+    """
     return f"{key}~{ulid}"
 
 

@@ -1,7 +1,8 @@
-"""The records, as frozen values: one class for each Avro record of `schemas/avro/`, fields in the same order.
+"""The records as frozen dataclasses: one per Avro record of `schemas/avro/`, same field order.
 
-What a field means, its unit and its length stand in the schema's `doc`. Absent is None. Token ids and log-probabilities are packed
-little-endian bytes (`schemas.tokens`). A test keeps these classes and the schemas equal.
+The `doc` in the schema defines meaning, unit and length of each field. Absent values are None.
+Token ids and log-probabilities are packed little-endian bytes (`schemas.tokens`). A test compares
+these classes with the schemas.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardValue:
-    """One reward as it counts in one candidate revision: the fold over its (target, source, name)."""
+    """One reward in one candidate revision: the current value of its (target, source, name)."""
 
     source: RewardSource
     name: str
@@ -244,8 +245,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedCall:
-    """A call that was answered with an error and sampled nothing that is kept. It is no step and never trains. Key:
-    trajectory key, or the event id where that is None.
+    """A call that ended with an error and kept no sampled tokens: neither a step nor trainable.
+
+    Key: trajectory key, or the event id where that is None.
     """
 
     event_id: str
@@ -291,8 +293,9 @@ class SessionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passes. On `claw.steps` and `claw.rewards`: its log timestamp counts. On `claw.candidates`: event_time of
-    source partition.
+    """A clock tick. On `claw.steps` and `claw.rewards` its log timestamp counts.
+
+    On `claw.candidates`, `event_time` of the source partition counts.
     """
 
     partition: int
@@ -301,8 +304,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A reward of a step or a trajectory. Key: trajectory key. State: per (target, source, name) the highest
-    reward_revision, among equals the first on the log.
+    """A reward of a step or a trajectory. Key: trajectory key.
+
+    State: the highest reward_revision per (target, source, name); of equal ones the first on the
+    log.
     """
 
     event_id: str
@@ -323,7 +328,10 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curation:
-    """A mark by a person or rule. Key: trajectory key. State: fold per target and field, the last one counts."""
+    """A mark by a person or rule.
+
+    Key: trajectory key. State: the last value per target and field.
+    """
 
     event_id: str
     run_id: str
@@ -340,8 +348,9 @@ class Curation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """What the quality rules say of one closed trajectory. Key: trajectory key. State: the highest assessment_revision,
-    among equals the first on the log.
+    """The result of the quality rules for one closed trajectory. Key: trajectory key.
+
+    State: the highest assessment_revision; of equal ones the first on the log.
     """
 
     event_id: str
@@ -431,8 +440,9 @@ class StepMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What admission knows of a closed trajectory, at one revision. At most 4 MiB. Key: run. Place of the payload:
-    headers topic_id, partition, first_offset, last_offset.
+    """A closed trajectory at one revision, as input of admission; at most 4 MiB. Key: run.
+
+    The headers topic_id, partition, first_offset and last_offset locate the payload.
     """
 
     run_id: str
@@ -462,7 +472,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """How a run's trajectories become batches. Key: run. It holds from its own offset on; the first opens the run."""
+    """How a run's trajectories become batches. Key: run.
+
+    A policy is in force from its own offset on; the first opens the run.
+    """
 
     run_id: str
     policy_version: int
@@ -566,7 +579,7 @@ class PolicyApplied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """A published set of weights. Key: version id. A checkpoint counts only once its version is here."""
+    """A published set of weights. Key: version id. A checkpoint without its version is ignored."""
 
     version_id: str
     run_id: str
@@ -616,7 +629,10 @@ class SchemaPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A record that could not be handled, with what is needed to repair and replay it. Key: the original key."""
+    """A record that could not be handled, with everything to repair and replay it.
+
+    Key: original key.
+    """
 
     topic: str
     topic_id: str
@@ -633,8 +649,9 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterResolved:
-    """What became of a dead letter: its record was sent again, as it was or repaired, or nothing is to be done. In one
-    transaction with the record that was sent. Key: the dead letter's.
+    """The resolution of a dead letter: replayed, repaired or dismissed. Key: the dead letter's.
+
+    Written in one transaction with the record that was sent.
     """
 
     topic: str

@@ -1,7 +1,7 @@
-"""Texts and tool calls of a recorded reply, and of what the model said in a later request. Pure.
+"""Extract texts and tool calls from recorded replies and from assistant turns in requests. Pure.
 
-Chat completions, completions, Messages and Responses are read alike. No shape is trusted: what is not as
-expected counts as absent. Reward functions, quality rules and assembly all read replies here.
+Supports Chat Completions, Completions, Messages and Responses. No shape is trusted: unexpected
+content counts as absent. Reward functions, quality rules and assembly use this module.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ CALL_ITEMS = (
 )
 """Items of Responses that the client has to answer. The server has already answered other calls."""
 AUXILIARY_TAGS = frozenset({"sub_agent", "title", "summary", "compaction"})
-"""Tags of calls that an agent makes beside its main conversation: their replies are not its answer."""
+"""Tags of an agent's auxiliary calls; their replies are not the agent's answer."""
 _ARGUMENTS = ("arguments", "input", "action", "operation")
 
 
 class Call(NamedTuple):
-    """One call of a tool.
+    """One tool call.
 
-    given: its arguments, a JSON value or JSON as text, as the protocol has it; None without arguments.
-    is_json: whether `given` has to be a JSON object; otherwise it is free text or a shape of the tool's own.
+    given: Arguments, a JSON value or JSON as text, depending on the protocol; None without
+    arguments. is_json: Whether `given` must be a JSON object; otherwise it is free text or a
+    tool-specific shape.
     """
 
     call_id: str | None
@@ -39,10 +40,10 @@ class Call(NamedTuple):
 def loaded(packed: bytes | str) -> Any:
     """Parse JSON.
 
-    orjson refuses the escape of half a character, which is valid JSON: then the standard library reads it.
+    orjson rejects escaped lone surrogates, which are valid JSON; the standard library accepts them.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: The text is no JSON.
     """
     try:
         return orjson.loads(packed)
@@ -59,7 +60,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def items_of(reply: Any) -> list[dict[str, Any]]:
-    """List the messages and items of a reply: of Responses its output, of other protocols one message."""
+    """List the messages and items of a reply: the output of Responses, else one message."""
     if not isinstance(reply, dict):
         return []
     output = reply.get("output")
@@ -93,7 +94,10 @@ def texts_of(item: Mapping[str, Any]) -> Iterator[str]:
 
 
 def calls_of(item: Mapping[str, Any]) -> Iterator[Call]:
-    """Yield the tool calls of one message or item, in order. A call of no known shape is a `Call` of None."""
+    """Yield the tool calls of one message or item, in order.
+
+    Unknown shapes are a `Call` of None.
+    """
     kind = item.get("type")
     if kind in CALL_ITEMS:
         yield _call(item.get("call_id") or item.get("id"), item, kind == "function_call")

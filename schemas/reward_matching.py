@@ -1,4 +1,7 @@
-"""How the rewards of a candidate are matched against a policy and become one training reward. Shared by admission and trainer."""
+"""Match rewards against a policy and combine them into one training reward.
+
+Shared by admission and trainer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from schemas.records import RewardValue
 
 SMALLEST_GROUP: Mapping[str, int] = {"grpo": 2}
-"""Members that an algorithm needs to learn anything from a group: with one every advantage of grpo is zero. Others: 1."""
+"""Smallest useful group per algorithm (default 1): with one member, every advantage of grpo is 0.
+"""
 
 
 def matches(requirement: str, source: str, name: str) -> bool:
@@ -34,9 +38,13 @@ def valueless(required: Iterable[str], rewards: Iterable[RewardValue]) -> tuple[
 
 
 def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -> float | None:
-    """Weighted sum of the trajectory-level values; None when there is none: a missing reward is never 0.0.
+    """Return the weighted sum of trajectory-level values, or None without any value.
 
-    weights: `source/name` to weight; empty means weight 1 for every trajectory-level reward.
+    A missing reward never counts as 0.0.
+
+    Args:
+        weights: `source/name` to weight; empty: weight 1 for every trajectory-level reward.
+        rewards: All rewards of the candidate.
     """
     terms = [
         v.value * (weights.get(f"{v.source}/{v.name}", 0.0) if weights else 1.0)

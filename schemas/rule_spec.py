@@ -1,4 +1,4 @@
-"""Functions that settings name: a built-in one, or a user's own, under the name and version that its records carry. Pure."""
+"""Resolve functions that settings name, built-in or user-defined, with name and version. Pure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def function_of(
 
 
 def reason_text(said: Exception | str) -> str:
-    """What a user's function raised or said, as text that a record can hold: it may quote what a model wrote. Never raises."""
+    """Return a user function's error or message as text for a record. Never raises."""
     if isinstance(said, NoAnswer):
         said = str(said)
     if isinstance(said, Exception):

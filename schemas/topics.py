@@ -1,4 +1,7 @@
-"""Topics: names, keys, which records each holds, and how it is made. Every producer places a record by murmur2(key) mod P."""
+"""Topics: names, keys, records and configuration.
+
+Every producer places a record by murmur2(key) mod P.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,17 @@ from schemas.ids import check_run_id
 MAX_MESSAGE_BYTES = 10 * 1024 * 1024
 """`max.message.bytes` of every topic."""
 MAX_RECORD_BYTES = 4 * 1024 * 1024
-"""A step, reward, session event, candidate, ready batch or part of a trajectory is at most this long; larger fields of what comes in go to
-blobs."""
+"""Maximum length of a step, reward, session event, candidate, ready batch or trajectory part.
+
+Larger fields of incoming records become blobs.
+"""
 CANDIDATE_PARTITIONS = 4
 _FOREVER = "-1"
 REPLAYS = "replays"
-"""Header of a record that was sent again: the dead letter it comes from. The log may have the record before, however long ago."""
+"""Header of a redriven record: the id of its dead letter.
+
+The log may contain the same record at any earlier time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,12 @@ class Topics:
         return (run_id, channel) if sep and channel in ("train", "val") else None
 
     def specs(self, partitions: int, steps_retention_ms: int) -> tuple[TopicSpec, ...]:
-        """Every topic but ready-batches. partitions: P of the keyed topics; steps_retention_ms: -1 keeps for ever."""
+        """Return the specification of every topic except ready-batches.
+
+        Args:
+            partitions: P of the keyed topics.
+            steps_retention_ms: Retention of the steps; -1: unlimited.
+        """
         append_time = {"message.timestamp.type": "LogAppendTime"}
         keep = {"cleanup.policy": "delete", "retention.ms": _FOREVER, "retention.bytes": "-1"}
         long = {
@@ -139,7 +152,7 @@ class Topics:
         )
 
     def ready_batches_spec(self, run_id: str, channel: str) -> TopicSpec:
-        """The journal of admission for one run and channel: one partition, kept while the run lives."""
+        """Return the specification of one run and channel's admission journal: one partition."""
         return self._spec(
             self.ready_batches(run_id, channel),
             1,
@@ -177,5 +190,5 @@ def murmur2(data: bytes) -> int:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Partition of a key: murmur2(key) mod P on the positive part, as every client of ours does it."""
+    """Return the partition of a key: murmur2(key) mod P on the positive part."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions

@@ -1,4 +1,4 @@
-"""A trajectory that is written in several parts, put together again. Shared by all who read payload."""
+"""Join the parts of a trajectory. Shared by all readers of payload."""
 
 from __future__ import annotations
 

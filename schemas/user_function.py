@@ -1,8 +1,9 @@
-"""Finds a user's function that settings name: `file.py:function` or `module:function`. One rule for every command.
+"""Load a user's function by `file.py:function` or `module:function`, in the same way everywhere.
 
-Files and modules are looked up in the folders of the settings: the working directory and the config file's folder. A
-file is loaded by its path, so its name may be that of a package of ours or of Python's. A module is imported, so one that
-another module of that name would hide is an error. The folders stand last on `sys.path`: they hide nothing.
+Files and modules are searched in the folders of the settings: the working directory and the config
+file's folder. A file is loaded by path, so its name may equal that of any package. A module is
+imported; an error is raised when another module of that name would hide it. The folders are last on
+`sys.path` and hide nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Find = Callable[[str], Callable[..., Any]]
 
 
 class FunctionNotFound(SchemaError):
-    """A user's function is not where its name says, or its file cannot be loaded. The message says why."""
+    """A user's function does not exist, or its file cannot be loaded. The message says why."""
 
 
 def load_function(target: str, folders: Sequence[Path]) -> Callable[..., Any]:
@@ -107,7 +108,7 @@ def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
 
 
 def _is_hidden(top: str, meant: Path) -> bool:
-    """Whether the package that was imported under the first name is another one than that of the file."""
+    """Return whether another package than that of the file was imported under the first name."""
     place = getattr(sys.modules.get(top), "__file__", None)
     return place is not None and not meant.resolve().is_relative_to(Path(place).resolve().parent)
 

@@ -1,4 +1,4 @@
-"""A broker's data directory: who may start on it, whose it is (cluster.json), the formatting of its nodes."""
+"""A broker's data directory: start lock, cluster identity (cluster.json) and node formatting."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ _LOG_LINES = 20
 def one_starter(
     data_dir: Path, patience_s: float = math.inf, say: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Two processes that start a broker on one directory do it one after the other; the second finds it running.
+    """Serialize the starts of a broker on one directory; the second finds the broker running.
 
-    Raises NotReady when another start is under way for `patience_s`; `say` is told of that each 10 s.
+    Args:
+        data_dir: The broker's data directory.
+        patience_s: Longest wait for another start, in seconds.
+        say: Called with a progress message every 10 s of waiting.
+
+    Raises:
+        NotReady: Another start is still under way after `patience_s`.
     """
     busy = f"another start of the broker on {data_dir} is under way"
     late = NotReady(
@@ -42,7 +48,11 @@ def one_starter(
 
 
 def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
-    """The directory's cluster id, a new one for a new directory. Raises BrokerError if its number of nodes differs."""
+    """Return the cluster id of the directory; create one for a new directory.
+
+    Raises:
+        BrokerError: The directory has another number of nodes.
+    """
     path = data_dir / "cluster.json"
     known = (
         json.loads(path.read_bytes())
@@ -71,7 +81,10 @@ def known_plans(data_dir: Path) -> list[NodePlan]:
 
 
 def new_cluster_id() -> str:
-    """Kafka's form: 16 random bytes in URL-safe base64 without padding; not a dash first, which looks like an option."""
+    """Return a new cluster id: 16 random bytes in URL-safe base64 without padding, as Kafka uses.
+
+    The first character is never a dash, which would look like an option.
+    """
     return "C" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
 
 
@@ -83,9 +96,19 @@ def format_new(
     options: Sequence[str] = (),
     wrapper: Sequence[str] = (),
 ) -> None:
-    """Format the nodes that have no records yet, all at once; a formatted directory appears whole or not at all.
+    """Format all nodes without records in parallel; a formatted directory is complete or absent.
 
-    options: more of them for the JVM; wrapper: what runs its command line. Raises BrokerError, JvmDied when Java ends with an error.
+    Args:
+        plans: All nodes.
+        java: The Java to run.
+        jars_dir: Kafka's jars.
+        cluster_id: The id to format the nodes with.
+        options: Further options for the JVM.
+        wrapper: Command that runs the JVM's command line.
+
+    Raises:
+        BrokerError: A node cannot be formatted.
+        JvmDied: Java ended with an error.
     """
     new = [plan for plan in plans if not plan.records.exists()]
     with ThreadPoolExecutor(max_workers=len(plans)) as pool:
@@ -127,7 +150,10 @@ def _format(
 def write_node(
     plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str] = ()
 ) -> list[str]:
-    """Write what the node is told at its start; returns its command line. options: more of them for the JVM."""
+    """Write the configuration files of a node and return its command line.
+
+    `options` are further options for the JVM.
+    """
     plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
     plan.log4j2.write_text(config.render_log4j2(plan.log), encoding="ascii")
     return config.server_command(java, jars_dir, plan, heap_mb, options)

@@ -1,14 +1,14 @@
-"""The embedded broker: a real Apache Kafka (KRaft) on this machine, without Docker and without an installed Java.
+"""The embedded broker: Apache Kafka (KRaft) on this machine, without Docker or an installed Java.
 
-`EmbeddedBroker` runs one node, or several that replicate to each other, with everything below one data directory:
+`EmbeddedBroker` runs one node, or several that replicate to each other, below one data directory:
 
     cluster.json                 cluster id, number of nodes, port of the last start
     node-1/records/              Kafka's own data; present means formatted
-    node-1/server.properties     written at each start; names the process, too
+    node-1/server.properties     written at each start; also identifies the process
     node-1/broker.{log,out,pid}
 
-Clients speak to `port` (node n: port + 10 * (n - 1)); each node's controller listens on the port after it.
-The one owner of a broker's life under a supervisor is `run_foreground`.
+Clients connect to `port` (node n: port + 10 * (n - 1)). Each node's controller listens on the next
+port. Under a supervisor, `run_foreground` owns the broker's life cycle.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _SAY_EVERY_S = 10.0
 _STARTS_AGAIN = 5
-"""Of all nodes within one start. A node that the kernel kills each time for want of memory is not started for ever."""
+"""Restarts of all nodes within one start: a node that runs out of memory each time must not loop.
+"""
 _KILLED = 128 + signal.SIGKILL
 _CRASHED = frozenset(
     128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
@@ -75,7 +76,7 @@ Say = Callable[[str], None]
 
 
 class BrokerSettingsLike(Protocol):
-    """The broker's part of the settings; its data directory depends on more of them and comes beside it."""
+    """The broker's part of the settings; the data directory is passed separately."""
 
     @property
     def port(self) -> int: ...
@@ -102,10 +103,11 @@ class NodeStatus:
 
 
 class EmbeddedBroker:
-    """One real Kafka cluster of 1, 3 or 5 nodes on this machine. Every error is a BrokerError, JarsError, JavaError or PortTaken.
+    """A Kafka cluster of 1, 3 or 5 nodes on this machine.
 
-    The JVMs die with this process unless started with `detach=True`. `advertised_host` is the name under which clients
-    reach the broker; anything but loopback makes it listen on all interfaces (a container does that).
+    Every error is a BrokerError, JarsError, JavaError or PortTaken. The JVMs die with this process
+    unless started with `detach=True`. `advertised_host` is the name under which clients reach the
+    broker; any name but loopback makes the broker listen on all interfaces (as a container needs).
     """
 
     def __init__(
@@ -160,13 +162,22 @@ class EmbeddedBroker:
     def start(
         self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None
     ) -> None:
-        """Format the data directory if it is new, start every node, return when all serve clients.
+        """Format a new data directory, start every node, and return when all serve clients.
 
-        With `detach`, nodes of a cluster that have died come back beside those that run: nobody else brings them back.
-        A node of several that is killed meanwhile is started again. `say` is told each 10 s what is waited for.
-        Raises PortTaken if another process has a port, BrokerError if the directory's broker already runs (names its pid),
-        a node ends (with the end of its log) or is stopped, or `patience_s` pass: for another start to end, and for the
-        nodes to serve; fetching jars and formatting come on top. Nothing that was started here is left running then.
+        A node of several that is killed during the start is started again. On failure, nothing that
+        this call has started keeps running.
+
+        Args:
+            detach: Let the nodes outlive this process; also restart dead nodes of a running
+                cluster.
+            patience_s: Longest wait for another start to end and for the nodes to serve, in
+                seconds. Fetching jars and formatting come on top.
+            say: Called with a progress message every 10 s.
+
+        Raises:
+            PortTaken: Another process has a port.
+            BrokerError: The directory's broker already runs (with its pid), a node ends (with the
+                end of its log) or is stopped, or `patience_s` pass.
         """
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
@@ -282,7 +293,7 @@ class EmbeddedBroker:
     def _await_ready(
         self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None
     ) -> None:
-        """Until the node itself says that every broker of `everyone` serves, and that it is of this cluster."""
+        """Wait until the node reports its own cluster id and every broker of `everyone` as serving."""
         started = said = time.monotonic()
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
@@ -310,7 +321,7 @@ class EmbeddedBroker:
             time.sleep(_POLL_S)
 
     def _check_alive(self, everyone: frozenset[int]) -> None:
-        """Raises when one of `everyone` is gone and does not come back: it would be waited for in vain."""
+        """Raise when a node of `everyone` has ended and does not come back."""
         for node in sorted(everyone):
             if node not in self._jvms and read_pid(self.plans[node]) is None:
                 raise BrokerError(
@@ -324,9 +335,10 @@ class EmbeddedBroker:
                 )
 
     def _start_again(self, node: int, code: int) -> bool:
-        """Start a node once more that died while it was started; False if it would only die again.
+        """Restart a node that died during the start; return False if it would only die again.
 
-        One of several that was killed: the others wait for it. And one that crashed on a start cache, without that.
+        A killed node of several is restarted, because the others wait for it; so is a node that
+        crashed on a start cache, without the cache.
         """
         cache, stopped = self.cache, recorded_pid(self.plans[node]) != self._jvms[node].pid
         if cache is None or stopped or self._starts_again >= _STARTS_AGAIN:
@@ -347,16 +359,17 @@ def start(
     patience_s: float = math.inf,
     say: Say | None = None,
 ) -> tuple[NodeStatus, ...]:
-    """Start the broker of `settings` on `data_dir`, or what has died of it, so that it outlives this process.
+    """Start the broker, or its dead nodes, so that it outlives this process.
 
-    Without `patience_s` it may take as long as its JVMs live: stopped in the middle of reading its logs it would begin anew.
+    By default the wait is unbounded: a broker that is stopped while it recovers its logs starts
+    over.
     """
     _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, say=say)
     return status(data_dir)
 
 
 def stop(data_dir: Path) -> list[int]:
-    """Stop the broker that runs on `data_dir`, whoever started it; return the pids that were stopped."""
+    """Stop the broker that runs on `data_dir` and return the stopped pids."""
     return stop_pids(known_plans(data_dir), STOP_TIMEOUT_S)
 
 
@@ -378,11 +391,14 @@ class _StopAskedFor(BaseException):
 
 
 def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
-    """Be the broker's process for a supervisor: start it, stop it on SIGTERM or SIGINT, return the exit code.
+    """Run the broker as a supervised process: start it, stop it on SIGTERM or SIGINT.
 
-    0 after a signal. The JVM's exit code when a single node dies: the supervisor starts us anew, and a pid file left
-    by a kill -9 does not hinder that. With several nodes a dead one is restarted here, the others keep serving.
-    Takes over this process' SIGTERM and SIGINT. Raises what EmbeddedBroker raises when a start fails.
+    When the only node dies, this process ends with the JVM's exit code and the supervisor restarts
+    it. Of several nodes, a dead one is restarted here while the others serve. Replaces the handlers
+    of SIGTERM and SIGINT. Raises the errors of `EmbeddedBroker.start`.
+
+    Returns:
+        The exit code: 0 after a signal, else that of the JVM.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -419,9 +435,9 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
 
 
 def _bring_back(broker: EmbeddedBroker, node: int) -> None:
-    """Restart a node that has died. Killed again within its start: later once more, for the others serve all the same.
+    """Restart a dead node; a node that is killed again during its start is retried later.
 
-    One that is not ready yet is left alone, so that others which have died come back meanwhile: it may wait for them.
+    A node that is not ready yet is left alone, because it may wait for other dead nodes.
     """
     try:
         broker.restart(node)

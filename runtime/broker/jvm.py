@@ -1,4 +1,4 @@
-"""One broker JVM as an operating-system process: spawn and reap, pid file, ports, the question "are you ready?"."""
+"""One broker JVM as an operating-system process: start, reap, pid file, ports, readiness."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class BrokerError(PlumbingError):
 
 
 class JvmDied(BrokerError):
-    """A node ended while it was started; the message has the end of its log. exit_code: 128 + signal number for a killed one."""
+    """A node ended during its start; the message has the end of its log.
+
+    exit_code is 128 + signal number for a killed node.
+    """
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -34,14 +37,18 @@ class JvmDied(BrokerError):
 
 
 class NotReady(BrokerError):
-    """A node lives but does not serve in time. After an unclean end it first reads its logs, however long they are."""
+    """A node runs but does not serve in time.
+
+    After an unclean shutdown it recovers its logs first.
+    """
 
 
 class Jvm:
-    """A running JVM of this process. A thread spawns it and waits for it, so that its exit is noticed and reaped.
+    """A running JVM of this process, started and reaped by a thread of its own.
 
-    That thread lives as long as the JVM: the kernel's parent-death signal follows the thread that forked.
-    parent_death_signal: what the JVM gets then; None: it lives on. Processes that the JVM has started end with it.
+    The thread lives as long as the JVM, because the kernel's parent-death signal follows the thread
+    that forked. Processes that the JVM has started end with it. `parent_death_signal` is what the
+    JVM gets when this process dies; with None it outlives this process.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class Jvm:
                 os.kill(self.pid, number)
 
     def end(self, patience_s: float) -> None:
-        """SIGTERM, SIGKILL after `patience_s` (0: at once); return when it is gone. Gone already is fine."""
+        """Send SIGTERM, then SIGKILL after `patience_s` (0: at once), and wait for the end."""
         if patience_s > 0:
             self.signal(signal.SIGTERM)
             self._exited.wait(patience_s)
@@ -123,7 +130,7 @@ def recorded_pid(plan: NodePlan) -> int | None:
 
 
 def read_pid(plan: NodePlan) -> int | None:
-    """The pid of this node's running broker, whoever started it; None if there is none (a pid file may be stale)."""
+    """Return the pid of this node's running broker, or None. The pid file may be stale."""
     pid = recorded_pid(plan)
     return pid if pid is not None and _runs(plan, pid) else None
 
@@ -137,9 +144,10 @@ def _runs(plan: NodePlan, pid: int) -> bool:
 
 
 def stop_pids(plans: list[NodePlan], timeout_s: float) -> list[int]:
-    """SIGTERM the running brokers of `plans`, wait, then SIGKILL; return the pids that were stopped.
+    """Send SIGTERM to the running brokers of `plans`, wait, then SIGKILL; return the stopped pids.
 
-    The pid files go before the SIGKILL: whoever starts these nodes at this moment sees by that who killed them.
+    The pid files are removed before the SIGKILL, so that a concurrent start sees that the nodes
+    were stopped on purpose.
     """
     running = [(plan, pid) for plan in plans if (pid := read_pid(plan)) is not None]
     for _, pid in running:
@@ -177,14 +185,14 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What a node answers about its cluster: its id, and the ids of the brokers that serve (are not fenced)."""
+    """A node's view of its cluster: the cluster id and the ids of the unfenced brokers."""
 
     cluster_id: str | None
     brokers: frozenset[int]
 
 
 def ask_cluster(host: str, port: int, timeout_s: float = 5.0) -> ClusterView | None:
-    """One Kafka Metadata request without topics; None if nothing that speaks Kafka answers in time."""
+    """Send one Kafka Metadata request without topics; return None without an answer in time."""
     client = b"clawstream"
     request = (
         struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client))
@@ -202,7 +210,7 @@ def ask_cluster(host: str, port: int, timeout_s: float = 5.0) -> ClusterView | N
 
 
 def parse_metadata(body: bytes) -> ClusterView:
-    """Body of a Metadata response, version 4: correlation id, throttle time, brokers, cluster id, ..."""
+    """Parse a Metadata response, version 4: correlation id, throttle time, brokers, cluster id."""
     (count,) = struct.unpack_from(">i", body, 8)
     at = 12
     brokers = set()

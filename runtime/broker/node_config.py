@@ -1,4 +1,4 @@
-"""What one broker node is told: ports, files, `server.properties`, log4j2, the JVM's command line. Pure."""
+"""The configuration of one broker node: ports, files, server.properties, log4j2, command lines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def plan_nodes(
 
 
 def render_server_properties(plan: NodePlan, records: Path | None = None) -> str:
-    """`server.properties` of one node. `records` replaces the plan's data directory (formatting writes beside it)."""
+    """Render `server.properties` of one node.
+
+    `records` replaces the data directory for formatting.
+    """
     # With several nodes the copies survive one node's death: two must have a record before it is acknowledged.
     replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
     bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
@@ -126,7 +129,10 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
 
 
 def render_log4j2(log: Path) -> str:
-    """Warnings and errors to `log`, and how far the reading of Kafka's logs is. Started anew with each JVM, three files of 10 MB at most."""
+    """Render a log4j2 configuration: warnings, errors and log recovery progress to `log`.
+
+    The log is truncated at each start of the JVM; at most three files of 10 MB are kept.
+    """
     of_one_partition = (
         "(Created|Deleted) log for .*|Log for .* is renamed .*|.*leaning for partition .*"
     )
@@ -159,7 +165,10 @@ def render_log4j2(log: Path) -> str:
 
 
 def logs_read(log: str) -> tuple[int, int] | None:
-    """How many of its logs a node has read since it started, and of how many; None before the first. `log`: its broker.log."""
+    """Return (recovered, total) logs of a node since its start, or None.
+
+    `log` is its broker.log.
+    """
     found = _LOADED.findall(log)
     return (int(found[-1][0]), int(found[-1][1])) if found else None
 
@@ -193,9 +202,9 @@ def server_options(java: Java, heap_mb: int) -> list[str]:
 def server_command(
     java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()
 ) -> list[str]:
-    """The command line that runs one node; it names the node's server.properties, which identifies the process.
+    """Return the command line of one node; its server.properties identifies the process.
 
-    options: more of them for the JVM.
+    `options` are further options for the JVM.
     """
     return [
         java.executable,
@@ -211,7 +220,10 @@ def server_command(
 
 
 def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str]) -> list[str]:
-    """The command line of a JVM as a broker's that only says its version; exits with 0 if it takes the options."""
+    """Return the command line of a JVM like a broker's that prints its version and exits.
+
+    Its exit code is 0 if Java accepts the options.
+    """
     return [
         java.executable,
         *server_options(java, heap_mb),
@@ -225,7 +237,7 @@ def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str
 def format_command(
     java: Java, jars_dir: Path, properties: Path, cluster_id: str, options: Sequence[str] = ()
 ) -> list[str]:
-    """The command line that makes an empty data directory for the node that `properties` describes."""
+    """Return the command line that formats the data directory that `properties` describes."""
     tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
     return [
         java.executable,

@@ -1,8 +1,10 @@
-"""The start cache: what Java loads and links when a broker starts, in one file beside the jars. A start costs half the processor time with it.
+"""The broker's start cache: loaded and linked classes in one file beside the jars.
 
-Java writes the file at the end of a training run: a broker of one node on an empty directory, started and stopped. It holds for
-one build of Java, one set of jars and one set of options, and is named by them. Nothing needs it: a start without one is slower, and Java goes on
-without one that it does not accept (another build, jars of other times, a wrong checksum).
+A start with it takes half the CPU time. Java writes the file at the end of a training run: a broker
+of one node on an empty directory, started and stopped. The file is valid for one Java build, one
+set of jars and one set of options, and its name is a hash of these. It is optional: Java ignores a
+file that it does not accept and starts more slowly. The pinned runtime ships no base CDS archive,
+so -XX:+AutoCreateSharedArchive cannot replace this module.
 """
 
 from __future__ import annotations
@@ -60,11 +62,17 @@ class StartCache:
 
     @property
     def options(self) -> list[str]:
-        """For a JVM that is to use it: none when there is none. Java checks that the bytes are those it wrote."""
+        """Return the JVM options that use the cache, none without a cache.
+
+        Java verifies its checksum.
+        """
         return _use(self.java, self.path) if self.made and not self.discarded else []
 
     def discard(self, why: str) -> None:
-        """Not used any more by whoever has this object, and deleted unless it is not ours to delete: starts are slow again until one is made."""
+        """Stop using the cache and delete its file if permitted.
+
+        Starts are slow until the next one.
+        """
         logger().warning("start_cache_discarded", path=str(self.path), why=why)
         self.discarded = True
         with suppress(OSError):
@@ -89,11 +97,17 @@ def start_cache(java: Java, jars_dir: Path) -> StartCache:
 
 
 def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
-    """Make it, unless there is one that Java takes: some 20 s of processor time. False when another process is at it.
+    """Create the cache unless Java accepts the existing file; takes about 20 s of CPU time.
 
-    It appears whole or not at all, whatever dies meanwhile. The training run's broker ends with this process; when that is killed
-    while Java writes the file, a second process of Java writes on for some seconds, in vain. What is left on the disk the next maker removes.
-    Raises StartCacheError.
+    The file appears complete or not at all. The training broker ends with this process; if that is
+    killed while Java writes the file, a child of Java continues for some seconds without effect,
+    and the next call removes its files.
+
+    Returns:
+        False when another process creates the cache.
+
+    Raises:
+        StartCacheError: No cache could be created.
     """
     try:
         with _only_maker(cache.jars_dir) as alone:
@@ -125,7 +139,10 @@ def _make(cache: StartCache, niceness: int) -> None:
 
 
 def make_in_background(cache: StartCache, after_s: float = 30.0) -> None:
-    """Have it made for the next start: `after_s` from now, when those that waited for the broker have started. A thread logs how it went."""
+    """Create the cache `after_s` from now in a thread that logs the result.
+
+    The delay lets the processes start first that waited for the broker.
+    """
     threading.Thread(
         target=_make_later, args=(cache, after_s), name="start-cache", daemon=True
     ).start()
@@ -142,7 +159,10 @@ def _make_later(cache: StartCache, after_s: float) -> None:
 
 
 def _aot(java: Java) -> bool:
-    """Java 25 and newer write ahead-of-time caches in one run; older ones archives of class data."""
+    """Return whether Java writes ahead-of-time caches (25 and newer).
+
+    Older ones write CDS archives.
+    """
     return java.version >= 25
 
 
@@ -240,7 +260,10 @@ def _remove_unused(kept: StartCache) -> None:
 
 @contextmanager
 def _only_maker(jars_dir: Path) -> Iterator[bool]:
-    """True while no other process makes one; the kernel lets go of the lock when the process dies."""
+    """Yield True while no other process creates a cache.
+
+    The kernel releases the lock of a dead one.
+    """
     with (jars_dir / ".start-cache.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

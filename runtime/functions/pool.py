@@ -1,7 +1,8 @@
-"""Runs users' functions in a few child processes, each call with a time-out.
+"""Run users' functions in a few child processes, each call with a time-out.
 
-A function of a user may loop, block, crash or hold Python's lock for minutes. In a child process it costs its own call
-only: the child is killed with all that it has started, the call has no answer, and the next call gets a new child.
+A user's function may loop, block, crash or hold the GIL for minutes. In a child process this
+affects only its own call: the child is killed with everything it has started, the call gets no
+answer, and the next call gets a new child.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ STDERR = 2
 
 
 class PoolStopped(BaseException):
-    """The pool was stopped while a call waited. No Exception: a call that fails is an answer, the pool's end is none."""
+    """The pool was stopped while a call waited.
+
+    Not an Exception: a failed call is an answer that is recorded, the end of the pool is not.
+    """
 
 
 class FunctionPool:
-    """Users' functions as callables that block their thread until a child has answered. Safe for threads."""
+    """Users' functions as callables that block until a child process answers. Thread-safe."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         """Nothing is started before the first function is asked for."""
@@ -61,7 +65,8 @@ class FunctionPool:
     def find(self, target: str) -> Callable[[Any], Any]:
         """Return the function `file.py:function` or `module:function`, after a child has loaded it.
 
-        Calling it returns the function's answer as plain values, or raises NoAnswer with the reason, or PoolStopped.
+        Calling it returns the function's answer as plain values, or raises NoAnswer with the
+        reason, or PoolStopped.
 
         Raises:
             FunctionNotFound: it can't be loaded.
@@ -74,7 +79,10 @@ class FunctionPool:
         return partial(self._call, target)
 
     def stop(self) -> None:
-        """Kill the children. Calls that wait raise PoolStopped at once, and no child is started any more."""
+        """Kill the children.
+
+        Waiting calls raise PoolStopped at once; no further child is started.
+        """
         with self._lock:
             self._stopped = True
         self._starter.shutdown(cancel_futures=True)  # waits for the child that is being started
@@ -114,7 +122,7 @@ class FunctionPool:
 
     @contextmanager
     def _child(self) -> Iterator[_Child]:
-        """A child of one's own for a while. One that was lost is dropped; the next call starts another."""
+        """Borrow a child. A lost child is dropped; the next call starts another."""
         child = self._slots.get()
         try:
             if child is None:
@@ -130,7 +138,10 @@ class FunctionPool:
             self._give_back(child)
 
     def _give_back(self, child: _Child | None) -> None:
-        """Put a slot back. Behind the stop, which has ended the idle children, its child is ended here."""
+        """Put a slot back.
+
+        Behind the stop, which has ended the idle children, its child is ended here.
+        """
         with self._lock:
             if not self._stopped:
                 self._slots.put(child)
@@ -147,7 +158,9 @@ class FunctionPool:
             raise
 
     def _begin(self) -> _Child:
-        """Start a child, on the starter's thread: `stop` waits for that one, and then knows all children."""
+        """Start a child, on the starter's thread: `stop` waits for that one, and then knows all
+        children.
+        """
         child = _Child(self._folders)
         with self._lock:
             self._children.add(child)
@@ -196,7 +209,9 @@ class _Child:
         self._loaded = set[str]()
 
     def _limit_sending(self, timeout_s: float) -> None:
-        """A child that has stopped to read, between two calls for instance, must not hold up who sends it a large request."""
+        """A child that has stopped to read, between two calls for instance, must not hold up who
+        sends it a large request.
+        """
         seconds, rest = divmod(timeout_s, 1)
         limit = struct.pack("@ll", int(seconds), max(1, int(rest * 1e6)))
         with socket.socket(fileno=os.dup(self._connection.fileno())) as sender:
@@ -227,7 +242,10 @@ class _Child:
         return kind, said
 
     def kill(self) -> None:
-        """Kill it and all that it has started. The thread that waits for its answer sees its end."""
+        """Kill it and all that it has started.
+
+        The thread that waits for its answer sees its end.
+        """
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,7 +1,9 @@
-"""The child process in which users' functions run: `python -P -m runtime.functions.worker FD FOLDER...`.
+"""The child process in which users' functions run: `python -P -m runtime.functions.worker FD
+FOLDER...`.
 
-It answers requests on the socket FD, one at a time, as `runtime.functions.pool` sends them. It is killed when a function
-takes too long, and by the kernel when its parent dies. What functions print goes to standard error.
+It answers requests on the socket FD, one at a time, as `runtime.functions.pool` sends them. It is
+killed when a function takes too long, and by the kernel when its parent dies. What functions print
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ DEPTH_MAX = 4
 
 
 def plain(said: Any, depth: int = 0) -> Any:
-    """Return what a function said as numbers, texts, lists and mappings, so that its parent can read it.
+    """Return what a function said as numbers, texts, lists and mappings, so that its parent can
+    read it.
 
     Raises:
         TypeError: it is something else.
@@ -43,8 +46,8 @@ def answer_to(
 ) -> tuple[str, Any]:
     """Answer `("load", target)` or `("call", target, argument)`.
 
-    Returns:
-        `("said", value)`, `("missing", why)` for a function that is not there, `("raised", reason)` for one that fails.
+    Returns: `("said", value)`, `("missing", why)` for a function that is not there, `("raised",
+    reason)` for one that fails.
         A MemoryError is not caught: it ends the process.
     """
     target = request[1]

@@ -25,11 +25,16 @@ from runtime.kafka.record import Record
 
 READ_TIMEOUT_S = 30.0
 REFRESH_MS = 3000
-"""The admin client asks one broker, the one it takes for the controller. When that dies it waits until it is back, unless it looks for
-another one now and then; by default that is every five minutes."""
+"""The admin client asks one broker, the one it takes for the controller.
+
+When that dies it waits until it is back, unless it looks for another one now and then; by default
+that is every five minutes.
+"""
 ASK_S = 5.0
 FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
-"""Least and most that is fetched at once of a range: by its length, `FETCH_BYTES_EACH` for each offset."""
+"""Least and most that is fetched at once of a range: by its length, `FETCH_BYTES_EACH` for each
+offset.
+"""
 FETCH_BYTES_EACH = 16 * 1024
 _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
@@ -73,7 +78,10 @@ class Cluster:
         return self._admin
 
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
-        """A producer. With a transactional id it fences the older ones at once. overrides: librdkafka options, `_` for `.`"""
+        """A producer. With a transactional id it fences the older ones at once.
+
+        overrides: librdkafka options, `_` for `.`
+        """
         return Producer(
             self._options,
             transactional_id,
@@ -83,7 +91,10 @@ class Cluster:
     def loop_producer(
         self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
     ) -> LoopProducer:
-        """A producer for one event loop. timeout_s: how long an acknowledgement may take. overrides: as for `producer`"""
+        """A producer for one event loop.
+
+        timeout_s: how long an acknowledgement may take. overrides: as for `producer`
+        """
         return LoopProducer(
             self._options,
             timeout_s,
@@ -131,7 +142,10 @@ class Cluster:
             time.sleep(0.02)
 
     def ask(self, timeout_s: float) -> None:
-        """Raises Unavailable, with what to do, when no broker answers in time. For commands that a person waits for."""
+        """Raises Unavailable, with what to do, when no broker answers in time.
+
+        For commands that a person waits for.
+        """
         try:
             self.admin.list_topics(timeout=timeout_s)
         except KafkaException as e:
@@ -141,11 +155,17 @@ class Cluster:
             ) from e
 
     def topics(self, name: str | None = None) -> dict[str, int]:
-        """Topic to number of partitions; of one topic (absent when it does not exist) or of all. One without a leader is left out."""
+        """Topic to number of partitions; of one topic (absent when it does not exist) or of all.
+
+        One without a leader is left out.
+        """
         return {t: len(m.partitions) for t, m in self._listed(name).items() if _is_led(m)}
 
     def topics_under(self, prefix: str) -> dict[str, int]:
-        """As `topics`, of all whose names begin so, for who takes what is not there for gone. Raises Unavailable as `all_led` does."""
+        """As `topics`, of all whose names begin so, for who takes what is not there for gone.
+
+        Raises Unavailable as `all_led` does.
+        """
         return all_led(self._listed(), prefix)
 
     def _listed(self, name: str | None = None) -> dict[str, TopicMetadata]:
@@ -175,7 +195,10 @@ class Cluster:
         return out
 
     def topic_configs(self, names: Sequence[str]) -> dict[str, dict[str, str] | None]:
-        """Configuration of each topic that exists, defaults included, by one request; None of one that we may not describe."""
+        """Configuration of each topic that exists, defaults included, by one request.
+
+        None of one that we may not describe.
+        """
         if not names:
             return {}
         asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
@@ -225,8 +248,8 @@ class Cluster:
     ) -> dict[int, tuple[int, int]]:
         """Partition to (first offset that is there, one past the last, control records included).
 
-        The end is what readers see: the first record of a transaction that is still open, whoever's it is. With read_uncommitted it
-        is that of the log.
+        The end is what readers see: the first record of a transaction that is still open, whoever's
+        it is. With read_uncommitted it is that of the log.
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
         deadline = time.monotonic() + READ_TIMEOUT_S
@@ -241,7 +264,9 @@ class Cluster:
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str
     ) -> dict[int, tuple[int, int]]:
-        """With a client of its own: a request that went to a broker that then dies is not sent to the next leader, only a new one is."""
+        """With a client of its own: a request that went to a broker that then dies is not sent to
+        the next leader, only a new one is.
+        """
         consumer = Consumer(
             {
                 **self._options,
@@ -259,7 +284,9 @@ class Cluster:
             consumer.close()
 
     def end(self, topic: str, partition: int) -> int:
-        """The end that `watermarks` tells, without a client of its own: about a millisecond, for who asks often."""
+        """The end that `watermarks` tells, without a client of its own: about a millisecond, for
+        who asks often.
+        """
         at = TopicPartition(topic, partition)
         asked = self.admin.list_offsets(
             {at: OffsetSpec.latest()},
@@ -274,7 +301,10 @@ class Cluster:
             return self.watermarks(topic, [partition])[partition][1]
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Partition to one past its last record, transactions that are open included; by one request, for who asks often."""
+        """Partition to one past its last record, transactions that are open included.
+
+        By one request, for who asks often.
+        """
         asked = {TopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
         found = self.admin.list_offsets(
             asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S
@@ -285,7 +315,10 @@ class Cluster:
             raise translated(e) from e
 
     def timestamps_at(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
-        """Partition to the log timestamp (ms) of the first record at or behind an offset; without those that have none there."""
+        """Partition to the log timestamp (ms) of the first record at or behind an offset.
+
+        Without those that have none there.
+        """
         found: dict[int, int] = {}
         if not offsets:
             return found
@@ -307,7 +340,10 @@ class Cluster:
     def offsets_at(
         self, topic: str, timestamp_ms: int, isolation: str = "read_committed"
     ) -> dict[int, int]:
-        """Partition to the first offset whose log timestamp is at or after this one; the end where there is none."""
+        """Partition to the first offset whose log timestamp is at or after this one.
+
+        The end where there is none.
+        """
         asked = {
             TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
             for p in range(self.topics(topic).get(topic, 0))
@@ -322,9 +358,11 @@ class Cluster:
         return found
 
     def check_position(self, topic: str, stored_topic_id: str, partition: int, offset: int) -> bool:
-        """Whether a stored position is of today's topic of that name: False for another id, which starts a new position.
+        """Whether a stored position is of today's topic of that name: False for another id, which
+        starts a new position.
 
-        Raises SourceTruncated when it is the same topic but the position lies past its end or before its start.
+        Raises SourceTruncated when it is the same topic but the position lies past its end or
+        before its start.
         """
         if self.topic_ids([topic]).get(topic) != stored_topic_id:
             return False
@@ -340,13 +378,18 @@ class Cluster:
         return True
 
     def read_range(self, topic: str, partition: int, first: int, last: int) -> Iterator[Record]:
-        """Every committed record with first <= offset <= last, in order. Waits for those not yet readable, 30 s at most."""
+        """Every committed record with first <= offset <= last, in order.
+
+        Waits for those not yet readable, 30 s at most.
+        """
         return self.read_ranges(topic, partition, [(first, last)])
 
     def read_ranges(
         self, topic: str, partition: int, ranges: Iterable[tuple[int, int]]
     ) -> Iterator[Record]:
-        """As `read_range`, of several ranges (first, last), in ascending order and apart, by one client."""
+        """As `read_range`, of several ranges (first, last), in ascending order and apart, by one
+        client.
+        """
         wanted = [r for r in ranges if r[0] <= r[1]]
         if not wanted:
             return
@@ -363,10 +406,11 @@ class Cluster:
     def read_all(
         self, topic: str, partition: int = 0, first: int | None = None, await_open: bool = False
     ) -> Iterator[Record]:
-        """Every committed record from `first` (default: the first there is) to the end the partition has now.
+        """Every committed record from `first` (default: the first there is) to the end the
+        partition has now.
 
-        await_open: also what is committed behind another producer's open transaction, which hides it until that one ends. Raises
-        Unavailable when it is still open after 30 s.
+        await_open: also what is committed behind another producer's open transaction, which hides
+        it until that one ends. Raises Unavailable when it is still open after 30 s.
         """
         isolation = "read_uncommitted" if await_open else "read_committed"
         low, high = self.watermarks(topic, [partition], isolation)[partition]
@@ -422,7 +466,10 @@ def _is_led(topic: TopicMetadata) -> bool:
 
 
 def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
-    """Topic to number of partitions, of names that begin so. Raises Unavailable when one has no leader: it is not gone, only away. Pure."""
+    """Topic to number of partitions, of names that begin so.
+
+    Raises Unavailable when one has no leader: it is not gone, only away. Pure.
+    """
     mine = {t: m for t, m in listed.items() if t.startswith(prefix)}
     if away := sorted(t for t, m in mine.items() if not _is_led(m)):
         raise Unavailable(
@@ -432,7 +479,9 @@ def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
 
 
 def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """How much a client fetches at once that reads some ranges. All that it fetches behind the end of one is for nothing.
+    """How much a client fetches at once that reads some ranges.
+
+    All that it fetches behind the end of one is for nothing.
 
     A record or batch that is larger comes all the same, alone.
     """
@@ -446,7 +495,10 @@ def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
 
 
 def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Record]:
-    """The records of a reader's one partition from where it is to an offset. Raises Unavailable after 30 s without one."""
+    """The records of a reader's one partition from where it is to an offset.
+
+    Raises Unavailable after 30 s without one.
+    """
     idle = 0
     while (position := reader.positions[at]) <= last:
         batch = reader.poll(min(2000, last - position + 1), 0.1)
@@ -464,4 +516,7 @@ def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Reco
 
 
 def _ignore_error(_: Code) -> None:
-    """Errors that matter come back from the call they concern; the rest is librdkafka saying that it retries."""
+    """Errors that matter come back from the call they concern.
+
+    The rest is librdkafka saying that it retries.
+    """

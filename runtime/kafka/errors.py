@@ -1,4 +1,7 @@
-"""What the Kafka client's errors mean to us. The classes are in `runtime.errors`, for those who do not need the client."""
+"""What the Kafka client's errors mean to us.
+
+The classes are in `runtime.errors`, for those who do not need the client.
+"""
 
 from __future__ import annotations
 

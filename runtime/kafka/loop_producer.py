@@ -1,7 +1,9 @@
-"""Producing from an event loop at the lowest cost a record: idempotent, acknowledged by all in-sync replicas, placed by murmur2.
+"""Producing from an event loop at the lowest cost a record: idempotent, acknowledged by all in-sync
+replicas, placed by murmur2.
 
-No thread, no task and no timer a record. The loop itself looks for acknowledgements every few milliseconds while some are awaited, takes
-all that came at once, and holds those that did not against their deadline.
+No thread, no task and no timer a record. The loop itself looks for acknowledgements every few
+milliseconds while some are awaited, takes all that came at once, and holds those that did not
+against their deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from runtime.kafka.producer import producer_options
 FIRST_S = 0.003
 """No acknowledgement comes sooner: linger.ms and a round trip."""
 POLL_S = 0.002
-"""Between two looks for acknowledgements. One of 1 ms costs a third more CPU a record and gains 0.2 ms (docs/durability.md)."""
+"""Between two looks for acknowledgements.
+
+One of 1 ms costs a third more CPU a record and gains 0.2 ms (docs/durability.md).
+"""
 SLOW_POLL_S = 0.02
 SLOW_AFTER_S = 0.1
 """A log that has not acknowledged for so long is asked less often."""
@@ -53,7 +58,9 @@ class _SendBatch:
                 self.finish(None)
 
     def finish(self, error: KafkaError | None) -> None:
-        """Tell it, once. A bug in `done` ends the process: nobody would tell that record's caller any more."""
+        """Tell it, once. A bug in `done` ends the process: nobody would tell that record's caller
+        any more.
+        """
         done, self.done = self.done, None
         if done is not None:
             try:
@@ -63,11 +70,13 @@ class _SendBatch:
 
 
 class LoopProducer:
-    """Posts records; everything of it is called on one event loop, but for `renew_soon` and `close`.
+    """Posts records; everything of it is called on one event loop, but for `renew_soon` and
+    `close`.
 
-    A broker that has lost its data may hand out our producer id a second time and then take our records for another's, sent again:
-    it would acknowledge and drop them. So a partition whose offsets do not grow, or the word of the owner (`renew_soon`),
-    ends this producer id: all that is awaited fails as Unavailable, and a client of a new id goes on. So does a fatal error.
+    A broker that has lost its data may hand out our producer id a second time and then take our
+    records for another's, sent again: it would acknowledge and drop them. So a partition whose
+    offsets do not grow, or the word of the owner (`renew_soon`), ends this producer id: all that is
+    awaited fails as Unavailable, and a client of a new id goes on. So does a fatal error.
     """
 
     def __init__(
@@ -90,10 +99,13 @@ class LoopProducer:
         self._ticking = False
 
     def post(self, records: Sequence[tuple[str, bytes, bytes]], done: Done) -> None:
-        """Send (topic, key, value). done(None): all are acknowledged; done(error): TooLarge, or Unavailable when that is not known.
+        """Send (topic, key, value).
 
-        done is called once, and must not raise: from the loop, or at once when there are no records or the client takes none. Records of
-        one key keep the order of the calls.
+        Done(None): all are acknowledged; done(error): TooLarge, or Unavailable when that is not
+        known.
+
+        done is called once, and must not raise: from the loop, or at once when there are no records
+        or the client takes none. Records of one key keep the order of the calls.
         """
         if not records:
             done(None)
@@ -142,7 +154,11 @@ class LoopProducer:
             self._ticking = False
 
     def flaw_of(self, message: Message) -> str | None:
-        """Note where a record lies. Why its acknowledgement does not count: another one came there or behind, or the log is another one."""
+        """Note where a record lies.
+
+        Why its acknowledgement does not count: another one came there or behind, or the log is
+        another one.
+        """
         place, offset = (message.topic(), message.partition()), message.offset()
         if self._lost is None and offset <= self._ends.get(place, -1):
             self._lost = f"{place[0]}-{place[1]} acknowledged offset {offset} after {self._ends[place]}: its broker has lost what it had"
@@ -151,7 +167,10 @@ class LoopProducer:
         return self._lost
 
     def renew_soon(self, why: str) -> None:
-        """From any thread: no acknowledgement that comes from now on counts. The next call of the loop takes a new producer id."""
+        """From any thread: no acknowledgement that comes from now on counts.
+
+        The next call of the loop takes a new producer id.
+        """
         self._lost = why
 
     def _renew(self) -> None:

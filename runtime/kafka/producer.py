@@ -19,8 +19,11 @@ from runtime.kafka.record import Ack
 
 FLUSH_TIMEOUT_S = 30.0
 TRANSACTION_TIMEOUT_MS = 60_000
-"""Longer than any wait of ours for a transaction to end. The broker gives up one that lasts longer, and then says "fenced" to its owner, which
-would stay down although nobody took over."""
+"""Longer than any wait of ours for a transaction to end.
+
+The broker gives up one that lasts longer, and then says "fenced" to its owner, which would stay
+down although nobody took over.
+"""
 
 
 def producer_options(options: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
@@ -39,12 +42,15 @@ def producer_options(options: Mapping[str, Any], **overrides: Any) -> dict[str, 
 
 
 class Producer:
-    """Idempotent, acks=all, murmur2. `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
+    """Idempotent, acks=all, murmur2.
+
+    `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
 
     With a transactional id: the newest instance of the id fences all older ones when it starts.
 
-    An error after which the client takes nothing any more (the broker has lost what it knew of this producer) fails everything in
-    flight as Unavailable; `send` then goes on with a client of a new producer id.
+    An error after which the client takes nothing any more (the broker has lost what it knew of this
+    producer) fails everything in flight as Unavailable; `send` then goes on with a client of a new
+    producer id.
     """
 
     def __init__(
@@ -82,7 +88,10 @@ class Producer:
         headers: Mapping[str, bytes] | None = None,
         partition: int | None = None,
     ) -> Ack:
-        """Produce and wait for the acknowledgement of all in-sync replicas. Raises Unavailable, TooLarge or Fenced."""
+        """Produce and wait for the acknowledgement of all in-sync replicas.
+
+        Raises Unavailable, TooLarge or Fenced.
+        """
         return await self.send_soon(topic, key, value, headers, partition)
 
     def send_soon(
@@ -93,7 +102,10 @@ class Producer:
         headers: Mapping[str, bytes] | None = None,
         partition: int | None = None,
     ) -> asyncio.Future[Ack]:
-        """Produce; the future is the acknowledgement. Records of one partition keep the order of the calls."""
+        """Produce; the future is the acknowledgement.
+
+        Records of one partition keep the order of the calls.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Ack] = loop.create_future()
         if self._poller is None:
@@ -117,7 +129,9 @@ class Producer:
                 self._renew()
 
     def _renew(self) -> None:
-        """On the poll thread, which must not end: nobody else would hear of what becomes of records."""
+        """On the poll thread, which must not end: nobody else would hear of what becomes of
+        records.
+        """
         if self._transactional:
             return  # fenced, perhaps: every further call says so
         old, self._producer = self._producer, _Producer(self._config)
@@ -148,9 +162,11 @@ class Producer:
         timestamp_ms: int | None = None,
         on_ack: Callable[[Ack], None] | None = None,
     ) -> None:
-        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises what failed.
+        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises
+        what failed.
 
-        timestamp_ms: counts on topics with CreateTime only; None: now. on_ack: is told where the record lies, before that returns.
+        timestamp_ms: counts on topics with CreateTime only; None: now. on_ack: is told where the
+        record lies, before that returns.
         """
 
         def delivered(err: Code | None, msg: Message) -> None:
@@ -164,7 +180,10 @@ class Producer:
         self._producer.poll(0)  # else deliveries pile up until the queue is full
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Wait until everything put so far is acknowledged. Raises Unavailable, TooLarge or Fenced."""
+        """Wait until everything put so far is acknowledged.
+
+        Raises Unavailable, TooLarge or Fenced.
+        """
         left = self._producer.flush(timeout_s)
         self._raise_failed()
         if left:
@@ -177,7 +196,10 @@ class Producer:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything put inside becomes visible at once, or not at all. Raises Fenced when a newer instance took over."""
+        """Everything put inside becomes visible at once, or not at all.
+
+        Raises Fenced when a newer instance took over.
+        """
         try:
             self._producer.begin_transaction()
             try:
@@ -191,7 +213,9 @@ class Producer:
             raise translated(e) from e
 
     def commit_positions(self, reader: Reader, positions: Mapping[tuple[str, int], int]) -> None:
-        """Inside of a transaction: the group of a reader is here, if and only if the transaction comes about. positions: of `Reader.positions`."""
+        """Inside of a transaction: the group of a reader is here, if and only if the transaction
+        comes about. positions: of `Reader.positions`.
+        """
         offsets = [TopicPartition(t, p, o) for (t, p), o in positions.items()]
         self._producer.send_offsets_to_transaction(offsets, reader.group_metadata, FLUSH_TIMEOUT_S)
 

@@ -24,7 +24,7 @@ BEGINNING = OFFSET_BEGINNING
 
 
 class ErrorLogThrottle:
-    """Errors behind which the client goes on by itself, at its own pace. Whoever waits for records should know why none come."""
+    """Logs, at a bounded rate, errors from which the client recovers by itself."""
 
     def __init__(self) -> None:
         self._logged: dict[int, float] = {}
@@ -37,7 +37,7 @@ class ErrorLogThrottle:
 
 
 class AsyncCommits:
-    """Positions that Kafka is to be told of, until it has taken the newest of each partition. Pure."""
+    """Positions to commit, until Kafka has stored the newest of each partition. Pure."""
 
     def __init__(self) -> None:
         self._newest: dict[tuple[str, int], int] = {}
@@ -50,7 +50,11 @@ class AsyncCommits:
         return dict(self._due)
 
     def landed(self, at: tuple[str, int], offset: int) -> None:
-        """Kafka has taken a position. The client repeats commits by itself, so an older one may land behind a newer one: then that is due again."""
+        """Record that Kafka has stored a position.
+
+        The client retries commits, so an older one may be stored after a newer one; the newer is
+        then due again.
+        """
         if at not in self._newest:
             return
         if offset == self._newest[at]:
@@ -60,9 +64,13 @@ class AsyncCommits:
 
 
 class Reader:
-    """Reads given partitions from given offsets, committed records only. Group and commits are commits for lag displays.
+    """Reads given partitions from given offsets, committed records only.
 
-    start: (topic, partition) to first offset. An offset that the topic no longer has raises SourceTruncated.
+    The group and its commits only serve lag displays.
+
+    Args:
+        start: (topic, partition) to first offset. An offset that the topic no longer has raises
+            SourceTruncated.
     """
 
     def __init__(
@@ -105,7 +113,10 @@ class Reader:
         self._assign(start)
 
     def seek(self, at: tuple[str, int], offset: int) -> None:
-        """Go on with one of the partitions, of which something has come already, at another offset. What was fetched of it is dropped."""
+        """Continue a partition, which has delivered records already, at another offset.
+
+        Records that were fetched of it are dropped.
+        """
         try:
             self._consumer.seek(TopicPartition(*at, offset))
         except KafkaException as e:
@@ -114,7 +125,10 @@ class Reader:
         self._ends.discard(at)
 
     def poll(self, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
-        """Up to max_records, as soon as there are some. Empty after timeout_s, or at the end of a partition."""
+        """Return up to `max_records`.
+
+        An empty list after `timeout_s` or at the end of a partition.
+        """
         first = self._consumer.poll(timeout_s)
         if first is None:
             return []
@@ -139,7 +153,10 @@ class Reader:
 
     @property
     def positions(self) -> Mapping[tuple[str, int], int]:
-        """Next offset of each partition: everything below was returned by `poll`, or was no record."""
+        """Next offset of each partition.
+
+        Everything below was returned by `poll` or was no record.
+        """
         return self._next
 
     @property
@@ -153,9 +170,10 @@ class Reader:
         return self._consumer.consumer_group_metadata()
 
     def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
-        """Tell Kafka how far the group is. AsyncCommits only: no one resumes from it, and failure is not an error.
+        """Commit the group's positions asynchronously, for lag displays only.
 
-        What Kafka has not taken, such as while its coordinator was away, is told again by the next call, also by one without positions.
+        No process resumes from them and a failure is not an error. The next call, also one without
+        positions, repeats commits that Kafka has not stored.
         """
         if due := self._commits.due(positions):
             self._consumer.commit(

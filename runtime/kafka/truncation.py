@@ -9,10 +9,13 @@ from runtime.kafka.errors import SourceTruncated
 def check_truncation(
     cluster: Cluster, topic: str, partition: int, expected: int, came: int
 ) -> None:
-    """Offset `came` was delivered where `expected` was due (blocking). Raises SourceTruncated when retention took what was due.
+    """Check why offset `came` was delivered instead of `expected` (blocking).
 
-    Control records of transactions leave holes, too: those lie where the log still has its place. The consumer says nothing: out of
-    the log's range it goes on at the log's start.
+    Control records of transactions also leave gaps, but inside the log. The consumer does not
+    report truncation: it continues at the start of the log.
+
+    Raises:
+        SourceTruncated: Retention has removed records that were not read.
     """
     low = cluster.watermarks(topic, [partition])[partition][0]
     if low > expected:

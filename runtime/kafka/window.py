@@ -1,4 +1,4 @@
-"""A window of topics: which offsets of each partition, and all their records in the order of log time."""
+"""A window of a topic: an offset range for each partition, and its records in log time order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from runtime.kafka import READ_TIMEOUT_S, Cluster, Reader, Record, Unavailable
 
 POLL_RECORDS = 100
 READ_AHEAD_KB = 64 << 10
-"""Read ahead of all partitions together: there is a reader for each, so that one whose records are younger waits."""
+"""Read-ahead of all partitions in total, in KiB."""
 MOST_KB, LEAST_KB = 4096, 64
 """Read ahead of one partition. A record that is larger than that is read all the same."""
 
 
 class WindowGone(PlumbingError):
-    """The topic of a window was made anew, or retention has taken its beginning: what was planned can't be read any more."""
+    """The topic of a window was recreated, or retention has removed its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,20 @@ def window_of(
 
 
 class Timed(NamedTuple):
-    """A record and when it took effect: the running maximum of its partition's log timestamps, in ms."""
+    """A record and its effective time: the running maximum of its partition's timestamps, in ms."""
 
     time: int
     record: Record
 
 
 def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
-    """All records of the windows by time; among equals by partition, then by window, then by offset.
+    """Yield all records of the windows by time, then partition, window and offset.
 
-    The order depends on the logs alone. Each partition keeps its own order. Raises WindowGone, Unavailable.
+    The order depends only on the logs, and each partition keeps its own order.
+
+    Raises:
+        WindowGone: A topic no longer has the window.
+        Unavailable: A partition could not be read in time.
     """
     for window in windows:
         window.check(cluster)
@@ -109,7 +113,7 @@ def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
 
 
 def read_ahead(partitions: int) -> dict[str, int]:
-    """Options of the reader of each of so many partitions: what all of them have read ahead stays the same, however many there are."""
+    """Return reader options that divide the read-ahead between `partitions` readers."""
     each = max(LEAST_KB, min(MOST_KB, READ_AHEAD_KB // max(1, partitions)))
     # A fetch begins when the queue is not full, so that a reader holds up to both.
     return {"queued_max_messages_kbytes": each // 2, "fetch_message_max_bytes": each * 512}

@@ -1,9 +1,10 @@
-"""The one way to start a process that must not outlive the process that starts it.
+"""Start processes that must not outlive their parent.
 
-`die_with_parent(command)` is a command line that asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG) and then becomes the
-command: same pid, same standard streams. It needs nothing of the parent: no preexec_fn, which runs Python between fork and exec and may
-deadlock beside other threads. The kernel sends the signal when the *thread* that started the process ends, so a process is started by
-a thread that lives as long as the process should.
+`die_with_parent(command)` returns a command line that asks the kernel for a signal at the parent's
+death (PR_SET_PDEATHSIG) and then execs the command: same pid, same standard streams. It needs no
+preexec_fn, which runs Python between fork and exec and may deadlock beside other threads. The
+kernel sends the signal when the starting *thread* ends, so start a process from a thread that lives
+as long as the process should.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def die_with_parent(
 
     Args:
         command: The program, looked up on PATH, and its arguments.
-        parent_death_signal: The signal that the kernel sends. SIGKILL ends every process; a process that is told to clean up by another
-            signal may take as long as it wants.
+        parent_death_signal: The signal that the kernel sends. SIGKILL ends every process; a process
+            that handles another signal may take as long as it wants.
     """
     guard = (sys.executable, "-I", "-S", "-c", _GUARD)
     return [*guard, str(os.getpid()), str(int(parent_death_signal)), *command]

@@ -1,4 +1,7 @@
-"""Reads the settings: YAML file < `CLAWSTREAM__A__B` in the environment < `a.b=c` overrides. Errors name the path."""
+"""Read the settings: YAML file < `CLAWSTREAM__A__B` environment variables < `a.b=c` overrides.
+
+Errors name the path of the setting.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,16 @@ STANDARD_INPUT = Path("-")
 def explicit(
     file: Path | None, overrides: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the sources say, as a tree that is not judged yet. file `-`: standard input. Raises SettingsError."""
+    """Merge the sources into a tree that is not validated yet.
+
+    Args:
+        file: A YAML file; `-` is standard input.
+        overrides: Texts `a.b=c`.
+        environ: Environment variables; default those of the process.
+
+    Raises:
+        SettingsError: A source cannot be parsed.
+    """
     tree: dict[str, Any] = {}
     if file is not None:
         try:
@@ -88,7 +100,7 @@ def load(
 
 
 def with_folders(settings: Settings, file: Path | None) -> Settings:
-    """The settings with the folders of the user's functions, so that child processes and later commands look there too."""
+    """Add the folders of the user's functions, so that child processes search them too."""
     if settings.functions.dirs or not settings.names_functions:
         return settings
     folders = dict.fromkeys([Path.cwd(), *([file.absolute().parent] if file is not None else [])])
@@ -97,7 +109,11 @@ def with_folders(settings: Settings, file: Path | None) -> Settings:
 
 
 def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """The settings with other values, by path, all of them judged anew. Raises SettingsError as `load` does."""
+    """Return the settings with other values, by path, validated again.
+
+    Raises:
+        SettingsError: A value is wrong.
+    """
     tree = settings.model_dump()
     for path, value in values.items():
         _set(tree, path, value)

@@ -1,4 +1,4 @@
-"""How a process starts, stops and dies: signals to a stop event, errors to exit codes that the supervisor understands."""
+"""Start, stop and end a process: signals set a stop event, errors become exit codes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from runtime.logs import configure, logger
 from schemas.settings import Settings
 
 GC_THRESHOLD = (10_000, 10, 10)
-"""Containers more before the youngest are looked through for cycles; then how seldom the older, as Python has it. At Python's own 700 a tenth of the stream
-jobs' CPU went there, over long-lived state in which there are none."""
+"""Thresholds of Python's garbage collector.
+
+At the default of 700 for the youngest generation, a tenth of the stream jobs' CPU time is spent on
+long-lived state without cycles.
+"""
 
 
 def die(error: BaseException) -> None:
-    """Log and end at once, without any clean-up that could write something more. A crash is what recovery is made for.
+    """Log an error and exit at once, without clean-up that could write more.
 
-    An error whose message says what to do is logged without its traceback.
+    Recovery handles a crash. An error whose message says what to do is logged without a traceback.
     """
     while isinstance(
         error, BaseExceptionGroup
@@ -56,7 +59,10 @@ def _settle_memory() -> None:
 def run_async(
     process: str, settings: Settings, main: Callable[[Settings, asyncio.Event], Awaitable[None]]
 ) -> None:
-    """Run `main(settings, stop)`; SIGTERM and SIGINT set `stop`. Never returns: exits 0, or with the error's code."""
+    """Run `main(settings, stop)` and exit; SIGTERM and SIGINT set `stop`. Never returns.
+
+    The exit code is 0, or that of the error.
+    """
 
     async def body() -> None:
         stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The log file of one process: appended to at each start, rotated when it is large, asked for the reason of an end."""
+"""The log file of one process: opened at each start, rotated when large, searched for errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessLog:
         return file
 
     def last_error(self) -> str | None:
-        """Return the last error that the process logged or printed since its last start, None when there is none."""
+        """Return the last error that the process logged or printed since its last start, or None."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)

@@ -8,7 +8,7 @@ from runtime.errors import InUse
 
 
 class PortTaken(InUse):
-    """Another process listens on the port. The message names the port and the setting that chooses another."""
+    """Another process listens on the port. The message names the port and its setting."""
 
 
 def check_free(host: str, port: int, what: str, setting: str) -> None:

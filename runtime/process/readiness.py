@@ -1,7 +1,7 @@
-"""How a process tells the process that started it that it is ready: the datagrams of systemd's sd_notify(3).
+"""Report readiness to the parent process by datagrams of systemd's sd_notify(3).
 
-A process that nobody asks (no NOTIFY_SOCKET in its environment) tells nobody. The same datagrams work under a systemd unit of
-`Type=notify`.
+Without NOTIFY_SOCKET in the environment nothing is sent. The datagrams also work under a systemd
+unit of `Type=notify`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _DATAGRAM_BYTES = 4096
 
 
 def ready(status: str = "") -> None:
-    """Say that the process does its work from now on. status: one line for people, such as the URL it serves."""
+    """Report that the process is ready. status: one line for people, such as the URL it serves."""
     _notify("READY=1", status)
 
 
 def not_ready(status: str = "") -> None:
-    """Say that the process does not do its work for a while. status: one line for people, such as the reason."""
+    """Report that the process is not ready. status: one line for people, such as the reason."""
     _notify("RELOADING=1", status)
 
 

@@ -1,7 +1,7 @@
-"""The settings that a data directory remembers: those of the last `clawstream up` on it, in `<data_dir>/settings.json`.
+"""The settings of the last `clawstream up` on a data directory, in `<data_dir>/settings.json`.
 
-Every command takes them from there, below what its own file, environment and overrides say. Secrets are never written: the file names
-where they belong, and who needs them gives them again.
+Every command starts from them; its own file, environment and overrides take precedence. Secrets are
+never written: the file names their paths, and a process that needs them must be given them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SECRET = re.compile(
 _SECRET_WORD = re.compile(
     r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE
 )
-"""How the name of a secret vLLM argument ends: `--api-key`, and not `--tokenizer` or `--max-num-batched-tokens`."""
+"""How the name of a secret vLLM argument ends: `--api-key`, but not `--tokenizer`."""
 _ARGUMENTS = ("rollout", "extra_args")
 _JSON_NAME = re.compile(r'"([^"]+)"\s*:')
 _OPTIONS = (("kafka", "client_options"), ("gateway", "blob_options"), ("lake", "storage_options"))
@@ -64,7 +64,7 @@ def remember(settings: Settings) -> bytes | None:
 
 
 def forget(directory: Path, before: bytes | None) -> None:
-    """Put back what the data directory remembered before. before: The content of its file, None for no file."""
+    """Restore the remembered settings. before: The file's former content, None for no file."""
     if before is None:
         (directory / FILE).unlink(missing_ok=True)
     else:
@@ -74,9 +74,11 @@ def forget(directory: Path, before: bytes | None) -> None:
 def load_remembered(
     file: Path | None, overrides: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Return what the sources say, on top of what their data directory remembers.
+    """Return the settings of the sources on top of those that their data directory remembers.
 
-    Raises SettingsError with one line for each wrong path, and for a setting that the data directory does not allow to change.
+    Raises:
+        SettingsError: One line for each wrong path, and for a setting that the data does not allow
+            to change.
     """
     said = explicit(file, overrides, environ)
     if file == STANDARD_INPUT:  # `up` gives its processes all there is to know
@@ -108,9 +110,9 @@ def _functions(settings: Settings) -> tuple[object, ...]:
 
 
 def missing_secrets(settings: Settings) -> list[str]:
-    """Return the paths of secrets that were given to `up` once and that these settings lack.
+    """Return the paths of secrets that `up` was given and that these settings lack.
 
-    An engine or options that were given otherwise since have the secrets that they were given with, or none.
+    Engines and options that have changed since are skipped: their secrets come with the new values.
     """
     kept, paths = _read(settings.data_dir)
     if not paths:
@@ -206,9 +208,9 @@ def _absolute(value: Any) -> Any:
 
 
 def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
-    """Return the settings in the form that may be written to a file, and the paths of the secrets that it leaves out.
+    """Return the settings in the form to write to a file, and the paths of the omitted secrets.
 
-    The form has no default values, its paths are absolute, and JSON can hold it.
+    The form has no default values, absolute paths, and only values that JSON supports.
     """
     tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
     paths = [["gateway", "session_secret"]]
@@ -233,7 +235,7 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
 
 
 def _public_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of a command line without secret arguments and their values, and the names of these arguments."""
+    """Split arguments of a command line into public ones and the names of secret ones."""
     given: list[list[str]] = []  # each argument with its values
     for word in arguments:
         if given and not word.startswith("-"):

@@ -1,12 +1,13 @@
-"""Runs processes on one machine: starts them in order, restarts what dies, stops them in order once they are drained.
+"""Supervise processes on one machine: start in order, restart, stop in order.
 
-The one owner of restarts. A process that ends by itself with an exit code of `exit_codes.NO_RESTART` stays down; any other
-end is followed by a new start, after `restart_delay_s`. One that crashes again and again is started ever more slowly, twice as long
-each time up to 30 s; one that was killed is not: it did nothing wrong, and others wait for it.
+The supervisor alone restarts processes. A process that exits with a code of `exit_codes.NO_RESTART`
+stays down; any other exit is followed by a restart after `restart_delay_s`. The delay doubles up to
+30 s while a process keeps crashing, but not when it was killed: others wait for it.
 
-A supervisor is an `async with` block: every task of it belongs to the block. An exception in any of them ends all processes and
-leaves the block; leaving the block ends all processes. Processes die with the supervisor, whatever it dies of
-(`runtime.process.child`). What they say of their readiness (`runtime.process.readiness`) is logged and kept in the table.
+A supervisor is an `async with` block that owns all its tasks. An exception in any task ends all
+processes and leaves the block; leaving the block ends all processes. Processes die with the
+supervisor (`runtime.process.child`). Their readiness (`runtime.process.readiness`) is logged and
+kept in the table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from runtime.process.table import ProcessTable
 MAX_DELAY_S = 30.0
 HEALTHY_AFTER_S = 30.0
 KILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
-"""By an operator or the kernel: as Python tells it, and as a wrapper such as the broker's tells it of its child."""
+"""Exit codes of a killed process: as Python reports it, and as a wrapper reports its child's."""
 LOCK = "up.lock"
 
 
@@ -44,7 +45,7 @@ class AlreadyRunning(InUse):
 
 
 class Unwritable(PlumbingError):
-    """The data directory cannot be written to: mend its owner, mode or disk, or choose another data_dir."""
+    """The data directory is not writable: fix its owner, mode or disk, or choose another data_dir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,10 @@ class ProcessSpec:
 
 @dataclass(slots=True)
 class Child:
-    """What is known of one process.
+    """The state of one process.
 
-    ready: Whether it says so. error: The last error that it logged before it ended by itself. started: By the monotonic clock.
+    ready: As reported by the process. error: The last error that it logged before it exited.
+    started: Start time on the monotonic clock.
     """
 
     spec: ProcessSpec
@@ -103,9 +105,10 @@ class Child:
 
 
 class Supervisor:
-    """Processes of one data directory. Logs go to <dir>/logs/NAME.log, the table of processes to <dir>/up.json.
+    """Processes of one data directory.
 
-    <dir>/up.lock is locked while one works, and holds its pid. Full disks are waited out.
+    Logs go to <dir>/logs/NAME.log, the table of processes to <dir>/up.json. <dir>/up.lock is locked
+    while a supervisor runs and contains its pid. The supervisor survives a full disk.
     """
 
     def __init__(
@@ -157,7 +160,10 @@ class Supervisor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop what still runs, all at once. Raises an ExceptionGroup when a task of the block has failed."""
+        """Stop all running processes in parallel.
+
+        Raises an ExceptionGroup when a task has failed.
+        """
         assert self._tasks is not None and self._writing is not None
         try:
             try:
@@ -200,7 +206,7 @@ class Supervisor:
         return self._children[name].state
 
     async def wait_settled(self, names: Iterable[str]) -> None:
-        """Wait until each of these processes is ready or stays down, or one of them has wrong settings."""
+        """Wait until each process is ready or down, or one of them has wrong settings."""
         waited = [self._children[n] for n in names]
         while not any(c.exit_code == EXIT_SETTINGS for c in waited) and not all(
             c.is_settled for c in waited
@@ -335,7 +341,7 @@ class Supervisor:
 
 @contextmanager
 def _readable(data: bytes) -> Iterator[int]:
-    """A file in memory with these bytes, to be read from its start: nobody has to write while a process reads."""
+    """Open an in-memory file with these bytes: the reader needs no concurrent writer."""
     descriptor = os.memfd_create("stdin")
     try:
         os.write(descriptor, data)
@@ -346,7 +352,7 @@ def _readable(data: bytes) -> Iterator[int]:
 
 
 def supervisor_of(directory: Path) -> int | None:
-    """The pid of the supervisor that works on the directory; None when there is none. One that was killed holds no lock."""
+    """Return the pid of the directory's running supervisor, or None. A dead one holds no lock."""
     try:
         with (directory / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The file `up.json`: which processes run. It is written at each change, and again later when the disk is full."""
+"""The file `up.json` with the running processes: written at each change, retried on a full disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ProcessTable:
 
 
 def read_table(directory: Path) -> Mapping[str, Any]:
-    """Return what a supervisor of the directory wrote last; empty when there is nothing that can be read."""
+    """Return what the directory's supervisor wrote last; empty when nothing is readable."""
     try:
         found = json.loads((directory / "up.json").read_bytes())
     except (OSError, ValueError):

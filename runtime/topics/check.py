@@ -1,8 +1,9 @@
-"""Topics that are there already, held against how they would be made: what the jobs rely on is refused before it can do harm.
+"""Compare existing topics with their specification and refuse configurations that lose data.
 
-Without the broker's time a single record from a clock that is ahead closes everything, for good. On a topic of one partition nobody
-reads a second one, and inputs of different numbers of partitions can't be joined. What a broker removes by its default of seven days is
-gone without a word: rewards and candidates of a run that lives, decisions, so that they are made again.
+Without broker timestamps, one record from a clock that is ahead closes every trajectory. Inputs
+with different numbers of partitions cannot be joined. The broker's default retention of seven days
+would silently delete rewards and candidates of a live run, and decisions, which would then be made
+again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KEPT_MS = "retention.ms"
 FOREVER = -1
 """As a retention, of time or bytes."""
 ENDLESS = {"retention.ms": 100 * 365 * 86_400_000, "retention.bytes": 2**50}
-"""A hundred years, a petabyte of one partition: as good as for ever, which some say with the largest number there is."""
+"""A hundred years and a petabyte per partition count as unlimited; some tools set the maximum."""
 EXACT = (TIMES, "cleanup.policy")
 AT_LEAST = ("max.message.bytes", KEPT_MS, "retention.bytes")
 
@@ -40,9 +41,16 @@ class TopicMismatch:
 def check_topics(
     cluster: Cluster, settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int]
 ) -> None:
-    """Raises SettingsError for topics that can't be worked on; it names each, what was found and what to do.
+    """Check the configuration of existing topics.
 
-    there: partitions of the topics that exist. Topics whose configuration may not be described are told of and let be.
+    Topics whose configuration may not be described are logged and skipped.
+
+    Args:
+        specs: The specification of each topic.
+        there: Partition counts of existing topics.
+
+    Raises:
+        SettingsError: Names each unusable topic, the found and the required value, and the remedy.
     """
     mine = [spec for spec in specs if spec.name in there]
     configs = cluster.topic_configs([spec.name for spec in mine])
@@ -62,10 +70,14 @@ def check_topics(
 def find_mismatches(
     settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int], configs: Mapping[str, Mapping[str, str]]
 ) -> Iterator[TopicMismatch]:  # fmt: skip
-    """What does not fit. Pure. specs: of topics that exist. configs: as far as they are known.
+    """Yield every mismatch between existing topics and their specification. Pure.
 
-    The four keyed topics have as many partitions as `steps` has, whatever the settings say today. The times of copies
-    (`jobs.write_ticks=false`) are those of their source.
+    The four keyed topics must have as many partitions as `steps` has, whatever the settings say.
+    Copies (`jobs.write_ticks=false`) keep the timestamps of their source.
+
+    Args:
+        specs: Of existing topics.
+        configs: The known configurations.
     """
     topics = settings.kafka.topics
     for spec in specs:

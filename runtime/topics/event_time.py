@@ -1,4 +1,4 @@
-"""How far before a record of the candidates one has to read to know event time there. Reads only."""
+"""Find where to start reading the candidates to know event time at an offset. Reads only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 
 TICK_WINDOW = 64
-"""Offsets for each source partition that are looked through first for its last Tick; each time twice as many."""
+"""Offsets per source partition that are searched first for its last Tick; doubled each time."""
 
 
 def first_tick_needed(
     cluster: Cluster, decoder: Decoder, at: tuple[str, int], low: int, to: int, tickers: int
 ) -> int:
-    """Lowest offset of the last Ticks of all source partitions before `to`, of those that have ever ticked; `to` without any.
+    """Return the lowest offset of the last Ticks before `to`, one per source partition.
 
-    at: topic and partition; low: its first offset. Admission begins to read here, and trimming removes what is below: both must agree.
+    Source partitions without a Tick are ignored; without any Tick the result is `to`. Admission
+    starts to read here and trimming removes the records below, so both must agree.
+
+    Args:
+        at: Topic and partition.
+        low: The first offset of the partition.
+        tickers: Number of source partitions.
     """
     last: dict[int, int] = {}
     start, window = to, TICK_WINDOW * max(1, tickers)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoredPosition:
-    """Where a process goes on reading.
+    """Where a process resumes reading.
 
-    process: who reads. place: where it keeps this, e.g. `table steps`. topic: its name; ends in `*` when only the id is known.
-    topic_id: the one stored; None: Kafka itself keeps this position and forgets it with the topic. offset: the next one to read.
-    flaw: why the position can't be read or gone on from; then the other values say where that was found.
+    process: The reader. place: Where the position is stored, e.g. `table steps`. topic: Its name;
+    ends in `*` when only the id is known. topic_id: The stored id; None when Kafka itself stores
+    the position and deletes it with the topic. offset: The next offset to read. flaw: Why the
+    position is unreadable or unusable; the other values then say where it was found.
     """
 
     process: str

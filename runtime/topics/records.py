@@ -1,4 +1,4 @@
-"""Records on topics: making the topics, announcing schemas, decoding what others wrote, and dead letters."""
+"""Create topics, announce schemas, decode records and build dead letters."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def cluster_of(settings: Settings) -> Cluster:
 def create_topics(
     cluster: Cluster, settings: Settings, extra: Iterable[TopicSpec] = ()
 ) -> list[str]:
-    """Make every topic that is not there yet and announce the schemas. Returns the names made. Safe to repeat and to race.
+    """Create missing topics and announce the schemas; idempotent and safe to run concurrently.
 
-    Raises SettingsError, before anything is made, when those that are there can't be worked on.
+    Returns:
+        The names of the created topics.
+
+    Raises:
+        SettingsError: Existing topics are unusable; nothing was created.
     """
     kafka, topics = settings.kafka, settings.kafka.topics
     specs = (*topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)), *extra)
@@ -52,9 +56,10 @@ def create_topics(
 
 
 def publish_schemas(cluster: Cluster, topic: str) -> None:
-    """Put those current schemas on the schemas topic that are not there, where older readers find them.
+    """Announce the current schemas that the schemas topic lacks.
 
-    Every process does so before it writes, whoever made the topic: that one may have been killed, or be an older release.
+    Every process does this before it writes: the process that created the topic may have been
+    killed, or be an older release.
     """
     codec, there = Codec(), set[bytes | None]()
     for record in cluster.read_all(topic):
@@ -73,11 +78,12 @@ def publish_schemas(cluster: Cluster, topic: str) -> None:
 
 
 class Decoder:
-    """Decodes values; a fingerprint that is not known is looked up on the schemas topic before it is an error.
+    """Decodes values; looks up unknown fingerprints on the schemas topic.
 
-    One a process. Several threads may decode; at worst each looks the same up. A look-up reads what was announced since the last one;
-    the whole topic (compacted, a few records) at most every 5 s, for it may have been made anew. So a flood of unknown fingerprints
-    costs a question for the end each, of a client that is kept, and a schema that is announced before its first record is always found.
+    One per process. Thread-safe; at worst each thread looks up the same schema. A look-up reads the
+    schemas announced since the last one, and the whole topic (compacted, a few records) at most
+    every 5 s, because it may have been recreated. A flood of unknown fingerprints thus costs one
+    end-offset request each, and a schema that is announced before its first record is always found.
     """
 
     def __init__(self, cluster: Cluster, schemas_topic: str, codec: Codec | None = None) -> None:
@@ -87,7 +93,12 @@ class Decoder:
         self._read_to = 0
 
     def decode(self, value: bytes | None) -> Event:
-        """The record. Raises Undecodable, or UnknownSchema after a look-up. Blocking: while Kafka is away, for 30 s."""
+        """Decode a value. Blocks for up to 30 s while Kafka is unavailable.
+
+        Raises:
+            Undecodable: The bytes are no record.
+            UnknownSchema: The fingerprint is unknown after a look-up.
+        """
         try:
             return self.codec.decode(value)
         except UnknownSchema:
@@ -100,7 +111,11 @@ class Decoder:
         return self.codec.knows(value)
 
     def look_up(self) -> bool:
-        """Learn the schemas that were announced (blocking); False when there was nothing new to read. Raises Unavailable."""
+        """Read newly announced schemas (blocking); return False when there are none.
+
+        Raises:
+            Unavailable: Kafka does not answer.
+        """
         now = time.monotonic()
         if self._read_at is None or now - self._read_at >= REFRESH_INTERVAL_S:
             self._read_at, self._read_to = now, 0
@@ -124,9 +139,10 @@ class Decoder:
 def dead_letter(
     record: Record, topic_id: str, process: str, reason: str, detail: str
 ) -> DeadLetter:
-    """The dead letter of a record: all that is needed to repair and replay it. To be sent under its own key.
+    """Build the dead letter of a record with everything needed to repair and replay it.
 
-    What would not fit into a record beside the rest stays where it lies: the place and the detail say so.
+    Send it under its own key. A key or value that does not fit stays at the original offset; the
+    detail says so.
     """
     key, value, detail = record.key, record.value, detail[:DETAIL_CHARS]
     if key is not None and 2 * len(key) > LETTER_BYTES:
@@ -158,7 +174,7 @@ def reason_of(error: Exception) -> str:
 def decode_all(
     decoder: Decoder | Codec, records: Iterable[Record], bury: Callable[[Record, str, str], None]
 ) -> list[tuple[Record, Event]]:
-    """The records with what they say; the unreadable ones go to `bury(record, reason, detail)`. A tombstone says nothing: it is one."""
+    """Decode records; pass unreadable ones to `bury(record, reason, detail)`."""
     out = []
     for record in records:
         try:

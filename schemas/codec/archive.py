@@ -1,8 +1,8 @@
 """Archive every released schema as `avro/archive/NAME/FINGERPRINT.avsc`.
 
-Run `python -m schemas.codec.archive` whenever a schema has changed, before a process writes a record
-with it. The archive starts at tag 0.1.0; from then on nothing is removed from it, because a topic
-may still hold records of every archived schema.
+Run `python -m schemas.codec.archive` whenever a schema has changed, before a process writes a
+record with it. The archive starts at tag 0.1.0; from then on nothing is removed from it, because a
+topic may still hold records of every archived schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Avro schemas as parsed JSON: what is one, what a type is, and types written out where they are used. Pure."""
+"""Validate, inspect and expand Avro schemas in parsed JSON form. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ Schema = Any
 """An Avro schema as parsed JSON."""
 PLAIN = ("null", "boolean", "int", "long", "float", "double", "bytes", "string")
 TYPES_MAX = 20_000
-"""Types in a schema with each named one written out where it is used. Ours have a few hundred; in 3 KB of names there can be a million."""
+"""Maximum number of types in an expanded schema.
+
+Shipped schemas have a few hundred; 3 KB of nested names can expand to a million.
+"""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEXTS = ("doc", "logicalType", "namespace", "packing")
@@ -21,10 +24,13 @@ def is_name(text: str) -> bool:
 
 
 def check(schema: Schema) -> None:
-    """Refuse what no schema has, before anything is made of one that somebody announced.
+    """Reject malformed schemas before any code is derived from an announced one.
 
-    Raises ValueError for names that are none, sizes and texts that are of another type, types without their parts; RecursionError.
-    Whether types are known, and defaults are values of theirs, is not asked here.
+    Whether types are known and defaults fit their types is not checked here.
+
+    Raises:
+        ValueError: Wrong names, sizes or texts, or types without their parts.
+        RecursionError: The schema is nested too deeply.
     """
     if isinstance(schema, list):
         for branch in schema:
@@ -94,9 +100,15 @@ def _list_of(kind: type, schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def check_extent(schema: Schema) -> None:
-    """Raises ValueError when the schema has more than TYPES_MAX types and symbols, written out. schema: with whole names everywhere.
+    """Check that the expanded schema has at most TYPES_MAX types and symbols.
 
-    A type inside itself counts as one: how often it is there, the bytes of a record say.
+    A recursive type counts once: the bytes of a record determine how often it occurs.
+
+    Args:
+        schema: With full names everywhere.
+
+    Raises:
+        ValueError: It has more.
     """
     _extent(schema, {})
 
@@ -133,9 +145,10 @@ def plain_name(name: str) -> str:
 
 
 def expanded(schema: Schema, named: dict[str, Schema] | None = None) -> Schema:
-    """The schema with each named type written out where it is used.
+    """Replace each reference to a named type by its definition.
 
-    Raises ValueError when a type is unknown or contains itself, or two have one name in different namespaces.
+    Raises:
+        ValueError: A type is unknown or recursive, or two namespaces define the same name.
     """
     named = {} if named is None else named
     if isinstance(schema, list):

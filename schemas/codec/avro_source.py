@@ -1,6 +1,7 @@
-"""What of a schema may become Python source. Schemas come from anybody who can write to the schemas topic, and source is executed. Pure.
+"""Escape the parts of a schema that become Python source. Pure.
 
-Everything of a schema that is written into generated code goes through here; all else is a constant of that code or not in it at all.
+Anyone who can write to the schemas topic can announce a schema, and generated source is executed.
+Every part of a schema in generated code passes through this module.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from schemas.codec.avro_schema import is_name
 
 
 def literal(value: object) -> str:
-    """A value as a literal. Raises ValueError unless it is a whole number or text, and nothing that only looks like one."""
+    """Return the literal of an int or str; other types, subclasses included, raise ValueError."""
     if type(value) is not int and type(value) is not str:
         raise ValueError(f"{value!r:.40} has no place in a reader or writer")
     return repr(value)

@@ -1,6 +1,7 @@
-"""How many items a record of any schema has, before anything is made of them: thirty bytes can announce a billion. Pure.
+"""Bound the number of items in a record of any schema before decoding it. Pure.
 
-For what `schemas.codec.compiled_reader` does not read, and fastavro makes whole: a step costs this as much as reading it.
+Thirty bytes can announce a billion items. This is for schemas that `schemas.codec.compiled_reader`
+does not support and fastavro decodes as a whole; it costs as much as decoding.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from schemas.codec.avro_schema import Schema, size_of
 from schemas.codec.compiled_reader import ITEMS_MAX, long, size
 
 _VISITS = 8
-"""Values for each byte, those included that hold others or take none. What anyone writes has two or three."""
+"""Maximum values per byte, nested and empty ones included. Real records have two or three."""
 
 _SIZES = {"null": 0, "boolean": 1, "float": 4, "double": 8}
 
 
 def check_items(schema: Schema, named: Mapping[str, Schema], data: bytes, at: int) -> None:
-    """Step over a record as fastavro does. named: the types that the schema names.
+    """Step over a record as fastavro does.
 
-    Raises ValueError when it has more than ITEMS_MAX records, or items that take no bytes, in all its arrays, or far more values than
-    bytes; one of `Read`'s errors, or RecursionError, when it is no such record.
+    Args:
+        named: The types that the schema names.
+
+    Raises:
+        ValueError: All arrays together have more than ITEMS_MAX records or empty items, or there
+            are far more values than bytes. Also one of `Read`'s errors, or RecursionError, for a
+            malformed record.
     """
     _Walk(named, data).value(schema, at)
 

@@ -1,8 +1,9 @@
-"""Records as JSON that a person can read and edit, and back. Pure.
+"""Convert records to JSON that a person can read and edit, and back. Pure.
 
-Bytes named `*_json` are the JSON that they hold; packed token ids and log-probabilities are lists of numbers; other bytes, and those that
-are not what their field says, are `{"base64": "..."}`. Numbers that JSON lacks are the strings NaN, Infinity and -Infinity. Everything
-else is as the schema has it: times are integers, in the unit that the field's doc names.
+Bytes fields named `*_json` become the JSON they hold; packed token ids and log-probabilities become
+lists of numbers; other bytes, and invalid content, become `{"base64": "..."}`. Numbers that JSON
+lacks are the strings NaN, Infinity and -Infinity. Times stay integers in the unit of the field's
+doc.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | None = None) -> Event:
-    """The record of that name with these fields. Fields that look as they do in `was` keep its very bytes.
+    """Build the record `name` from JSON fields; fields that equal those of `was` keep its bytes.
 
-    Raises NotARecord, which names the field.
+    Raises:
+        NotARecord: Names the field.
     """
     if name not in (cls.__name__ for cls in TOP_LEVEL):
         raise NotARecord(f"there is no record {name!r}")
@@ -61,9 +63,12 @@ def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | Non
 
 
 def changed(said: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """The fields with changes `path=value`; path: names and list indexes with dots between; value: JSON, else it is text.
+    """Apply changes `path=value` to the fields.
 
-    Raises NotARecord for a path that is not there.
+    path: Names and list indexes, separated by dots. value: JSON, or else text.
+
+    Raises:
+        NotARecord: A path does not exist.
     """
     out: dict[str, Any] = copy.deepcopy(dict(said))
     for change in changes:
@@ -276,7 +281,7 @@ def _bytes_read(said: Any, path: str, field: Mapping[str, Any]) -> bytes:
 
 
 def _json_read(said: Any, path: str) -> bytes:
-    """JSON of any size of numbers; what JSON has not, and characters that UTF-8 has not, are mistakes."""
+    """Parse JSON with numbers of any size; reject constants outside JSON and invalid UTF-8."""
     try:
         return json.dumps(said, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, RecursionError) as e:

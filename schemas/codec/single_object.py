@@ -1,9 +1,10 @@
-"""Avro single-object encoding of the records, and decoding of what any version of us wrote.
+"""Encode records in Avro single-object encoding, and decode values of any release.
 
-A value is `C3 01`, the CRC-64-AVRO fingerprint of the writer's schema (8 bytes, little-endian), then the Avro body
-(https://avro.apache.org/docs/1.12.0/specification/#single-object-encoding). Confluent framing (`00`, schema id as big-endian
-int32, body) is read as well, for ids that were announced to the codec. The schema of a value is one of the shipped ones
-(current or archived) or one announced on the schemas topic; nothing else is guessed.
+A value is `C3 01`, the CRC-64-AVRO fingerprint of the writer's schema (8 bytes, little-endian),
+then the Avro body (https://avro.apache.org/docs/1.12.0/specification/#single-object-encoding).
+Confluent framing (`00`, schema id as big-endian int32, body) is decoded as well, for ids that were
+announced to the codec. The schema of a value is a shipped one (current or archived) or one
+announced on the schemas topic.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TOP_LEVEL: tuple[type, ...] = (
 
 
 def fingerprint_of(schema: Any) -> str:
-    """CRC-64-AVRO of the schema's parsing canonical form: 16 hex digits, in the byte order of the header."""
+    """Return the CRC-64-AVRO of the parsing canonical form: 16 hex digits, in header byte order."""
     return fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")  # type: ignore[no-any-return]
 
 
@@ -62,9 +63,9 @@ def archived() -> tuple[dict[str, Any], ...]:
 
 
 def _parse(schema: Any, named: dict[str, Any] | None = None) -> Any:
-    """The schema as fastavro wants it. Logical types go: times stay integers, as the records say; fingerprints don't see them.
+    """Parse a schema for fastavro, without logical types: times stay integers.
 
-    named: gets the types that it names.
+    Fingerprints ignore logical types. `named` collects the types that the schema names.
     """
 
     def strip(node: Any) -> Any:
@@ -76,7 +77,7 @@ def _parse(schema: Any, named: dict[str, Any] | None = None) -> Any:
 
 
 def _record_type(hint: Any) -> type | None:
-    """The record class inside a field's type (`X`, `X | None`, `tuple[X, ...]`), or None for plain values."""
+    """Return the record class in a field type (`X`, `X | None`, `tuple[X, ...]`), or None."""
     for t in typing.get_args(hint) or (hint,):
         if is_dataclass(t):
             return typing.cast(type, t)
@@ -115,7 +116,7 @@ def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 @cache
 def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
-    """A function from fastavro's dict to the record; unknown fields are dropped, lists become tuples."""
+    """Return a function from fastavro's dict to the record; drops unknown fields, makes tuples."""
     hints = typing.get_type_hints(cls)
     names = frozenset(hints)
     convert: dict[str, Callable[[Any], Any]] = {}
@@ -168,7 +169,7 @@ def _reading(name: str) -> Read:
 
 
 def _reading_of(writer: Schema, named: Mapping[str, Schema], cls: type) -> Read:
-    """What reads what another version of us, or somebody else, wrote. Types that we do not have are read by fastavro."""
+    """Return the reader for a foreign schema; fastavro reads types that the compiler lacks."""
     try:
         return reader_of(expanded(writer), _wanted(cls.__name__), _RECORDS)
     except (ValueError, RecursionError):
@@ -194,7 +195,7 @@ def _by_fastavro(
 
 @dataclass(slots=True)
 class _Writer:
-    """A schema that something was written by. read: None until it is needed, and where no record of ours has this name."""
+    """A writer's schema. read: None until first needed, and for names without a record class."""
 
     parsed: Schema
     named: Mapping[str, Schema]
@@ -203,9 +204,9 @@ class _Writer:
 
 
 class Codec:
-    """Encodes records and decodes values. Holds the known writer schemas; a new one is added by `announce`.
+    """Encodes records and decodes values with the known writer schemas; `announce` adds one.
 
-    One codec a process. `decode` is pure but for the parsed-schema table.
+    One codec per process.
     """
 
     def __init__(self) -> None:
@@ -222,10 +223,11 @@ class Codec:
             self.announce(json.dumps(schema))
 
     def announce(self, schema_json: str, confluent_id: int | None = None) -> str:
-        """Make a writer's schema known. Returns its fingerprint in hex.
+        """Register a writer's schema and return its fingerprint in hex.
 
-        Raises Undecodable when it is no record schema, or one that means far more than it says: whoever meets a record of it has an
-        UnknownSchema.
+        Raises:
+            Undecodable: It is no record schema, or expands too far. Its records raise
+                UnknownSchema.
         """
         try:
             schema = json.loads(schema_json)
@@ -259,7 +261,10 @@ class Codec:
         ]  # fmt: skip
 
     def encode(self, event: Event) -> bytes:
-        """The record in single-object encoding with its current schema. Raises ValueError or TypeError on wrong field types."""
+        """Encode a record with its current schema.
+
+        Raises ValueError or TypeError on wrong field types.
+        """
         header, write = self._current[type(event)]
         parts = [header]
         try:
@@ -269,11 +274,14 @@ class Codec:
         return b"".join(parts)
 
     def type_name(self, value: bytes) -> str:
-        """Name of the record in `value`, without decoding it. Raises Undecodable or UnknownSchema."""
+        """Return the record name of `value` without decoding it.
+
+        Raises Undecodable or UnknownSchema.
+        """
         return self._writer_of(value)[0].name
 
     def knows(self, value: bytes | None) -> bool:
-        """Whether the schema of a value's writer is known. True for what names none: no schema makes that readable."""
+        """Return whether the writer's schema is known; True for values that name no schema."""
         try:
             return value is None or bool(self._writer_of(value))
         except UnknownSchema:
@@ -337,5 +345,5 @@ def as_dict(event: Event) -> Mapping[str, Any]:
 
 
 def record_from(name: str, plain: Mapping[str, Any]) -> Event:
-    """The record of a top-level name from plain dicts and lists, the other way round. Raises TypeError for a field that is missing."""
+    """Build a record from plain dicts and lists. Raises TypeError for a missing field."""
     return _builder(next(cls for cls in TOP_LEVEL if cls.__name__ == name))(dict(plain))

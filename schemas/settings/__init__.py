@@ -1,8 +1,8 @@
 """All settings, in one frozen tree with one module per section.
 
-Field names carry their units; descriptions say when to change a value. `runtime.process.config.load`
-reads the settings once, at the start of a process: YAML file < `CLAWSTREAM__A__B` environment
-variables < `a.b=c` arguments.
+Field names carry their units; descriptions say when to change a value.
+`runtime.process.config.load` reads the settings once, at the start of a process: YAML file <
+`CLAWSTREAM__A__B` environment variables < `a.b=c` arguments.
 """
 
 from __future__ import annotations

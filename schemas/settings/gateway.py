@@ -14,7 +14,10 @@ from schemas.settings.base import Count, Name, Port, Positive, Section
 
 
 class UpstreamSettings(Section):
-    """An engine or provider that does not report on the workers topic. A bare URL stands for one with all defaults."""
+    """An engine or provider outside the workers topic.
+
+    A bare URL stands for one with all defaults.
+    """
 
     url: str = Field(description="its base URL, with or without /v1")
     kind: Literal["auto", "captured", "vllm", "text"] = Field(
@@ -200,7 +203,7 @@ class GatewaySettings(Section):
 
     @property
     def auth_required(self) -> bool:
-        """Whether every request needs a key. A host that others can reach is never open by oversight."""
+        """Whether every request needs a key; by default yes for hosts that others can reach."""
         return self.auth == "required" if self.auth is not None else not _is_loopback(self.host)
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pydantic import Field
 from schemas.settings.base import Count, Name, Port, Positive, Section
 
 ENGINE_STOP_S = 10.0
-"""So long an engine may take to end before it is killed; a second more is for the worker's own end."""
+"""Seconds an engine may take to exit before SIGKILL; the worker's own exit gets one more."""
 
 
 class RolloutSettings(Section):

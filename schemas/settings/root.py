@@ -115,7 +115,9 @@ class Settings(Section):
             )
 
     def _counted_rewards(self) -> tuple[str, ...]:
-        """The rewards of the run's configured functions that count in the training reward, as `rule/NAME`."""
+        """Return the rewards of the run's functions that count in the training reward
+        (`rule/NAME`).
+        """
         weights = self.admit.policy.reward_weights
         names = dict.fromkeys(
             f"rule/{name_in(spec)}" for spec in of_run(self.jobs.reward_functions, self.run_id)
@@ -129,13 +131,16 @@ class Settings(Section):
 
     @property
     def required_rewards(self) -> tuple[str, ...]:
-        """What each member of a group needs: as set, else the reward of every configured function that counts."""
+        """The rewards that each group member needs; default: those of all functions that count."""
         said = self.admit.policy.required_rewards
         return self._counted_rewards() if said is None else said
 
     @property
     def require_assessment(self) -> bool:
-        """Whether groups wait for the quality rules: as set, else where a threshold and rules are configured."""
+        """Whether groups wait for the quality rules.
+
+        default: if a threshold and rules are configured.
+        """
         said = self.admit.policy.require_assessment
         return self._assessment_decides() if said is None else said
 
