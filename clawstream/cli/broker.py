@@ -31,7 +31,7 @@ def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes 
 
 @app.command("prepare")
 def broker_prepare(overrides: Overrides = None, config: Config = None) -> None:
-    """Fetch Kafka's jars and make the start cache, unless they are there: starts then take half the processor time."""
+    """Fetch Kafka's jars and create the start cache, which halves the CPU time of a start."""
     from runtime.broker.jars import ensure_jars, find_java
     from runtime.broker.start_cache import make_start_cache, start_cache
 
@@ -52,7 +52,10 @@ def broker_start(
         typer.Option(min=0, help="Give up after so many seconds of waiting; else never."),
     ] = None,
 ) -> None:
-    """Start the broker in the background, and wait until it serves. After an unclean end it reads its logs first."""
+    """Start the broker in the background and wait until it serves.
+
+    After an unclean shutdown it recovers its logs first.
+    """
     from math import inf
 
     from runtime.broker.embedded import start

@@ -1,4 +1,4 @@
-"""What every command line shares: settings from overrides, errors as one line, the cluster, modules of processes by name."""
+"""Shared parts of the command line: options, settings, one-line errors, lazy imports."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def group(help_text: str) -> typer.Typer:
 
 
 def settings_of(config: Path | None, overrides: list[str] | None, fresh: bool = False) -> Settings:
-    """The settings, on top of those that the data directory remembers; a wrong one ends the command with code 2.
+    """Return the settings on top of those that the data directory remembers; exit 2 on a wrong one.
 
-    Secrets are not remembered: those of Kafka and the lake that are missing now are named on standard error.
-    fresh: Nothing that was before counts.
+    Secrets are not remembered: missing ones of Kafka and the lake are named on standard error.
+
+    fresh: Ignore the remembered settings.
     """
     from runtime.process.config import load as read
     from runtime.process.remembered_settings import load_remembered, missing_secrets
@@ -68,7 +69,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 def instant(text: str | None, name: str) -> int | None:
-    """Milliseconds since the epoch of what an option says, None as None. Ends the command with code 2 when it is no moment."""
+    """Parse an option to milliseconds since the epoch, None to None; exit 2 on a wrong time."""
     from datetime import UTC, datetime
 
     from runtime.times import millis, parse_instant
@@ -102,7 +103,7 @@ def cluster_of(settings: Settings) -> Cluster:
 
 
 def load(module: str) -> ModuleType:
-    """A module of a process, by name, so that no process imports another. Ends with what to install when a library is missing."""
+    """Import a module when its command runs; exit with a hint when a library is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
@@ -112,7 +113,10 @@ def load(module: str) -> ModuleType:
 
 
 def run(target: str, config: Path | None, overrides: list[str] | None, fresh: bool = False) -> None:
-    """Call `module:function`, the start of a process, with the settings. fresh: as in `settings_of`."""
+    """Call `module:function`, which starts a process, with the settings.
+
+    fresh: As in `settings_of`.
+    """
     from runtime.process.remembered_settings import missing_secrets
 
     settings = settings_of(config, overrides, fresh)

@@ -335,7 +335,9 @@ def dlq_replay(
     yes: Yes = False,
     force: Force = False,
 ) -> None:
-    """Send records again as they were, after what made them fail is mended: some by id, by filter, or all."""
+    """Send records again unchanged, once the cause of their failure is fixed: by id, by filter, or
+    all.
+    """
     asked = _Asked(given, config, (topic, process, reason, run), since, every, yes)
     _act(asked, lambda redriver, some: redriver.replay(some, force, note))
 
@@ -370,7 +372,7 @@ class _Asked(NamedTuple):
 
 
 def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
-    """Do it to the entries of these names, or of this filter, and tell of each; exit code 1 when one could not be sent."""
+    """Apply an action to the entries of these ids or of this filter; exit 1 when one fails."""
     names, overrides = _split(asked.given)
     settings, after = settings_of(asked.config, overrides), _since(asked.since)
     if bool(names) == any((*asked.marks, asked.since, asked.every)):

@@ -45,7 +45,7 @@ def lineage_weights(
     ] = False,
     form: Form = "table",
 ) -> None:
-    """Every batch, group, trajectory and step that a version was trained on, and who sampled them."""
+    """Show every batch, group, trajectory and step that a version was trained on, and its sampler."""
     _tell(
         _ask(settings_of(config, overrides), lambda a: a.weights(version, ancestors)),
         form,

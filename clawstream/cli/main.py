@@ -1,4 +1,4 @@
-"""The command line. Imports nothing heavy until a command runs: `clawstream --help` answers at once."""
+"""The command line. Imports heavy modules only in commands, so `clawstream --help` is fast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POSITIONS = ("stream_jobs.lake.positions", "clawstream.ops.job_positions", "trai
 
 
 class Commands(TyperGroup):
-    """The commands, each of which ends with one line and its exit code when it meets an error that the code foresees."""
+    """The commands. An expected error ends a command with one line and the error's exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         with plain_errors():
@@ -69,7 +69,10 @@ def up(overrides: Overrides = None, config: Config = None) -> None:
 
 @app.command()
 def status(overrides: Overrides = None, config: Config = None, form: Form = "table") -> None:
-    """What runs on a data directory, whether it is ready, and how far the run is; exit code 1 when not all is ready."""
+    """Show the processes of a data directory, their readiness and the progress of the run.
+
+    Exit code 1 when not all are ready.
+    """
     settings = settings_of(config, overrides)
     import json
     from dataclasses import asdict
@@ -101,7 +104,9 @@ def down(
     config: Config = None,
     wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
 ) -> None:
-    """Stop what `clawstream up` started on a data directory, in order, and wait until it has ended."""
+    """Stop, in order, what `clawstream up` started on a data directory, and wait until it has
+    ended.
+    """
     directory = settings_of(config, overrides).data_dir
     from clawstream.ops.status import wait_until_down
     from runtime.process.supervisor import ask_to_stop
@@ -177,7 +182,10 @@ def doctor(
         bool, typer.Option("--all", help="A line for every partition, those that fit too.")
     ] = False,
 ) -> None:
-    """Hold every stored position against today's topics, and look for damage in spools; exit code 1 when something is wrong."""
+    """Compare stored positions with the topics and look for damaged spools.
+
+    Exit code 1 on a problem.
+    """
     settings = settings_of(config, overrides)
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses

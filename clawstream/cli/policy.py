@@ -73,7 +73,7 @@ def show(
 def set_fields(
     overrides: Changes = None, run: Run = None, by: By = None, config: Config = None
 ) -> None:
-    """Change fields of the policy: those of the settings admit.policy.*, without that prefix. The rest stays as it is."""
+    """Change fields of the policy, named as in admit.policy.*; other fields keep their values."""
     from schemas.settings import Settings
 
     changes, others = dict[str, str](), list[str]()
@@ -127,7 +127,7 @@ def end(
     reason: Annotated[str | None, typer.Option("--reason", help="Why; kept on the log.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
 ) -> None:
-    """End a run for ever: what is ready becomes a last batch, all else and all that comes is refused."""
+    """End a run for ever: ready groups become a last batch, everything else is refused."""
     if not yes:
         fail(f"run {run} would take no more trajectories, for ever; say --yes to end it")
     with _log_of(run, overrides, config) as log:

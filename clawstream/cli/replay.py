@@ -74,7 +74,9 @@ def replay_run(
     ] = False,
     output: Format = "text",
 ) -> None:
-    """A run again through assemble, reward and admit. Give other rewards or another policy as settings."""
+    """Process a recorded run again through assemble, reward and admit, with other settings if
+    given.
+    """
     settings = settings_of(config, overrides)
     if at is not None and source != "lake":
         fail("--at needs --from lake", 2)
@@ -98,7 +100,7 @@ def replay_run(
 
 
 def _table_versions(settings: Settings, source: str, at: str | None) -> Any:
-    """Versions of the lake's tables, none named: as they are now. None: the topics are the source."""
+    """Return versions of the lake's tables ({}: current ones), or None when topics are the source."""
     if source == "topics":
         return None
     return (
@@ -151,7 +153,10 @@ def replay_check(
     channel: Channel = "train",
     output: Format = "text",
 ) -> None:
-    """Fold the recorded candidates again under the recorded policies; exit code 1 when other batches come."""
+    """Check that the recorded candidates and policies give the recorded batches.
+
+    Else exit code 1.
+    """
     _fold("check", config, overrides, channel, output)
 
 
@@ -162,7 +167,7 @@ def replay_what_if(
     channel: Channel = "train",
     output: Format = "text",
 ) -> None:
-    """Fold the recorded candidates under the policy of the settings: which batches would have come?"""
+    """Show the batches that the recorded candidates would give under the policy of the settings."""
     _fold("what_if", config, overrides, channel, output)
 
 

@@ -19,7 +19,10 @@ def spool_drain(
         str | None, typer.Option("--gateway-id", help="Of this gateway only.")
     ] = None,
 ) -> None:
-    """Send what is too old to be sent by itself, or damaged; each record only if the lake does not have it."""
+    """Send spooled records that are too old or damaged to be sent automatically.
+
+    Each record is sent only if the lake does not have it.
+    """
     settings = settings_of(config, overrides)
     spool, lake = load("clawstream.ops.spool_drain"), load("stream_jobs.lake.lookup")
     cluster_of(settings)

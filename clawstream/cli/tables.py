@@ -31,7 +31,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", h
 
 
 def _settings(config: Path | None, overrides: list[str] | None, sets: list[str] | None) -> Settings:
-    """The settings of overrides and of `--set`, which every command takes: some have an optional TABLE where overrides would be."""
+    """Return the settings of overrides and of `--set`, which works beside an optional TABLE, too."""
     return settings_of(config, [*(overrides or ()), *(sets or ())])
 
 
@@ -87,7 +87,10 @@ def repair(
         ),
     ] = False,
 ) -> None:
-    """Take a damaged table back to its newest version that can be read; the writer reads what came after it from the topics."""
+    """Restore a damaged table to its newest readable version.
+
+    The writer reads the rest from the topics.
+    """
     settings = _settings(config, overrides, sets)
     module = load("stream_jobs.lake.delta.repair")
     if check:
@@ -114,7 +117,7 @@ def repair(
 
 @app.command()
 def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
-    """Make large files of small ones, delete rows that are too old and files that no version needs. The writer may run."""
+    """Merge small files; delete expired rows and unneeded files. The writer may keep running."""
     settings = _settings(config, None, sets)
     maintenance = load("stream_jobs.lake.delta.maintenance")
     for done in maintenance.maintain(settings, None if table is None else [_known(table)]):

@@ -66,7 +66,7 @@ def topics_copy(
         bool, typer.Option("--rewards/--no-rewards", help="Rewards of the reward job too.")
     ] = True,
 ) -> None:
-    """Copy steps, rewards and schemas under another prefix, each record with its time, and the ticks."""
+    """Copy steps, rewards and schemas to another prefix, with their timestamps and ticks."""
     settings = settings_of(config, overrides)
     from clawstream.ops.topics.copy import RecordFilter, copy_topics
 
@@ -103,7 +103,10 @@ def topics_trim(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
     form: Form = "table",
 ) -> None:
-    """Remove what no living run needs and the lake has: candidates, ready batches; with --before rewards. Without --yes only the plan."""
+    """Delete candidates and ready batches that no live run needs and the lake has.
+
+    With --before also rewards. Without --yes it only prints the plan.
+    """
     settings = settings_of(config, overrides)
     from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
 

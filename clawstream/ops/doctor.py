@@ -1,6 +1,7 @@
-"""`clawstream doctor`: every position that a process has stored, held against today's topics. Reads only.
+"""`clawstream doctor`: compare every stored position with the current topics. Reads only.
 
-A position is of one topic id. Each package lists its own (`positions(settings, cluster)`); what they mean is judged here.
+A position belongs to one topic id. Each package lists its own positions
+(`positions(settings, cluster)`); this module diagnoses them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadabl
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A position and what it meets today. topic_id: today's, None when there is no such topic. low, high: its start and end."""
+    """A position and the current topic.
+
+    topic_id: The current id, None without such a topic. low, high: Its start and end offset.
+    """
 
     position: StoredPosition
     topic_id: str | None
@@ -57,7 +61,12 @@ def judged(
     topic_ids: Mapping[str, str],
     ends: Mapping[tuple[str, int], tuple[int, int]],
 ) -> Diagnosis:
-    """Hold a position against today's topics. topic_ids: by name; ends: (topic, partition) to (first, next) offset. Pure."""
+    """Compare a position with the current topics. Pure.
+
+    Args:
+        topic_ids: By name.
+        ends: (topic, partition) to (first, next) offset.
+    """
     today = topic_ids.get(position.topic)
     low, high = ends.get((position.topic, position.partition), (None, None))
     verdict: Verdict
@@ -77,7 +86,7 @@ def judged(
 
 
 def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagnosis]:
-    """Every position held against the cluster; in the order given, the partitions of one place and topic together."""
+    """Diagnose every position, in the given order; groups the partitions of one place and topic."""
     topics = sorted({p.topic for p in positions if not p.topic.endswith("*")})
     topic_ids = cluster.topic_ids(topics)
     ends = {(t, p): pair for t in topic_ids for p, pair in cluster.watermarks(t).items()}
@@ -90,7 +99,7 @@ def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagn
 
 
 def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
-    """A table for the terminal, and what to do below it. Partitions that agree share a line unless `every`."""
+    """Format a table and the advice below it; partitions that agree share a line unless `every`."""
     head = (
         "PROCESS",
         "KEPT IN",

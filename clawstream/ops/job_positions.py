@@ -1,4 +1,4 @@
-"""The stored positions of assemble, the reward job and admission, for `clawstream doctor`. Reads only."""
+"""List the stored positions of assemble, the reward job and admission. Reads only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
 
 
 def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
-    """Of each partition of today's rewards the offset below which assemble has applied all; it goes on there, whatever is gone before."""
+    """Return for each partition of the rewards the offset below which assemble has applied all."""
     rewards = settings.kafka.topics.rewards
     today = cluster.topic_ids([rewards]).get(rewards)
     stored = _assemble(settings, cluster, Decoder(cluster, settings.kafka.topics.schemas))
@@ -73,7 +73,7 @@ def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
 
 
 def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
-    """Of every run and channel that has a journal: the lowest undecided candidate, and the last one its decisions have seen."""
+    """Yield for each journal the lowest undecided candidate and the last one its decisions cover."""
     topics, there = settings.kafka.topics, cluster.topics()
     for journal in sorted(there):
         named = topics.parse_ready_batches(journal)

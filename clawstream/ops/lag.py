@@ -1,17 +1,17 @@
-"""How far every consumer group is behind, in offsets and in records that still have to be handled.
+"""Compute the lag of every consumer group, in offsets and in records.
 
-What a group reads is known from its name, so a group that has not committed yet is behind by the whole log:
+The name of a group defines its inputs, so a group without commits lags by the whole log:
 
     <prefix>-assemble                    steps, rewards
     <prefix>-reward                      trajectories
-    <prefix>-admit.<run>.<channel>       the candidates partition of its run; only records of that run count
+    <prefix>-admit.<run>.<channel>       its run's candidates partition; only records of that run
     <prefix>-trainer.<run>.<channel>     ready batches of that run and channel
     <prefix>-lake                        every topic that the lake keeps
     any other group of the prefix        what it has committed
 
-Offsets count control records of transactions and the Ticks of every second too; an idle installation is never at 0 for long.
-Records do not: when few offsets are left, they are read and counted. The end of a partition is what `read_committed` readers see:
-records of a transaction that is still open are not there yet.
+Offsets include control records of transactions and the Ticks of every second, so an idle
+installation is rarely at 0. Records do not: when few offsets are left, they are read and counted.
+The end of a partition is that of `read_committed` readers: it excludes open transactions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCAN_TIMEOUT_S = 10.0
 class GroupLag:
     """One group on one topic, summed over partitions.
 
-    committed: sum of the positions, the log's start where nothing is committed; None: nothing is committed at all.
-    records: data records left. exact False: at most so many.
+    committed: Sum of the positions, with the log's start for partitions without a commit; None
+    without any commit. records: Data records left, an upper bound if `exact` is False.
     """
 
     group: str
@@ -89,7 +89,10 @@ def expected_groups(settings: Settings) -> list[str]:
 
 
 def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, range]:
-    """Topic to partitions that a group must read. role: the group's name without the prefix; there: topics with partition counts."""
+    """Return the topics and partitions that a group must read.
+
+    role: The group's name without the prefix. there: Existing topics with partition counts.
+    """
     name, _, rest = role.partition(".")
     run, _, channel = rest.partition(".")
     match name:
@@ -122,9 +125,10 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
 
 
 def lag(cluster: Cluster, settings: Settings, scan_records: int = SCAN_RECORDS) -> list[GroupLag]:
-    """Every group of the installation on every topic it reads, those expected but not yet seen too. Sorted by group, then topic.
+    """Return the lag of every group on every topic it reads, sorted by group and topic.
 
-    A partition with more than `scan_records` offsets left is not read: its lag in records is given as at most that in offsets.
+    Includes expected groups that do not exist yet. A partition with more than `scan_records`
+    offsets left is not read: its lag in offsets is the upper bound of its lag in records.
     """
     prefix = f"{settings.kafka.topic_prefix}-"
     seen = (g for g in cluster.groups() if g.startswith(prefix))
@@ -132,7 +136,10 @@ def lag(cluster: Cluster, settings: Settings, scan_records: int = SCAN_RECORDS) 
 
 
 def data_lag(cluster: Cluster, settings: Settings, group: str) -> int:
-    """Records that a group (its full name) still has to handle; Ticks and control records are none. An upper bound when large."""
+    """Return the records left for a group (full name), without Ticks and control records.
+
+    It is an upper bound when large.
+    """
     return sum(row.records for row in _lag(cluster, settings, [group], SCAN_RECORDS))
 
 
@@ -185,7 +192,7 @@ def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> li
 
 
 def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records: int) -> None:
-    """Fill in `records` and `exact`: one pass over what is left of each partition, for all groups at once."""
+    """Fill in `records` and `exact` by one pass over the rest of each partition for all groups."""
     by_partition: dict[tuple[str, int], list[_Backlog]] = {}
     for b in backlogs:
         b.records, b.exact = b.end - b.position, b.end == b.position
@@ -218,7 +225,7 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
 
 
 def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
-    """Whether a record is work for a group: no tombstone, no Tick, of the group's key if it has one. Poison is work."""
+    """Return whether a record is work for a group: no tombstone, no Tick, and of the group's key."""
     return (
         record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
     )

@@ -1,8 +1,8 @@
-"""What `clawstream up` checks before it starts anything: all that can be known without Kafka and without an engine.
+"""Checks of `clawstream up` before it starts a process, without Kafka or an engine.
 
-Each process that has more to check than the types of its settings names its checks in a module of its package, `settings_check.CHECKS`:
-functions of the settings that raise SettingsError. They run in a process of their own, for they import what the settings name, users'
-modules too; ports are looked at by `up` itself.
+A process that checks more than the types of its settings lists functions in `settings_check.CHECKS`
+of its package; they raise SettingsError. The checks run in a child process, because they import
+what the settings name, users' modules included. `up` itself checks the ports.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PORTS_FREE_S = 3.0
 
 
 class BrokerRuns(InUse):
-    """A broker that `clawstream up` did not start runs on this data directory: stop it with `clawstream broker stop`."""
+    """A broker runs on this data directory already: stop it with `clawstream broker stop`."""
 
 
 def check(settings: Settings, names: Sequence[str]) -> None:
-    """Raise SettingsError, with a line for each wrong setting, BrokerRuns or PortTaken. names: the processes that are to start."""
+    """Run all checks for the processes `names`. Raises SettingsError, BrokerRuns or PortTaken."""
     _check_settings(settings, names)
     if "broker" in names:
         _check_no_broker(settings)
@@ -97,7 +97,7 @@ def _check_settings(settings: Settings, names: Sequence[str]) -> None:
 
 
 def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
-    """Return what is wrong with the settings of these processes, one text for each check that fails."""
+    """Return one text for each check of these processes that fails."""
     found: list[str] = []
     for module in dict.fromkeys(MODULES[name] for name in names if name in MODULES):
         try:
@@ -116,7 +116,7 @@ def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Check the settings on standard input for the processes on the command line; print the problems as a line of JSON."""
+    """Check settings from standard input for the processes in argv; print problems as JSON."""
     problems = problems_of(Settings.model_validate_json(sys.stdin.read()), sys.argv[1:])
     sys.stdout.write(f"\n{json.dumps(problems)}\n")
 

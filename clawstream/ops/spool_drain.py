@@ -1,10 +1,10 @@
-"""`clawstream spool drain`: what a gateway holds back, or left behind, goes to Kafka; of each record the lake is asked first.
+"""`clawstream spool drain`: send a gateway's quarantined or abandoned spool to Kafka.
 
-1. Take the directory of what is held; the whole spool too when its gateway does not run.
-2. The oldest segment first: ask the lake for all of its records, send those that it does not have, in order.
-3. All acknowledged: remove the segment. A crash in between sends it again: the ids are the same.
+1. Lock the directory of quarantined segments; also the whole spool when its gateway does not run.
+2. From the oldest segment on, ask the lake for its records and send the missing ones in order.
+3. Remove the segment once all are acknowledged. After a crash it is sent again with the same ids.
 
-Of a damaged segment (`gateway.spool`) what can be read is sent; the file stays, until a person mends it or removes it.
+The readable part of a damaged segment (`gateway.spool`) is sent; the file stays for manual repair.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ CheckNotBehind = Callable[[Settings, Cluster, str], None]
 
 
 class Drained(NamedTuple):
-    """What became of one gateway's spool. runs: the gateway does, so only what it has put aside was looked at. damaged: what is left
-    because it can't be read.
+    """The result for one gateway's spool.
+
+    runs: The gateway runs, so only its quarantined segments were read. damaged: What is unreadable.
     """
 
     gateway_id: str
@@ -58,9 +59,10 @@ def drain(
     check_not_behind: CheckNotBehind,
     gateway_id: str | None = None,
 ) -> Iterator[Drained]:
-    """One result a gateway, as it is done. in_lake, check_not_behind: of `stream_jobs.lake.lookup`.
+    """Drain all spools, or that of `gateway_id`; yield one result per gateway.
 
-    gateway_id: only this one. Raises GatewayError, and what the lake and Kafka raise; what was sent by then is not lost.
+    in_lake and check_not_behind are functions of `stream_jobs.lake.lookup`. Raises GatewayError and
+    errors of lake and Kafka; records sent before are not lost.
     """
     root, names = settings.spool_dir, _gateways(settings)
     if gateway_id is not None and gateway_id not in names:
@@ -81,7 +83,7 @@ def drain(
 
 
 def damaged(settings: Settings) -> list[Damage]:
-    """Segments of all gateways of this spool directory that are kept because some of them can't be read. Raises GatewayError."""
+    """Return the damaged segments of all gateways in this spool directory. Raises GatewayError."""
     try:
         return [
             found for name in _gateways(settings) for found in damaged_in(settings.spool_dir / name)
@@ -133,7 +135,10 @@ class _Work(NamedTuple):
         return sent, known
 
     def _missing(self, messages: Sequence[Message]) -> list[Message]:
-        """Those that the lake does not have. What can not be read is sent: whoever reads it there buries it."""
+        """Return the records that the lake lacks.
+
+        Unreadable ones are sent and dead-lettered there.
+        """
         events: list[Any] = []
         for message in messages:
             try:

@@ -1,4 +1,4 @@
-"""`clawstream status`: what runs on a data directory, whether it is ready, and how far the run is."""
+"""`clawstream status`: processes of a data directory, their readiness and the run's progress."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ ALL_EQUAL = "zero_variance"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the topics say of a run.
+    """Progress of a run according to its topics.
 
-    version: Id of the newest weight version. serving: Worker to its state and version. lag: Consumer group to records left.
-    admitted, refused: Groups of the train channel, the refused ones by reason; of its last `DECISIONS` records.
+    version: Id of the newest weight version. serving: Worker to its state and version. lag:
+    Consumer group to records left. admitted, refused: Groups of the train channel, refused ones by
+    reason, in its last `DECISIONS` records.
     """
 
     version: str | None = None
@@ -42,7 +43,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """supervisor: pid of `clawstream up`, None when none runs. processes: Rows of its table. progress: None: Kafka does not answer."""
+    """Status of a data directory.
+
+    supervisor: Pid of `clawstream up`, or None. processes: Rows of its table. progress: None when
+    Kafka does not answer.
+    """
 
     data_dir: Path
     run_id: str
@@ -62,7 +67,7 @@ class Status:
 
 
 def processes_of(directory: Path) -> tuple[int | None, Mapping[str, Mapping[str, Any]]]:
-    """Return the pid of the supervisor of a data directory, and the rows of its table. What a dead one wrote last counts for nothing."""
+    """Return the pid and table of a directory's running supervisor; ignores that of a dead one."""
     pid = supervisor_of(directory)
     rows: Mapping[str, Mapping[str, Any]] = (
         read_table(directory).get("processes", {}) if pid is not None else {}

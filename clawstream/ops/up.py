@@ -1,7 +1,7 @@
 """`clawstream up`: all processes on one machine, on the embedded broker or another cluster.
 
-Stopping is ordered, so that nothing is left behind in a topic: gateway (with its spool), then the jobs once they have no
-lag, then admission, trainer and rollout, then the lake, and the broker last.
+They stop in order so that no topic has a backlog: the gateway with its spool, the jobs once they
+have no lag, admission, trainer and rollout, the lake, and finally the broker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEED_MODEL = ("trainer", "rollout")
 
 
 def wanted(settings: Settings) -> list[str]:
-    """Processes to start, in order. Without a model there is nothing to train or serve: only the data part."""
+    """Return the processes to start, in order; without a model only the data part."""
     unknown = set(settings.up.processes) - COMMANDS.keys()
     if unknown:
         raise SettingsError(
@@ -61,7 +61,7 @@ def wanted(settings: Settings) -> list[str]:
 
 
 def of_children(settings: Settings) -> Settings:
-    """Name the workers of stream jobs, one of each on this machine: started again, they get their partitions back at once."""
+    """Give the stream jobs fixed worker ids, so that a restarted one keeps its partitions."""
     worker = settings.jobs.worker_id or f"up-{socket.gethostname()}"
     return settings.model_copy(
         update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})}
@@ -69,10 +69,10 @@ def of_children(settings: Settings) -> Settings:
 
 
 class Installation:
-    """The processes of one data directory, as a whole: an `async with` block, like its supervisor.
+    """All processes of one data directory, as an `async with` block.
 
-    The directory remembers the settings; the processes are given them on standard input, for on a command line everybody could
-    read secrets.
+    The directory remembers the settings. The processes get them on standard input, because a
+    command line with secrets is visible to every user.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -98,7 +98,10 @@ class Installation:
         await self.supervisor.__aexit__(kind, error, trace)
 
     def remember(self) -> None:
-        """Have the data directory remember the settings. Raises SettingsError when a secret of before is missing, Unwritable."""
+        """Store the settings in the data directory.
+
+        Raises SettingsError for a missing secret, Unwritable.
+        """
         if missing := missing_secrets(self.settings):
             raise SettingsError(
                 "\n".join(
@@ -121,7 +124,7 @@ class Installation:
             raise Unwritable(f"data_dir={self.settings.data_dir} cannot be written to: {e}") from e
 
     def forget(self) -> None:
-        """Have the data directory remember what it did before `remember`: these settings are wrong."""
+        """Restore what the data directory remembered before: these settings are wrong."""
         forget(self.settings.data_dir, self._before)
 
     def start(self, *names: str) -> None:
@@ -133,10 +136,14 @@ class Installation:
             )
 
     async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
-        """Wait until the cluster answers, and say so while a broker of our own takes its time.
+        """Wait until the cluster answers; report while an embedded broker recovers.
 
-        Raises KafkaError when a cluster does not answer for `timeout_s`, BrokerError when our own broker does not run after that. While
-        it runs it may take as long as it takes: after an unclean end it reads its logs first.
+        An embedded broker that runs may take any time: after an unclean shutdown it recovers its
+        logs.
+
+        Raises:
+            KafkaError: Another cluster does not answer within `timeout_s`.
+            BrokerError: The embedded broker does not run after that time.
         """
         if "broker" in self.supervisor.table:
             await self._wait_for_own_broker(timeout_s, say_every_s)
@@ -178,7 +185,9 @@ class Installation:
             await asyncio.sleep(0.1)
 
     async def drain(self, groups: Sequence[str], what: str) -> bool:
-        """Wait until every group has read all data there is, seen twice in a row; False after drain_timeout_s.
+        """Wait until every group has read all data there is, seen twice in a row.
+
+        False after drain_timeout_s.
 
         groups: Full names of consumer groups. what: For the log.
         """
@@ -210,7 +219,9 @@ class Installation:
 
     @property
     def _broker_is_down(self) -> bool:
-        """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag then."""
+        """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag
+        then.
+        """
         broker = self.supervisor.table.get("broker")
         return (
             broker is not None
@@ -255,7 +266,9 @@ class Installation:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work; True once it is done, False when `stop` came first: a wait without an end must be one that can be stopped."""
+    """Do the work; True once it is done, False when `stop` came first: a wait without an end must
+    be one that can be stopped.
+    """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +282,10 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _start(installation: Installation, names: Sequence[str]) -> None:
-    """Start the processes in order, and wait until all are ready. Raises SettingsError when one ends for its settings."""
+    """Start the processes in order, and wait until all are ready.
+
+    Raises SettingsError when one ends for its settings.
+    """
     settings, supervisor = installation.settings, installation.supervisor
     if "broker" in names:
         installation.start("broker")
@@ -302,7 +318,10 @@ async def _start(installation: Installation, names: Sequence[str]) -> None:
 
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:
-    """Run everything until `stop`. Raises SettingsError, AlreadyRunning, PortTaken or KafkaError before anything is left running."""
+    """Run everything until `stop`.
+
+    Raises SettingsError, AlreadyRunning, PortTaken or KafkaError before anything is left running.
+    """
     names = wanted(settings)
     async with Installation(settings) as installation:
         await asyncio.to_thread(check, settings, names)

@@ -65,11 +65,11 @@ class FunctionPool:
     def find(self, target: str) -> Callable[[Any], Any]:
         """Return the function `file.py:function` or `module:function`, after a child has loaded it.
 
-        Calling it returns the function's answer as plain values, or raises NoAnswer with the
-        reason, or PoolStopped.
+        Calling it returns the answer as plain values, or raises NoAnswer with the reason, or
+        PoolStopped.
 
         Raises:
-            FunctionNotFound: it can't be loaded.
+            FunctionNotFound: It cannot be loaded.
         """
         try:
             with self._child() as child:
@@ -138,10 +138,7 @@ class FunctionPool:
             self._give_back(child)
 
     def _give_back(self, child: _Child | None) -> None:
-        """Put a slot back.
-
-        Behind the stop, which has ended the idle children, its child is ended here.
-        """
+        """Return a slot; after `stop`, which ended the idle children, end its child here."""
         with self._lock:
             if not self._stopped:
                 self._slots.put(child)
@@ -209,9 +206,7 @@ class _Child:
         self._loaded = set[str]()
 
     def _limit_sending(self, timeout_s: float) -> None:
-        """A child that has stopped to read, between two calls for instance, must not hold up who
-        sends it a large request.
-        """
+        """Limit the time of sending: a child that does not read must not block the sender."""
         seconds, rest = divmod(timeout_s, 1)
         limit = struct.pack("@ll", int(seconds), max(1, int(rest * 1e6)))
         with socket.socket(fileno=os.dup(self._connection.fileno())) as sender:

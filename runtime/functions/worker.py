@@ -22,11 +22,10 @@ DEPTH_MAX = 4
 
 
 def plain(said: Any, depth: int = 0) -> Any:
-    """Return what a function said as numbers, texts, lists and mappings, so that its parent can
-    read it.
+    """Convert a function's answer to numbers, texts, lists and mappings for the parent process.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: The answer has another type.
     """
     if said is None or isinstance(said, bool):
         return said
@@ -46,9 +45,10 @@ def answer_to(
 ) -> tuple[str, Any]:
     """Answer `("load", target)` or `("call", target, argument)`.
 
-    Returns: `("said", value)`, `("missing", why)` for a function that is not there, `("raised",
-    reason)` for one that fails.
-        A MemoryError is not caught: it ends the process.
+    A MemoryError is not caught: it ends the process.
+
+    Returns: `("said", value)`; `("missing", why)` for a function that does not exist; `("raised",
+    reason)` for a function that fails.
     """
     target = request[1]
     try:

@@ -1,8 +1,7 @@
-"""The Kafka client, in the one package that imports it: one cluster, its topics, producers and
-readers.
+"""The only package that imports the Kafka client: cluster, topics, producers and readers.
 
-Positions are (topic id, partition, offset): a topic that was deleted and made again has another id,
-and is another topic. Readers see committed records only. Nothing here knows what a record means.
+Positions are (topic id, partition, offset): a recreated topic has another id and is another topic.
+Readers see committed records only. This package does not know what a record means.
 """
 
 from runtime.kafka.cluster import READ_TIMEOUT_S, Cluster

@@ -25,16 +25,14 @@ from runtime.kafka.record import Record
 
 READ_TIMEOUT_S = 30.0
 REFRESH_MS = 3000
-"""The admin client asks one broker, the one it takes for the controller.
+"""Metadata refresh of the admin client, in ms.
 
-When that dies it waits until it is back, unless it looks for another one now and then; by default
-that is every five minutes.
+It sends requests to the broker that it takes for the controller. When that broker dies, it only
+finds the new one at a refresh, by default after five minutes.
 """
 ASK_S = 5.0
 FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
-"""Least and most that is fetched at once of a range: by its length, `FETCH_BYTES_EACH` for each
-offset.
-"""
+"""Minimum and maximum fetch size of a range read, at `FETCH_BYTES_EACH` per offset."""
 FETCH_BYTES_EACH = 16 * 1024
 _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
@@ -78,9 +76,9 @@ class Cluster:
         return self._admin
 
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
-        """A producer. With a transactional id it fences the older ones at once.
+        """Create a producer; with a transactional id it fences older producers of the id at once.
 
-        overrides: librdkafka options, `_` for `.`
+        overrides: librdkafka options, `_` for `.`.
         """
         return Producer(
             self._options,
@@ -91,9 +89,12 @@ class Cluster:
     def loop_producer(
         self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
     ) -> LoopProducer:
-        """A producer for one event loop.
+        """Create a producer for one event loop.
 
-        timeout_s: how long an acknowledgement may take. overrides: as for `producer`
+        Args:
+            timeout_s: Longest wait for an acknowledgement, in seconds.
+            on_bug: Called with an exception of a delivery callback.
+            overrides: librdkafka options, `_` for `.`.
         """
         return LoopProducer(
             self._options,
@@ -103,7 +104,7 @@ class Cluster:
         )
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
-        """A reader of given partitions. overrides: librdkafka options, `_` for `.`"""
+        """Create a reader of given partitions. overrides: librdkafka options, `_` for `.`."""
         return Reader(
             self._options, group, start, **{k.replace("_", "."): v for k, v in overrides.items()}
         )
@@ -118,7 +119,7 @@ class Cluster:
         replication: int = 1,
         min_insync: int = 1,
     ) -> bool:
-        """Make a topic; False when it was there. Returns once it can be written."""
+        """Create a topic and wait until it is writable; return False when it exists."""
         new = NewTopic(
             name, partitions, replication, config={**config, "min.insync.replicas": str(min_insync)}
         )
@@ -142,9 +143,10 @@ class Cluster:
             time.sleep(0.02)
 
     def ask(self, timeout_s: float) -> None:
-        """Raises Unavailable, with what to do, when no broker answers in time.
+        """Check that a broker answers, for commands that a person waits for.
 
-        For commands that a person waits for.
+        Raises:
+            Unavailable: No broker answers in time; the message says what to do.
         """
         try:
             self.admin.list_topics(timeout=timeout_s)
@@ -155,16 +157,19 @@ class Cluster:
             ) from e
 
     def topics(self, name: str | None = None) -> dict[str, int]:
-        """Topic to number of partitions; of one topic (absent when it does not exist) or of all.
+        """Return topic to number of partitions, of one topic or of all.
 
-        One without a leader is left out.
+        Omits topics without a leader.
         """
         return {t: len(m.partitions) for t, m in self._listed(name).items() if _is_led(m)}
 
     def topics_under(self, prefix: str) -> dict[str, int]:
-        """As `topics`, of all whose names begin so, for who takes what is not there for gone.
+        """Return topic to number of partitions of all topics with a prefix.
 
-        Raises Unavailable as `all_led` does.
+        For callers that treat a missing topic as deleted.
+
+        Raises:
+            Unavailable: A topic has no leader.
         """
         return all_led(self._listed(), prefix)
 
@@ -180,7 +185,7 @@ class Cluster:
         return dict(listed.topics)
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
-        """Kafka's UUID of each topic that exists."""
+        """Return Kafka's UUID of each topic that exists."""
         if not names:
             return {}
         out = {}
@@ -195,9 +200,9 @@ class Cluster:
         return out
 
     def topic_configs(self, names: Sequence[str]) -> dict[str, dict[str, str] | None]:
-        """Configuration of each topic that exists, defaults included, by one request.
+        """Return the configuration of each existing topic, defaults included, by one request.
 
-        None of one that we may not describe.
+        A topic that may not be described has None.
         """
         if not names:
             return {}
@@ -216,7 +221,7 @@ class Cluster:
         return out
 
     def topic_id(self, name: str) -> str:
-        """Kafka's UUID of a topic; KafkaError when there is none of that name."""
+        """Return Kafka's UUID of a topic. Raises KafkaError when the topic does not exist."""
         found = self.topic_ids([name]).get(name)
         if found is None:
             raise KafkaError(
@@ -225,14 +230,14 @@ class Cluster:
         return found
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic with all it has."""
+        """Delete a topic with all its records."""
         try:
             self.admin.delete_topics([name], operation_timeout=READ_TIMEOUT_S)[name].result()
         except KafkaException as e:
             raise translated(e) from e
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
-        """Drop everything below an offset."""
+        """Delete all records below an offset."""
         for future in self.admin.delete_records(
             [TopicPartition(topic, partition, before)]
         ).values():
@@ -246,10 +251,10 @@ class Cluster:
     def watermarks(
         self, topic: str, partitions: Iterable[int] | None = None, isolation: str = "read_committed"
     ) -> dict[int, tuple[int, int]]:
-        """Partition to (first offset that is there, one past the last, control records included).
+        """Return partition to (first offset, one past the last, control records included).
 
-        The end is what readers see: the first record of a transaction that is still open, whoever's
-        it is. With read_uncommitted it is that of the log.
+        With read_committed, the end is the first record of the oldest open transaction, if any;
+        with read_uncommitted it is the end of the log.
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
         deadline = time.monotonic() + READ_TIMEOUT_S
@@ -264,9 +269,7 @@ class Cluster:
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str
     ) -> dict[int, tuple[int, int]]:
-        """With a client of its own: a request that went to a broker that then dies is not sent to
-        the next leader, only a new one is.
-        """
+        """Use a new client: a request to a broker that dies is not resent to the next leader."""
         consumer = Consumer(
             {
                 **self._options,
@@ -284,8 +287,8 @@ class Cluster:
             consumer.close()
 
     def end(self, topic: str, partition: int) -> int:
-        """The end that `watermarks` tells, without a client of its own: about a millisecond, for
-        who asks often.
+        """Return the end as `watermarks` does, without a new client: about 1 ms, for frequent
+        calls.
         """
         at = TopicPartition(topic, partition)
         asked = self.admin.list_offsets(
@@ -301,10 +304,7 @@ class Cluster:
             return self.watermarks(topic, [partition])[partition][1]
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Partition to one past its last record, transactions that are open included.
-
-        By one request, for who asks often.
-        """
+        """Return partition to one past its last record, open transactions included, by one request."""
         asked = {TopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
         found = self.admin.list_offsets(
             asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S
@@ -315,9 +315,9 @@ class Cluster:
             raise translated(e) from e
 
     def timestamps_at(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
-        """Partition to the log timestamp (ms) of the first record at or behind an offset.
+        """Return partition to the log timestamp (ms) of the first record at or after an offset.
 
-        Without those that have none there.
+        Omits partitions without such a record.
         """
         found: dict[int, int] = {}
         if not offsets:
@@ -340,9 +340,9 @@ class Cluster:
     def offsets_at(
         self, topic: str, timestamp_ms: int, isolation: str = "read_committed"
     ) -> dict[int, int]:
-        """Partition to the first offset whose log timestamp is at or after this one.
+        """Return partition to the first offset with a log timestamp at or after `timestamp_ms`.
 
-        The end where there is none.
+        Without such a record it is the end.
         """
         asked = {
             TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
@@ -358,11 +358,14 @@ class Cluster:
         return found
 
     def check_position(self, topic: str, stored_topic_id: str, partition: int, offset: int) -> bool:
-        """Whether a stored position is of today's topic of that name: False for another id, which
-        starts a new position.
+        """Return whether a stored position belongs to the current topic of that name.
 
-        Raises SourceTruncated when it is the same topic but the position lies past its end or
-        before its start.
+        Returns:
+            False for another topic id: the reader starts a new position.
+
+        Raises:
+            SourceTruncated: The topic is the same, but the position is past its end or before its
+                start.
         """
         if self.topic_ids([topic]).get(topic) != stored_topic_id:
             return False
@@ -378,18 +381,16 @@ class Cluster:
         return True
 
     def read_range(self, topic: str, partition: int, first: int, last: int) -> Iterator[Record]:
-        """Every committed record with first <= offset <= last, in order.
+        """Yield every committed record with first <= offset <= last.
 
-        Waits for those not yet readable, 30 s at most.
+        Waits up to 30 s for the last.
         """
         return self.read_ranges(topic, partition, [(first, last)])
 
     def read_ranges(
         self, topic: str, partition: int, ranges: Iterable[tuple[int, int]]
     ) -> Iterator[Record]:
-        """As `read_range`, of several ranges (first, last), in ascending order and apart, by one
-        client.
-        """
+        """Yield the records of several disjoint, ascending ranges (first, last) with one client."""
         wanted = [r for r in ranges if r[0] <= r[1]]
         if not wanted:
             return
@@ -406,11 +407,13 @@ class Cluster:
     def read_all(
         self, topic: str, partition: int = 0, first: int | None = None, await_open: bool = False
     ) -> Iterator[Record]:
-        """Every committed record from `first` (default: the first there is) to the end the
-        partition has now.
+        """Yield every committed record from `first` (default: the start) to the current end.
 
-        await_open: also what is committed behind another producer's open transaction, which hides
-        it until that one ends. Raises Unavailable when it is still open after 30 s.
+        await_open: Wait until open transactions of other producers end, and include what follows
+        them.
+
+        Raises:
+            Unavailable: A transaction is still open after 30 s.
         """
         isolation = "read_uncommitted" if await_open else "read_committed"
         low, high = self.watermarks(topic, [partition], isolation)[partition]
@@ -434,7 +437,7 @@ class Cluster:
     # -- groups
 
     def groups(self) -> list[str]:
-        """Names of all consumer groups."""
+        """Return the names of all consumer groups."""
         try:
             listed = self.admin.list_consumer_groups(request_timeout=READ_TIMEOUT_S).result()
         except KafkaException as e:
@@ -442,7 +445,7 @@ class Cluster:
         return sorted(g.group_id for g in listed.valid)
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
-        """What the group has committed: (topic, partition) to next offset."""
+        """Return what the group has committed: (topic, partition) to next offset."""
         request, deadline = [ConsumerGroupTopicPartitions(group)], time.monotonic() + READ_TIMEOUT_S
         while True:
             try:
@@ -466,9 +469,10 @@ def _is_led(topic: TopicMetadata) -> bool:
 
 
 def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
-    """Topic to number of partitions, of names that begin so.
+    """Return topic to number of partitions of the topics with a prefix. Pure.
 
-    Raises Unavailable when one has no leader: it is not gone, only away. Pure.
+    Raises:
+        Unavailable: A topic has no leader: it is not deleted, only unavailable.
     """
     mine = {t: m for t, m in listed.items() if t.startswith(prefix)}
     if away := sorted(t for t, m in mine.items() if not _is_led(m)):
@@ -479,11 +483,9 @@ def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
 
 
 def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """How much a client fetches at once that reads some ranges.
+    """Return fetch sizes for a read of some ranges: bytes fetched beyond a range are wasted.
 
-    All that it fetches behind the end of one is for nothing.
-
-    A record or batch that is larger comes all the same, alone.
+    A larger record or batch is still delivered, alone.
     """
     each = sum(last - first + 1 for first, last in ranges) // len(ranges)
     size = min(max(FETCH_BYTES[0], each * FETCH_BYTES_EACH), FETCH_BYTES[1])
@@ -495,9 +497,10 @@ def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
 
 
 def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Record]:
-    """The records of a reader's one partition from where it is to an offset.
+    """Yield the records of a reader's only partition up to an offset.
 
-    Raises Unavailable after 30 s without one.
+    Raises:
+        Unavailable: No record arrives for 30 s.
     """
     idle = 0
     while (position := reader.positions[at]) <= last:
@@ -516,7 +519,4 @@ def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Reco
 
 
 def _ignore_error(_: Code) -> None:
-    """Errors that matter come back from the call they concern.
-
-    The rest is librdkafka saying that it retries.
-    """
+    """Ignore librdkafka's global errors: it retries, and relevant errors come with their call."""

@@ -1,7 +1,4 @@
-"""What the Kafka client's errors mean to us.
-
-The classes are in `runtime.errors`, for those who do not need the client.
-"""
+"""Translate the Kafka client's errors. The classes are in `runtime.errors`, without the client."""
 
 from __future__ import annotations
 

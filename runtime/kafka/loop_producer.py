@@ -1,9 +1,8 @@
-"""Producing from an event loop at the lowest cost a record: idempotent, acknowledged by all in-sync
-replicas, placed by murmur2.
+"""Produce from an event loop at the lowest cost per record.
 
-No thread, no task and no timer a record. The loop itself looks for acknowledgements every few
-milliseconds while some are awaited, takes all that came at once, and holds those that did not
-against their deadline.
+Idempotent, acknowledged by all in-sync replicas, partitioned by murmur2. There is no thread, task
+or timer per record: while acknowledgements are pending, the loop polls every few milliseconds,
+takes all that have arrived, and compares the others with their deadline.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from runtime.kafka.errors import KafkaError, Unavailable, translated
 from runtime.kafka.producer import producer_options
 
 FIRST_S = 0.003
-"""No acknowledgement comes sooner: linger.ms and a round trip."""
+"""Seconds before the first poll: linger.ms and a round trip."""
 POLL_S = 0.002
-"""Between two looks for acknowledgements.
+"""Seconds between two polls.
 
-One of 1 ms costs a third more CPU a record and gains 0.2 ms (docs/durability.md).
+1 ms costs a third more CPU per record and gains 0.2 ms (docs/durability.md).
 """
 SLOW_POLL_S = 0.02
 SLOW_AFTER_S = 0.1
-"""A log that has not acknowledged for so long is asked less often."""
+"""Seconds without an acknowledgement after which the poll interval grows."""
 Done = Callable[[KafkaError | None], None]
 
 
 class _SendBatch:
-    """Records that count together. done: None once it was told."""
+    """Records that are acknowledged together. done: None once called."""
 
     __slots__ = ("began", "done", "left", "loop_producer")
 
@@ -58,9 +57,7 @@ class _SendBatch:
                 self.finish(None)
 
     def finish(self, error: KafkaError | None) -> None:
-        """Tell it, once. A bug in `done` ends the process: nobody would tell that record's caller
-        any more.
-        """
+        """Call `done` once. A bug in it ends the process: the caller would wait for ever."""
         done, self.done = self.done, None
         if done is not None:
             try:
@@ -70,13 +67,12 @@ class _SendBatch:
 
 
 class LoopProducer:
-    """Posts records; everything of it is called on one event loop, but for `renew_soon` and
-    `close`.
+    """Sends records; all methods run on one event loop, except `renew_soon` and `close`.
 
-    A broker that has lost its data may hand out our producer id a second time and then take our
-    records for another's, sent again: it would acknowledge and drop them. So a partition whose
-    offsets do not grow, or the word of the owner (`renew_soon`), ends this producer id: all that is
-    awaited fails as Unavailable, and a client of a new id goes on. So does a fatal error.
+    A broker that lost its data may assign our producer id again and take new records for
+    duplicates: it would acknowledge and drop them. So offsets that do not grow, a call of
+    `renew_soon`, or a fatal error end the producer id: all pending records fail as Unavailable, and
+    a client with a new id continues.
     """
 
     def __init__(
@@ -99,13 +95,11 @@ class LoopProducer:
         self._ticking = False
 
     def post(self, records: Sequence[tuple[str, bytes, bytes]], done: Done) -> None:
-        """Send (topic, key, value).
+        """Send (topic, key, value) records. Records of one key keep the order of the calls.
 
-        Done(None): all are acknowledged; done(error): TooLarge, or Unavailable when that is not
-        known.
-
-        done is called once, and must not raise: from the loop, or at once when there are no records
-        or the client takes none. Records of one key keep the order of the calls.
+        `done` is called exactly once and must not raise: with None when all are acknowledged, else
+        with TooLarge, or with Unavailable when the outcome is unknown. It is called on the loop, or
+        at once when there are no records or the client rejects one.
         """
         if not records:
             done(None)
@@ -154,10 +148,9 @@ class LoopProducer:
             self._ticking = False
 
     def flaw_of(self, message: Message) -> str | None:
-        """Note where a record lies.
+        """Record the offset of a message; return why its acknowledgement is not valid, or None.
 
-        Why its acknowledgement does not count: another one came there or behind, or the log is
-        another one.
+        It is not valid when the offset does not grow or the topic's log is another one.
         """
         place, offset = (message.topic(), message.partition()), message.offset()
         if self._lost is None and offset <= self._ends.get(place, -1):
@@ -167,9 +160,9 @@ class LoopProducer:
         return self._lost
 
     def renew_soon(self, why: str) -> None:
-        """From any thread: no acknowledgement that comes from now on counts.
+        """Invalidate all later acknowledgements; the next call on the loop gets a new producer id.
 
-        The next call of the loop takes a new producer id.
+        Thread-safe.
         """
         self._lost = why
 
@@ -185,11 +178,11 @@ class LoopProducer:
         ).start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Wait for what is in flight. From any thread, when nothing is posted any more."""
+        """Wait for records in flight. Thread-safe; call it after the last post."""
         self._client.flush(timeout_s)
 
 
 def _retire(client: _Producer) -> None:
-    """Forget what it still has, and end it: that takes a moment."""
+    """Discard the client's queue and close the client, which takes a moment."""
     client.purge()
     client.flush(1.0)

@@ -19,15 +19,14 @@ from runtime.kafka.record import Ack
 
 FLUSH_TIMEOUT_S = 30.0
 TRANSACTION_TIMEOUT_MS = 60_000
-"""Longer than any wait of ours for a transaction to end.
+"""Transaction time-out in ms, longer than any wait of this code.
 
-The broker gives up one that lasts longer, and then says "fenced" to its owner, which would stay
-down although nobody took over.
+A broker that aborts a transaction reports "fenced" to its owner, which would then stay down.
 """
 
 
 def producer_options(options: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
-    """librdkafka options of every producer of ours, under the cluster's own and the caller's."""
+    """librdkafka options of every producer, below the cluster's own."""
     return {
         "acks": "all",
         "enable.idempotence": True,
@@ -42,15 +41,12 @@ def producer_options(options: Mapping[str, Any], **overrides: Any) -> dict[str, 
 
 
 class Producer:
-    """Idempotent, acks=all, murmur2.
+    """An idempotent producer: acks=all, partitioned by murmur2.
 
-    `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` do without one.
-
-    With a transactional id: the newest instance of the id fences all older ones when it starts.
-
-    An error after which the client takes nothing any more (the broker has lost what it knew of this
-    producer) fails everything in flight as Unavailable; `send` then goes on with a client of a new
-    producer id.
+    `send` waits for the acknowledgement on an asyncio loop; `put` + `flush` work without one. With
+    a transactional id, the newest instance of the id fences all older ones when it starts. A fatal
+    client error (the broker lost its state of this producer) fails everything in flight as
+    Unavailable; `send` then continues with a new client and producer id.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class Producer:
         headers: Mapping[str, bytes] | None = None,
         partition: int | None = None,
     ) -> asyncio.Future[Ack]:
-        """Produce; the future is the acknowledgement.
+        """Produce and return a future of the acknowledgement.
 
         Records of one partition keep the order of the calls.
         """
@@ -129,8 +125,9 @@ class Producer:
                 self._renew()
 
     def _renew(self) -> None:
-        """On the poll thread, which must not end: nobody else would hear of what becomes of
-        records.
+        """Handle a delivery on the poll thread.
+
+        Must not raise, or all later deliveries are lost.
         """
         if self._transactional:
             return  # fenced, perhaps: every further call says so
@@ -162,11 +159,12 @@ class Producer:
         timestamp_ms: int | None = None,
         on_ack: Callable[[Ack], None] | None = None,
     ) -> None:
-        """Produce; `flush` or the end of the transaction waits for the acknowledgements and raises
-        what failed.
+        """Produce; `flush` or the end of the transaction waits for acknowledgements and raises
+        errors.
 
-        timestamp_ms: counts on topics with CreateTime only; None: now. on_ack: is told where the
-        record lies, before that returns.
+        Args:
+            timestamp_ms: For topics with CreateTime only; None: now.
+            on_ack: Called with the record's position before that returns.
         """
 
         def delivered(err: Code | None, msg: Message) -> None:
@@ -196,7 +194,7 @@ class Producer:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything put inside becomes visible at once, or not at all.
+        """Make everything put inside visible atomically.
 
         Raises Fenced when a newer instance took over.
         """
@@ -213,8 +211,9 @@ class Producer:
             raise translated(e) from e
 
     def commit_positions(self, reader: Reader, positions: Mapping[tuple[str, int], int]) -> None:
-        """Inside of a transaction: the group of a reader is here, if and only if the transaction
-        comes about. positions: of `Reader.positions`.
+        """Commit a reader group's positions with the transaction.
+
+        positions: As `Reader.positions`.
         """
         offsets = [TopicPartition(t, p, o) for (t, p), o in positions.items()]
         self._producer.send_offsets_to_transaction(offsets, reader.group_metadata, FLUSH_TIMEOUT_S)
@@ -247,7 +246,7 @@ class Producer:
             raise translated(e) from e
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Wait for what is in flight, then stop the poll thread."""
+        """Wait for records in flight, then stop the poll thread."""
         self._producer.flush(timeout_s)
         self._closing = True
         if self._poller is not None:

@@ -22,7 +22,7 @@ PREFIX = "CLAWSTREAM__"
 _SECRET = re.compile(
     r"secret|password|credential|client_options|storage_options|upstreams", re.IGNORECASE
 )
-"""Paths whose values are not repeated in an error: it ends on a terminal or in a log."""
+"""Settings whose values are not repeated in errors, which end up on terminals and in logs."""
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -21,7 +21,7 @@ TIMES = "message.timestamp.type"
 PARTITIONS = "partitions"
 KEPT_MS = "retention.ms"
 FOREVER = -1
-"""As a retention, of time or bytes."""
+"""Unlimited retention, of time or bytes."""
 ENDLESS = {"retention.ms": 100 * 365 * 86_400_000, "retention.bytes": 2**50}
 """A hundred years and a petabyte per partition count as unlimited; some tools set the maximum."""
 EXACT = (TIMES, "cleanup.policy")
@@ -30,7 +30,7 @@ AT_LEAST = ("max.message.bytes", KEPT_MS, "retention.bytes")
 
 @dataclass(frozen=True, slots=True)
 class TopicMismatch:
-    """One setting of one topic that is not as it must be."""
+    """One setting of a topic that differs from the required value."""
 
     topic: str
     setting: str
@@ -96,26 +96,26 @@ def find_mismatches(
 
 
 def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> int:
-    """How many partitions a topic must have. there: partitions of the topics that exist."""
+    """Return the required number of partitions. there: Partition counts of existing topics."""
     return (
         there.get(topics.steps, spec.partitions) if spec.name in keyed(topics) else spec.partitions
     )
 
 
 def keyed(topics: Topics) -> frozenset[str]:
-    """Topics whose partitions belong together."""
+    """Return the topics that are partitioned alike, by trajectory key."""
     return frozenset((topics.steps, topics.rewards, topics.assembly, topics.trajectories))
 
 
 def _less(setting: str, found: str, wanted: str) -> bool:
-    """Whether a size or age is too small; -1 is without end."""
+    """Return whether a size or age is too small; -1 is unlimited."""
     if int(found) == FOREVER or int(found) >= ENDLESS.get(setting, int(found) + 1):
         return False
     return int(wanted) == FOREVER or int(found) < int(wanted)
 
 
 def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
-    """One line for each wrong setting, then how to mend them."""
+    """Yield one line for each wrong setting, then the remedies."""
     for m in found:
         more = " or more" if m.setting in AT_LEAST and int(m.wanted) != FOREVER else ""
         yield f"topic {m.topic}: {m.setting} is {m.found}, must be {m.wanted}{more}"

@@ -1,8 +1,9 @@
-"""What lies on `claw.dead-letters`: which records, why, and what became of them.
+"""Read `claw.dead-letters`: the records, the reasons and the resolutions.
 
-A dead letter is a record at its original place (topic id, partition, offset), however often and by whoever it was buried: a process that
-was killed buries again what it had buried. It is open until a `DeadLetterResolved` names its place. Only what one chooses by is kept in
-memory; the bytes are read again when they are wanted.
+A dead letter is identified by the position of its original record (topic id, partition, offset),
+however often it was written: a process that was killed writes it again. It is open until a
+`DeadLetterResolved` names its position. Only the fields to filter by are kept in memory; the bytes
+are read again on demand.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DeadLetterError(StreamJobError):
 
 
 class NoSuchEntry(DeadLetterError):
-    """No dead letter has that id; or several have, and the message says by which ids to tell them apart."""
+    """No dead letter has that id, or several have; the message lists unambiguous ids."""
 
 
 class RecordId(NamedTuple):
@@ -54,7 +55,10 @@ class RecordId(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """One time that it was buried. at: offset on `claw.dead-letters`. detail: its first line, cut. created_at: microseconds."""
+    """One dead letter record of an entry.
+
+    at: Offset on `claw.dead-letters`. detail: Its first line, truncated. created_at: Microseconds.
+    """
 
     at: int
     process: str
@@ -65,9 +69,10 @@ class Occurrence(NamedTuple):
 
 @dataclass(slots=True)
 class DeadLetterEntry:
-    """A dead letter, without its bytes. kind: name of the record in it; run: whose it is; None: can't be told.
+    """A dead letter without its bytes.
 
-    size: bytes of the value; None: there is none, or it did not fit and is at its place only. timestamp_ms: the original's.
+    kind, run: Type and run of the record, None if unknown. size: Bytes of the value; None without a
+    value, or when it is only at the original position. timestamp_ms: Of the original record.
     """
 
     record_id: RecordId
@@ -97,7 +102,10 @@ class DeadLetterEntry:
 def entries_in(
     records: Iterable[tuple[int, Event]], decode: Decode, topics: Topics
 ) -> dict[RecordId, DeadLetterEntry]:
-    """The dead letters of a log of (offset, record), in the order in which they were buried first. Raises nothing for what is poison."""
+    """Collect the dead letters of a log of (offset, record), in log order.
+
+    Skips unreadable ones.
+    """
     found: dict[RecordId, DeadLetterEntry] = {}
     early: dict[RecordId, list[DeadLetterResolved]] = {}
     for at, event in records:
@@ -147,7 +155,7 @@ def _run_of_topic(topic: str, key: bytes | None, topics: Topics) -> str | None:
 def read_entries(
     cluster: Cluster, decoder: Decoder, topics: Topics
 ) -> dict[RecordId, DeadLetterEntry]:
-    """All dead letters there are, those behind another producer's open transaction too. Raises Unavailable."""
+    """Read all dead letters, including those behind an open transaction. Raises Unavailable."""
     if topics.dead_letters not in cluster.topics(topics.dead_letters):
         return {}
 
@@ -166,7 +174,10 @@ def read_entries(
 
 @dataclass(frozen=True, slots=True)
 class EntryFilter:
-    """Which entries: what is None does not matter. topic: with or without the prefix. since: microseconds, of the first occurrence."""
+    """Selects entries; None matches everything.
+
+    topic: With or without the prefix. since: Microseconds, of any occurrence.
+    """
 
     topic: str | None = None
     process: str | None = None
@@ -213,7 +224,10 @@ def find_entry(entries: Mapping[RecordId, DeadLetterEntry], name: str) -> DeadLe
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The record as it was. detail: in full, with the traceback. headers: None when they are gone with its log."""
+    """The original record.
+
+    detail: In full, with the traceback. headers: None when the original log no longer has them.
+    """
 
     entry: DeadLetterEntry
     key: bytes | None
@@ -225,9 +239,10 @@ class Original:
 def originals(
     cluster: Cluster, decoder: Decoder, topics: Topics, entries: Sequence[DeadLetterEntry]
 ) -> Iterator[Original]:
-    """The records of some entries, in the order in which they were buried.
+    """Yield the original records of entries, in the order of the dead-letters topic.
 
-    Key and value are in the dead letter. Headers, and what was too large for one, are read at the original place if it still has them.
+    Key and value are in the dead letter. Headers and oversized values are read from the original
+    position, if it still exists.
     """
     inside = {entry.at: entry for entry in entries}
     said = InputLog(cluster, decoder, topics.dead_letters, 0)

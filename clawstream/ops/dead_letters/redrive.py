@@ -1,11 +1,13 @@
-"""Dead letters are sent again: as they were, when what was wrong lay elsewhere, or repaired.
+"""Redrive dead letters: send their records again, unchanged or repaired.
 
-1. `Redriver` begins a transactional producer: whoever did the same before is fenced, and what it had left open is given up.
-2. Then it reads the dead letters to their end: an entry that was resolved is not sent a second time, unless that is forced.
-3. The record, and the `DeadLetterResolved` that says where it landed, are one transaction: readers see both or none.
+1. `Redriver` starts a transactional producer, which fences any earlier one and aborts its open
+   transaction.
+2. It reads the dead letters to their end. A resolved entry is sent again only by force.
+3. The record and the `DeadLetterResolved` with its new position are one transaction.
 
-So a command that is killed anywhere and run again sends what is left, each record once. The record carries the header `replays`, by which the
-lake looks it up in all of a table and not only in its window of newest ids: what it has already is not written twice.
+A command that is killed at any point and run again sends the rest, each record once. The record
+carries the header `replays`, for which the lake searches the whole table instead of its window of
+newest ids, so a record that the lake has is not written twice.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.state import Assembly
 
 TRANSACTION_MS = 10_000
-"""One that a killed command leaves open hides what comes behind it from every reader for so long, and no longer."""
+"""Transaction time-out: an open transaction of a killed command blocks readers at most this long.
+"""
 SLICE_ENTRIES = 200
 SLICE_BYTES = 16 << 20
 """Of one transaction."""
 
 
 class NotSendable(DeadLetterError):
-    """The record would be buried again, or must not be sent by anyone but its writer. The message says why."""
+    """The record would fail again, or only its own writer may send it. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def key_of(event: Event) -> bytes:
 
 
 def check_topic(topics: Topics, topic: str) -> None:
-    """Raises NotSendable for a topic on which a second copy, or one of another writer, would do harm."""
+    """Raise NotSendable for a topic on which a second copy or another writer would do harm."""
     if topic not in (
         topics.steps,
         topics.rewards,
@@ -114,7 +117,7 @@ def check(
     event: Event,
     headers: Mapping[str, bytes] | None,
 ) -> None:
-    """Raises NotSendable for a record that the topic's owner would bury again, as far as the record itself tells that."""
+    """Raise NotSendable for a record that the topic's consumer would certainly reject again."""
     topics, name = settings.kafka.topics, type(event).__name__
     spec = next(s for s in topics.specs(1, -1) if s.name == topic)
     if type(event) not in spec.records:
@@ -152,7 +155,7 @@ def _check_fold(settings: Settings, source: int, key: bytes | None, event: Event
 
 
 class Redriver:
-    """The one that acts on dead letters. Making it fences any other, which then fails with Fenced at its next write."""
+    """Redrives and dismisses dead letters. A new one fences all others at their next write."""
 
     def __init__(self, settings: Settings, by: str | None = None) -> None:
         self._settings, self._topics, self._by = (
@@ -183,9 +186,9 @@ class Redriver:
     def replay(
         self, entries: Sequence[DeadLetterEntry], force: bool = False, note: str | None = None
     ) -> Iterator[RedriveResult]:
-        """Send records again as they were, in the order in which they were buried. One result each, once it is durable.
+        """Send records again unchanged, in log order; yield each result once it is durable.
 
-        force: also what was resolved before, and what would be buried again.
+        force: Include resolved entries and records that would fail again.
         """
         for some in _slices(sorted(entries, key=lambda x: x.at)):
             sends, refused = list[_PendingSend](), list[RedriveResult]()
@@ -221,9 +224,13 @@ class Redriver:
         force: bool = False,
         note: str | None = None,
     ) -> RedriveResult:
-        """Send the record `name` with the fields `said` in its place, under the key that belongs to it. Raises NotSendable, NotARecord.
+        """Send the record `name` with the fields `said` instead, under the key that belongs to it.
 
-        What looks in `said` as it was keeps its very bytes.
+        Fields that equal the original's JSON keep its bytes.
+
+        Raises:
+            NotSendable: The record would fail again.
+            NotARecord: The fields do not make a record.
         """
         check_topic(self._topics, entry.record_id.topic)
         if not force:
@@ -279,7 +286,7 @@ class Redriver:
         resolved: Sequence[tuple[DeadLetterEntry, DeadLetterResolved]],
         note: str | None = None,
     ) -> list[Ack]:
-        """One transaction: the records, then what became of their entries, with the places where they are now."""
+        """Write records, then their resolutions with the new positions, in one transaction."""
         send, encode, mine = (
             self._producer.send_soon,
             self.decoder.codec.encode,
@@ -362,7 +369,7 @@ def _slices(entries: Sequence[DeadLetterEntry]) -> Iterator[list[DeadLetterEntry
 
 
 def editable(original: Original, event: Event | None) -> dict[str, object]:
-    """What a person edits: the name of the record, and its fields. Both empty when it can't be read."""
+    """Return the editable form: record name and fields; both are empty for an unreadable record."""
     return {
         "type": type(event).__name__ if event is not None else "",
         "record": to_json(event) if event is not None else {},

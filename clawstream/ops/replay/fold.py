@@ -1,11 +1,12 @@
-"""The fold of a replay: records of a window in the order of log time in, what assemble and the reward job would put out. Pure.
+"""The fold of a replay: recorded events by log time in, output records of assemble and reward out.
 
-It is the same fold as assemble's (`stream_jobs.assemble.fold`), with what makes a live run depend on chance taken away: every record is a
-batch of its own, the partitions go on together by log time, and rules answer in the very moment in which a trajectory closes. So the
-same records give the same candidates, numbers and order included, at any speed. It is the run as it would have been had no process ever been behind.
+It uses assemble's fold (`stream_jobs.assemble.fold`) without the timing of a live run: every record
+is a batch of its own, partitions advance together by log time, and rules answer as soon as a
+trajectory closes. The same records therefore give the same candidates in the same order at any
+speed, as in a run in which no process ever lags. Pure.
 
-The clock of `claw.steps` is the partition's own, its ticks included, as in the live run. That of `claw.rewards` is the common one:
-all records before it have been folded, so no reward can come that is older.
+The clock of `claw.steps` is the partition's own, ticks included, as in a live run. That of
+`claw.rewards` is common: all earlier records have been folded, so no older reward can arrive.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
 
 
 class ReplayEvent(NamedTuple):
-    """One record of an input. time: ms of log time, never lower than the one before. record: a record of `schemas.records`.
+    """One record of an input.
 
-    A tick has no offset that counts.
+    time: Log time in ms, non-decreasing. record: A record of `schemas.records`. The offset of a
+    tick is meaningless.
     """
 
     time: int
@@ -114,7 +116,9 @@ class ReplayStats:
 class Replay:
     """All partitions of one run.
 
-    trajectories_id: topic id of the replay's trajectories. again: payload that the cache has lost, by (partition, starts).
+    Args:
+        trajectories_id: Topic id of the replay's trajectories.
+        again: Reads payload that the cache has evicted, by (partition, starts).
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class Replay:
 
 
 class _Partition:
-    """One partition of assemble, without its state log: what is lost with the process begins again."""
+    """One partition of assemble without a changelog: a killed replay starts over."""
 
     def __init__(self, partition: int, replay: Replay, limits: Limits, cache_bytes: int) -> None:
         self.state = Assembly()
@@ -231,7 +235,7 @@ class _Partition:
                 replay.stats.no_rewards[reward.reason or "no reason"] += 1
 
     def _payload(self, key: Key, trajectory: Open, closed: Closed) -> dict[int, Kept]:
-        """All that the trajectory needs; where retention has taken some of it, it closes as lost."""
+        """Return the trajectory's payload; if retention has removed some, it closes as lost."""
         if closed.outcome == "lost":
             return {}
         starts = starts_of(trajectory)

@@ -1,9 +1,9 @@
-"""A replay's input from the lake: steps, session events, rewards and marks of one run, at fixed versions of the tables.
+"""Replay input from the lake: the records of one run at fixed versions of the tables.
 
-The rows say where their records lay and when, so the order is that of the log. Ticks are not kept; what they did is: each closing of a
-trajectory is a row, and the time at which it was closed counts as a tick of its partition. A last one, at the end of all records,
-closes what is due and was not closed yet. So the replay is that of the topics, unless it has other time-outs: then time goes on with the
-records only.
+Rows have the offset and log time of their records, which gives the log order. Ticks are not stored,
+but their effects are: the closing time in each trajectory row counts as a tick of its partition. A
+last tick at the end of all records closes what is due. The result equals that of a replay from
+topics unless time-outs differ; then time only advances with the records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ READ: Mapping[Source, Mapping[str, type]] = {
 def snapshot_versions(
     settings: Settings, table_versions: Mapping[str, int | None] | None = None
 ) -> dict[str, int]:
-    """Versions of all tables that a replay reads: those given, the newest of the others; given as None: not read. Raises LakeMissing."""
+    """Return the version of each table that a replay reads: the given or the newest one.
+
+    A table with version None is not read. Raises LakeMissing.
+    """
     found, table_versions = {}, table_versions or {}
     if "steps" in table_versions and table_versions["steps"] is None:
         raise LakeMissing(f"lake {settings.lake_uri} had no table steps then")
@@ -62,7 +65,7 @@ def snapshot_versions(
 
 
 def partitions_of(settings: Settings, versions: Mapping[str, int]) -> int:
-    """How many partitions the inputs of the run had, as far as its rows say; at least those of the settings."""
+    """Return the number of input partitions by the run's rows, at least that of the settings."""
     highest = settings.kafka.partitions - 1
     for name, rows in _datasets(settings, versions).items():
         if name != CLOSINGS:
@@ -82,7 +85,10 @@ def _datasets(settings: Settings, versions: Mapping[str, int]) -> dict[str, Any]
 
 
 class _Ref(NamedTuple):
-    """Where one record is. time: running maximum of its partition; timestamp: its own, ms; offset: as the fold counts."""
+    """The position of one record.
+
+    time: Running maximum of its partition. timestamp: Its own, ms. offset: As the fold counts.
+    """
 
     time: int
     partition: int
@@ -106,7 +112,10 @@ class LakeReplaySource:
     def __init__(
         self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, record_filter: RecordFilter
     ) -> None:  # fmt: skip
-        """partitions: as `partitions_of` has it. Raises LakeError when there is nothing of the run."""
+        """partitions: From `partitions_of`.
+
+        Raises LakeError when the lake has no record of the run.
+        """
         self.unreadable = 0
         self._record_filter, self._span, self._partitions = record_filter, span, partitions
         self._tables = _datasets(settings, versions)

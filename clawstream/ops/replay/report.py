@@ -1,4 +1,4 @@
-"""What admission said: batches with their content hashes, in order, refusals by reason, late revisions."""
+"""Summarize admission: batches with content hashes, refusals by reason, late revisions."""
 
 from __future__ import annotations
 

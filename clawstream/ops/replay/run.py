@@ -1,11 +1,14 @@
-"""`clawstream replay run`: a window of topics or of the lake again through assemble, reward and admit, into topics of its own.
+"""`clawstream replay run`: process recorded data again into topics of its own.
 
-1. The plan is fixed: offsets of the source's topics or versions of its tables. It is kept, so that the same name gives the same again.
-2. The topics of prefix `replay-<name>` are made. What a killed replay left there is deleted first.
-3. The policy, then what the fold of the replay decides (`clawstream.ops.replay.fold`), is written: rewards, trajectories, candidates.
-4. The end of the run, unless it is to stay open. Then admission itself, as in a live run, reads the candidates to their end.
+1. Store the plan: offsets of the source topics or versions of the tables. The same name then gives
+   the same result.
+2. Create the topics of prefix `replay-<name>`, after deleting those of a killed replay.
+3. Write the policy, then the output of the fold (`clawstream.ops.replay.fold`): rewards,
+   trajectories, candidates.
+4. End the run, unless it should stay open. Then run admission to the end of the candidates.
 
-Nothing of the source is written to. Everything that has the settings of the replay (`settings.yaml`) goes on from there: a trainer, a lake, SQL.
+The source is never written to. A trainer, a lake or SQL can continue with the replay's settings
+(`settings.yaml`).
 """
 
 from __future__ import annotations
@@ -50,10 +53,12 @@ PROGRESS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """What to replay. table_versions: versions of the lake's tables, which is then the source. since_ms, until_ms: log time.
+    """What to replay.
 
-    as_run: another run id for what comes out. keep_rules: recorded answers of rules count, nobody is asked again. with_steps: the
-    steps are copied, too. stay_open: the run does not end, so that what waits is not decided.
+    table_versions: Versions of the lake's tables, which are then the source. since_ms, until_ms:
+    Log time. as_run: Another run id for the output. keep_rules: Use recorded answers of rules
+    instead of asking them. with_steps: Copy the steps. stay_open: Do not end the run; undecided
+    groups stay.
     """
 
     name: str
@@ -72,7 +77,11 @@ def home_of(settings: Settings, name: str) -> Path:
 
 
 def replay_settings(settings: Settings, name: str, run_id: str, partitions: int) -> Settings:
-    """The installation of a replay: the same cluster and blobs, everything else of its own. Raises SettingsError."""
+    """Return the settings of a replay: same cluster and blobs, everything else separate.
+
+    Raises:
+        SettingsError: The name is wrong.
+    """
     if not NAME.fullmatch(name):
         raise SettingsError(f"name {name!r}: a replay's name has 1 to 25 of a-z 0-9 -")
     factor, insync = settings.replication
@@ -100,9 +109,12 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
 
 
 def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
-    """Replay the run of the settings, and report. Done before, it only reports again; killed, it begins again.
+    """Replay the run of the settings and return a report.
 
-    Raises SettingsError, LakeError, PrefixTaken, WindowGone or what Kafka raises.
+    A finished replay only reports again; a killed one starts over.
+
+    Raises:
+        SettingsError, LakeError, PrefixTaken, WindowGone, or a KafkaError.
     """
     cluster = cluster_of(settings)
     target = replay_settings(
@@ -132,7 +144,7 @@ def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
 
 
 def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
-    """A trainer of the replay publishes versions; none may have the id of a version that the recorded tokens name."""
+    """Choose a first attempt so that no new version id equals one that recorded tokens name."""
     first = max(target.trainer.first_attempt, newest_attempt + 1)
     return target.model_copy(
         update={"trainer": target.trainer.model_copy(update={"first_attempt": first})}
@@ -140,7 +152,7 @@ def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
 
 
 def keep_settings(target: Settings) -> None:
-    """Write the settings of a replay into its directory, without secrets: a command that lacks one then names it."""
+    """Write the settings of a replay into its directory, without secrets."""
     tree, _ = public(target)
     write_durably(target.data_dir / "settings.yaml", json.dumps(tree).encode(), 0o600)
     remember(target)
@@ -166,7 +178,7 @@ def _target_prefix(settings: Settings, cluster: Cluster, name: str) -> TargetPre
 def _plan(
     settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
 ) -> dict[str, Any]:
-    """What exactly is read, and over how many partitions: as many as the source has, whatever the settings say today."""
+    """Return what to read and the number of partitions, which is that of the source."""
     policy = {"policy": _recorded_policy(settings, cluster, request, answers)}
     if request.table_versions is not None:
         from clawstream.ops.replay.lake_source import partitions_of, snapshot_versions
@@ -194,10 +206,11 @@ def _plan(
 def _recorded_policy(
     settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
 ) -> dict[str, Any]:
-    """Fields of the run's newest policy that hold for the replay, because the settings say nothing of them.
+    """Return fields of the run's newest policy that the settings do not define.
 
-    All of them where the settings have no policy of their own. What it awaits, wherever recorded answers count: these
-    come after their trajectory has closed, and the settings need not name the functions that gave them.
+    These are all fields if the settings have no policy. `required_rewards` and `require_assessment`
+    also come from the recorded policy where recorded answers count, because the settings need not
+    name the functions that gave them.
     """
     said, run = settings.admit.policy, settings.run_id
     names = set(PolicySettings.model_fields) if said == PolicySettings() else set[str]()
@@ -368,7 +381,10 @@ def list_replays(settings: Settings) -> list[dict[str, Any]]:
 
 
 def delete_replay(settings: Settings, name: str) -> int:
-    """Delete its topics and its plan; its directory stays where something else is in it. Returns how many topics there were."""
+    """Delete a replay's topics and plan; return the number of deleted topics.
+
+    Its directory stays if it contains other files.
+    """
     replay_settings(
         settings, name, settings.run_id, settings.kafka.partitions
     )  # or an error that says what is wrong

@@ -18,7 +18,7 @@ from stream_jobs.assemble.payload.input_log import InputLog
 
 
 class TopicReplaySource:
-    """Steps with their ticks, and rewards, by log time. Reads only; the same window always gives the same."""
+    """Steps with ticks, and rewards, by log time. Reads only and is deterministic."""
 
     def __init__(
         self,

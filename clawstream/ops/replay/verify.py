@@ -1,6 +1,7 @@
-"""Admission again over recorded candidates: the same batches under the recorded policies, or those of another policy.
+"""Run admission again over recorded candidates, under the recorded or another policy.
 
-Reads only. What a live admission decided in many starts must be what one fold over its whole input decides (invariant 13b).
+Reads only. The decisions of a live admission over many restarts must equal those of one fold over
+its whole input (invariant 13b).
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from stream_jobs.errors import StreamJobError
 
 
 class NothingRecorded(StreamJobError):
-    """The run has no batches or no candidates to begin with. The message says which topic was looked at."""
+    """The run has no batches or no candidates. The message names the topic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run and channel have recorded. resume_point: what was decided on candidates topics before today's. candidates: reads the log."""
+    """The records of a run and channel.
+
+    resume_point: Decisions on earlier candidates topics. candidates: Reads the log.
+    """
 
     source: CandidateLog
     resume_point: ResumePoint
@@ -50,9 +54,10 @@ class Recorded:
 
 
 def check(settings: Settings, channel: Channel) -> dict[str, Any]:
-    """Fold the recorded candidates under the recorded policies; `first_difference` is None when all batches came again, in order.
+    """Fold the recorded candidates under the recorded policies and compare the batches.
 
-    Batches of a candidates topic that is no more can't be checked and are counted. Raises NothingRecorded, SourceTruncated.
+    `first_difference` is None when all batches are equal and in order. Batches of a deleted
+    candidates topic cannot be checked and are counted. Raises NothingRecorded, SourceTruncated.
     """
     recorded = read(cluster_of(settings), settings, channel)
     wanted = [described(r) for r in recorded.journal if isinstance(r, ReadyBatch)]
@@ -80,7 +85,7 @@ def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
 
 
 def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
-    """All that is recorded of the run and channel of the settings. Raises NothingRecorded, SourceTruncated."""
+    """Read all records of the run and channel. Raises NothingRecorded, SourceTruncated."""
     topics, run = settings.kafka.topics, settings.run_id
     there = cluster.topics()
     topic, journal_topic = topics.candidates, topics.ready_batches(run, channel)
@@ -120,9 +125,9 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
 def first_difference(
     wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """The first batch that is another one, with what was recorded and what came now; None: there is none.
+    """Return the first differing batch, recorded and replayed, or None.
 
-    What a live admission had not yet come to when its journal was read is no difference.
+    Batches that a live admission had not decided yet when its journal was read are not compared.
     """
     for index, batch in enumerate(wanted):
         again = found[index] if index < len(found) else None
@@ -134,7 +139,7 @@ def first_difference(
 def _candidates(
     cluster: Cluster, decoder: Decoder, topic: str, partition: int, run: str
 ) -> Iterator[InputRecord]:
-    """The log as admission takes it: ticks, and what is of the run. What can't be read was buried."""
+    """Yield the log as admission reads it: ticks and records of the run; skips unreadable ones."""
     for record in cluster.read_all(topic, partition):
         try:
             event = decoder.decode(record.value)

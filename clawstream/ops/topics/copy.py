@@ -1,8 +1,9 @@
-"""Copies of `claw.steps`, `claw.rewards` and the schemas under another prefix: every record with its timestamp, and the source's ticks.
+"""Copy `claw.steps`, `claw.rewards` and the schemas to another prefix, with timestamps and ticks.
 
-With the same number of partitions each partition is copied as it is. With another one the records of all partitions are merged by
-time, each goes where its key belongs, and the source's ticks, at most one a second, go to every new partition: behind all that came
-before them anywhere, so that time says the same there. Nobody else may write ticks there (`jobs.write_ticks=false`).
+With the same number of partitions each is copied as is. Otherwise the records of all partitions are
+merged by time and partitioned by key again, and the source's ticks, at most one a second, are
+written to every new partition after all earlier records, so that time means the same there. No
+other process may write ticks to the copy (`jobs.write_ticks=false`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REWARDER = "clawstream.reward"
 
 
 class CopyFailed(PlumbingError):
-    """The copy does not have what was written to it: somebody else writes there, too. Begin again under another prefix."""
+    """The copy differs from what was written: another process writes to it. Use another prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class RecordFilter:
 
 
 def renamed(event: Any, run_id: str) -> Any:
-    """A step, session event, reward or mark of another run. The versions that sampled a step go with it: they stay versions of its run."""
+    """Return a copy of a record under another run id; version ids of its run are renamed, too."""
     old = event.run_id
     changes: dict[str, Any] = {"run_id": run_id}
     for name in ("version_first", "version_last"):
@@ -92,7 +93,7 @@ def _version(version: str, old: str, new: str) -> str:
 
 
 class Writer:
-    """Puts records, a bounded number in flight, and knows where each lies: nobody else writes to these topics."""
+    """Writes records with a bounded number in flight and counts offsets as the only writer."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._producer: Producer = cluster.producer()
@@ -131,7 +132,11 @@ class Writer:
 
 
 def copied_settings(settings: Settings, prefix: str, partitions: int) -> Settings:
-    """The installation of the copy: the same but for prefix, partitions and who writes ticks. Raises SettingsError."""
+    """Return the settings of the copy: other prefix, partitions and tick writer.
+
+    Raises:
+        SettingsError: The prefix is wrong.
+    """
     if prefix == settings.kafka.topic_prefix or not PREFIX.fullmatch(prefix):
         raise SettingsError(f"prefix {prefix!r}: must be another one, of 1 to 32 of a-z 0-9 _ -")
     kafka = settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": partitions})
@@ -149,9 +154,15 @@ def copy_topics(
     until_ms: int | None = None,
     record_filter: RecordFilter | None = None,
 ) -> dict[str, Any]:
-    """Copy; returns records by topic, and what was left out. Raises InvalidId, SettingsError, PrefixTaken, WindowGone, CopyFailed.
+    """Copy the topics and return counts of copied and omitted records.
 
-    partitions: of the copy; default: as many as there are. since_ms, until_ms: log time. Killed, it begins again; done, it only says so.
+    A killed copy starts over; a finished one only reports again. Raises InvalidId, SettingsError,
+    PrefixTaken, WindowGone, CopyFailed.
+
+    Args:
+        partitions: Of the copy; default: as many as the source has.
+        since_ms: Start in log time.
+        until_ms: End in log time, exclusive.
     """
     record_filter, topics = record_filter or RecordFilter(), settings.kafka.topics
     for run in (record_filter.run, record_filter.as_run):
@@ -211,7 +222,7 @@ def _copy(
 
 
 def _copy_schemas(cluster: Cluster, source: str, target: str) -> None:
-    """What was announced in the source; the copy's topic is compacted as well, so that twice does no harm."""
+    """Copy the announced schemas; the target is compacted, so duplicates are harmless."""
     producer = cluster.producer()
     for record in cluster.read_all(source):
         producer.put(target, record.key, record.value)

@@ -1,6 +1,7 @@
-"""What the topics say of each run: since when it is on the candidates, whether it has ended, and how far its batches are done with.
+"""Survey each run by its topics: first offset, end, and progress of its batches.
 
-Reads only: the candidates from their start, `claw.weights`, and the journals (ready batches) of the runs that are asked for.
+Reads the candidates from their start, `claw.weights`, and the journals (ready batches) of requested
+runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from schemas.topics import Topics, partition_of
 
 @dataclass(slots=True)
 class RunSummary:
-    """What the candidates have of a run, by offset. first: its first record. ended: its end; None: it has none."""
+    """A run on the candidates topic.
+
+    first: Offset of its first record. ended: Of its end, or None.
+    """
 
     partition: int
     first: int
@@ -35,9 +39,11 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The ready batches of a run and channel. end: the log's. seen: next candidate that its admission has not looked at.
+    """The ready batches of a run and channel.
 
-    trained: where its trainer stands, the end when nobody trains from it; untrained: batches behind that. flaw: why this can't be known.
+    end: Of the log. seen: Next candidate that admission has not read. trained: The trainer's
+    position; the end when no trainer reads it. untrained: Batches after that. flaw: Why this is
+    unknown.
     """
 
     run_id: str
@@ -52,12 +58,20 @@ class Journal:
 
 
 class RunSurvey:
-    """The runs of one installation. Everything is read when it is made, but for journals: those are read for runs that may be over."""
+    """The runs of one installation.
+
+    Journals are read on demand, everything else at construction.
+    """
 
     def __init__(self, cluster: Cluster, topics: Topics, decoder: Decoder) -> None:
-        """Raises KafkaError when topics that every installation has are not seen, Unavailable when one of its topics has no leader.
+        """Read the candidates of all runs.
 
-        What is not seen need not be gone: Kafka leaves out what the user may not describe.
+        A topic that is not listed need not be deleted: Kafka omits topics that the user may not
+        describe.
+
+        Raises:
+            KafkaError: A topic that every installation has is not listed.
+            Unavailable: A topic has no leader.
         """
         self._cluster, self._topics, self._decoder = cluster, topics, decoder
         self.there = cluster.topics_under(f"{topics.prefix}.")
@@ -130,7 +144,7 @@ class RunSurvey:
 def summarize_runs(
     records: Iterator[Record], partition: int, decoder: Decoder
 ) -> dict[str, RunSummary]:
-    """The runs of one partition of the candidates. What has no run's key is passed over; only ends are decoded."""
+    """Summarize the runs of one candidates partition; ignores other keys, decodes only run ends."""
     found: dict[bytes, RunSummary | None] = {}
     for record in records:
         if record.key is None:
@@ -144,7 +158,10 @@ def summarize_runs(
 
 
 def _update(summary: RunSummary, record: Record, decoder: Decoder) -> None:
-    """Take what a record says of its run's life. One that nobody can read yet may be a policy: then the run lives."""
+    """Apply a record to its run's summary.
+
+    An unreadable one may be a policy: the run counts as live.
+    """
     value = record.value or b""
     try:
         name = decoder.codec.type_name(value)
@@ -170,10 +187,13 @@ def journal_of(
     bare: Journal, events: Iterator[tuple[int, object]], candidates_id: str, committed: int,
     versions: list[WeightVersion], journal_id: str, is_trained: bool,
 ) -> Journal:  # fmt: skip
-    """What a journal's records say. Pure.
+    """Summarize a journal by its records. Pure.
 
-    committed: what its admission has committed of the candidates. versions: of the run, in log order. journal_id: the topic's.
-    is_trained: of a channel that trainers read.
+    Args:
+        committed: Candidates position that its admission has committed.
+        versions: Of the run, in log order.
+        journal_id: Topic id of the journal.
+        is_trained: Whether trainers read the channel.
     """
     seen, batches = committed, list[tuple[int, int]]()
     for offset, event in events:
@@ -193,7 +213,7 @@ def journal_of(
 
 
 def last_trained(versions: list[WeightVersion], journal_id: str) -> int | None:
-    """The last batch of a journal that is in the newest version, whose checkpoint a trainer goes on from; None: none is."""
+    """Return the last batch of a journal in the newest version, which a trainer resumes from."""
     by_id: Callable[[str | None], WeightVersion | None] = {v.version_id: v for v in versions}.get  # type: ignore[assignment]
     version = versions[-1] if versions else None
     while version is not None and version.batches_topic_id == journal_id:

@@ -1,7 +1,7 @@
-"""A topic prefix that one command fills from nothing, once: a copy or a replay of other topics.
+"""A topic prefix that one command creates and fills once: a copy or a replay of other topics.
 
-What was asked, what it comes down to and what came of it stand in a file. So a command that was killed begins again with the same
-plan, on topics made anew, and one that was done before says what came of it. Topics that nobody filled by such a file are never touched.
+A file holds request, plan and result. A killed command starts over with the same plan on recreated
+topics; a finished one returns its result. Topics without such a file are never touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GONE_S = 30.0
 
 
 class PrefixTaken(PlumbingError):
-    """The topics of this prefix are somebody else's, or were made by a command that asked for something else."""
+    """The topics of this prefix belong to others, or were created for a different request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,11 @@ class TargetPrefix:
             yield
 
     def begin(self, asked: Plain, plan: Callable[[], Plain]) -> PrefixState:
-        """The plan. It is made once; what was begun and not done begins again, without its topics. Raises PrefixTaken."""
+        """Return the stored plan, or make it; an unfinished one starts over without its topics.
+
+        Raises:
+            PrefixTaken: The topics belong to others or to a different request.
+        """
         asked = json.loads(json.dumps(asked))
         known = self.read()
         mine = self._there()
@@ -83,7 +87,10 @@ class TargetPrefix:
         return PrefixState(json.loads(json.dumps(known["plan"])), known["result"])
 
     def make(self, settings: Settings, timed: Iterable[str]) -> None:
-        """The empty topics of these settings, to fill. timed: those whose records keep the timestamps they are given, for ever."""
+        """Create the empty topics.
+
+        timed: Topics that keep given timestamps and have no retention.
+        """
         kafka, kept = settings.kafka, frozenset(timed)
         for spec in kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000)):
             if spec.name in kept:
@@ -129,7 +136,7 @@ class TargetPrefix:
 
 
 def keeping_time(spec: TopicSpec) -> TopicSpec:
-    """The topic with the timestamps that its records are given. They are old: retention by time would delete them at once."""
+    """Return the topic with CreateTime and no retention by time, which would delete old records."""
     return replace(
         spec, config={**spec.config, "message.timestamp.type": "CreateTime", "retention.ms": "-1"}
     )

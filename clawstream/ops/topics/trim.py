@@ -1,16 +1,20 @@
-"""What no run needs any more of the topics without retention by time, and removing it (`clawstream topics trim`).
+"""Delete what no run needs from topics without retention by time (`clawstream topics trim`).
 
-Candidates, ready batches and, asked for by time, rewards. Of each partition a beginning goes, up to the lowest of these bounds:
+Trims candidates, ready batches and, if requested by time, rewards. In each partition the records up
+to the lowest of these bounds are deleted:
 
-    all               what every table of the lake holds; `before`, log time
-    ready batches     of a run that is over: ended, and its admission has decided and has read that; what its trainer has trained and published
-    candidates        the first record of each run that is not over, and the last Tick of each source partition before: whoever begins to
-                      read there knows event time as if nothing were missing
-    rewards           what assemble has applied; the first record that the steps still have, and as long before as a reward waits for its
-                      step, for a replay joins them again
+    all               what every table of the lake has; `before`, log time
+    ready batches     of a run that is over (ended, decided and read by its admission): what its
+                      trainer has trained and published
+    candidates        the first record of each run that is not over, and the last Tick of each
+                      source
+                      partition before it: a new reader there must know event time
+    rewards           what assemble has applied; the first record that the steps still have, less
+                      the time that a reward waits for its step, because a replay joins them again
 
-A journal that does not begin at 0 is that of a run that is over for ever: its admission does not start again, and what still comes of the run
-holds nothing. So the candidates of an ended run go once something of each of its journals has gone, and journals go first.
+A journal that does not begin at 0 belongs to a run that is over: its admission does not start
+again. So the candidates of an ended run are trimmed once each of its journals has been, and
+journals go first.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ class NotGivenUp(PlumbingError):
 
 
 class TrimOvertaken(PlumbingError):
-    """A topic was made anew since the plan was made: its offsets say nothing of the new one. Begin again."""
+    """A topic was recreated since the plan was made, so its offsets are invalid. Begin again."""
 
 
 class Bound(NamedTuple):
@@ -50,7 +54,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrimRange:
-    """Of one partition: [low, to) goes, [to, end) stays. why: what holds that; empty when nothing has to stay."""
+    """One partition: [low, to) is deleted, [to, end) stays. why: What holds the rest, or empty."""
 
     topic: str
     partition: int
@@ -67,9 +71,11 @@ class TrimRange:
 
 @dataclass(frozen=True, slots=True)
 class TrimInputs:
-    """What others know: offsets below which the lake holds all, and below which assemble has applied the rewards; what is missing is 0.
+    """Input from other processes.
 
-    before_ms: only what came before this log time goes. given_up: runs of which nobody wants the rest.
+    in_lake, applied: Offsets below which the lake has all records and assemble has applied all
+    rewards; default 0. before_ms: Only delete records before this log time. given_up: Runs whose
+    rest is abandoned.
     """
 
     in_lake: Mapping[At, int]
@@ -147,14 +153,20 @@ def journal_bounds(
 
 
 def rewards_before_steps(steps_ms: Iterable[int], orphan_after_s: float) -> int:
-    """Log time since when a reward may be of one of these steps: it may come long before its step, and brokers' clocks differ."""
+    """Return the earliest log time of rewards for these steps: rewards may precede their step.
+
+    Includes the clock difference of brokers.
+    """
     return max(0, min(steps_ms) - round(orphan_after_s * 1000) - CLOCKS_APART_MS)
 
 
 def run_bound(
     run: str, summary: RunSummary, need: str | None, ranges: Iterable[TrimRange]
 ) -> Bound | None:
-    """What a run holds of the candidates. need: why it needs all of them. ranges: of its journals."""
+    """Return the bound of a run on the candidates.
+
+    need: Why it needs all. ranges: Of its journals.
+    """
     held = next((c for c in ranges if c.to == 0 and c.end > 0), None)
     if need is None and held is None:
         return None
@@ -167,7 +179,10 @@ def run_bound(
 
 
 class TopicTrim:
-    """A plan: made when this is, carried out by `do`. Reads all candidates there are, and the journals of runs that are over."""
+    """A trim plan, computed at construction and executed by `do`.
+
+    Reads all candidates, and the journals of runs that are over.
+    """
 
     def __init__(self, cluster: Cluster, settings: Settings, kept: TrimInputs) -> None:
         """Raises NotGivenUp; KafkaError when it does not see what it must see."""
@@ -191,7 +206,7 @@ class TopicTrim:
         """In the order in which they are to be made."""
 
     def do(self) -> None:
-        """Remove it. Raises TrimOvertaken; KafkaError may leave some of it there, the next plan goes on with that."""
+        """Delete the records. After a KafkaError, the next plan continues. Raises TrimOvertaken."""
         todo = [c for c in self.ranges if c.removes]
         today = self._cluster.topic_ids(sorted({c.topic for c in todo}))
         for topic, topic_id in today.items():
@@ -258,7 +273,7 @@ class TopicTrim:
         return trim_range(topic, partition, ends, [Bound(first, reason)])
 
     def _rewards(self) -> Iterator[TrimRange]:
-        """Only by time: nothing but the replay of what is gone from the steps can tell that a reward is not needed."""
+        """Yield rewards to trim, by time only: a replay of older steps might still need a reward."""
         topic, kept = self._topics.rewards, self._kept
         if kept.before_ms is None or topic not in self._survey.there:
             return
