@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket; port 0 selects a free port. Raises PortTaken."""
     # asyncio disables Nagle's algorithm only on sockets that it creates with a named protocol. With
-    # it, the body of a reply would wait 40 ms for the delayed acknowledgement of the head.
+    # it, the first event of a stream would wait 40 ms for the delayed acknowledgement of the head.
     made = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )

@@ -20,7 +20,8 @@ class DisconnectWatcher:
     """
 
     def __init__(self, receive: Receive) -> None:
-        self._watch = asyncio.create_task(_until_disconnect(receive))
+        self._loop = asyncio.get_running_loop()
+        self._watch = self._loop.create_task(_until_disconnect(receive))
         self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0
         self._interrupted = False
@@ -37,7 +38,7 @@ class DisconnectWatcher:
     async def __aenter__(self) -> None:
         if self.gone:
             raise ClientGone("the client closed its connection")
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task, self._cancelling, self._interrupted = task, task.cancelling(), False
         self._watch.add_done_callback(self._interrupt)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from gateway.errors import GatewayError
 
+JOINED = 1 << 16
+"""Bytes. A body of at most this size is copied behind its head, so that both are one write."""
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 Message = MutableMapping[str, Any]
@@ -64,6 +66,7 @@ class Cycle:
         self._chunked = False
         self._bare = scope["method"] == "HEAD"
         self._left: int | None = None
+        self._head = b""
 
     # -- by the connection
 
@@ -183,11 +186,16 @@ class Cycle:
             headers = [h for h in headers if h[0] != b"connection"]
             headers.append((b"connection", b"close"))
         assert self._connection.transport is not None
-        self._connection.transport.write(head_of(status, headers))
+        head = head_of(status, headers)
+        if self._left is None:
+            self._connection.transport.write(head)
+        else:  # The head waits for the body: two writes cost twice as much as one.
+            self._head = head
 
     def _body(self, transport: asyncio.Transport, data: bytes, more: bool) -> None:
         if self._bare:
             self._left = None
+            data = b""
         elif self._chunked:
             if data:
                 transport.writelines(
@@ -195,12 +203,16 @@ class Cycle:
                 )
             elif not more:
                 transport.write(b"0\r\n\r\n")
-        elif data:
-            if self._left is not None:
-                self._left -= len(data)
-                if self._left < 0:
-                    raise RuntimeError("the reply is longer than its content-length")
-            transport.write(data)
+            data = b""
+        elif data and self._left is not None:
+            self._left -= len(data)
+            if self._left < 0:
+                raise RuntimeError("the reply is longer than its content-length")
+        head, self._head = self._head, b""
+        if head and len(data) > JOINED:
+            transport.writelines((head, data))
+        elif head or data:
+            transport.write(head + data if head else data)
         if more:
             return
         if self._left:

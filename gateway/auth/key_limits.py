@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.auth.api_keys import ApiKey
@@ -29,12 +28,26 @@ class _Use:
     tokens: int = 0
 
 
-@dataclass(slots=True)
 class Counted:
-    """A call that has begun. counts_tokens: whether its key has a limit of tokens. tokens: set it before the call ends."""
+    """Counts one call of a key, as a context manager. Set `tokens` before the block ends."""
 
-    counts_tokens: bool
-    tokens: int = 0
+    __slots__ = ("_key", "_limits", "_use", "counts_tokens", "tokens")
+
+    def __init__(self, limits: KeyLimits, key: ApiKey | None) -> None:
+        self._limits, self._key, self.tokens = limits, key, 0
+        self._use: _Use | None = None
+        self.counts_tokens = key is not None and key.tokens_per_day is not None
+        """True: the key has a limit of tokens."""
+
+    def __enter__(self) -> Counted:
+        if self._key is not None and self._key.limited:
+            self._use = self._limits.begin(self._key)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._use is not None:
+            self._use.in_flight -= 1
+            self._use.tokens += self.tokens
 
 
 class KeyLimits:
@@ -44,25 +57,16 @@ class KeyLimits:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
-    @contextmanager
-    def call(self, key: ApiKey | None) -> Iterator[Counted]:
-        """Count a call of a key from its begin to its end, however it ends. None: the caller has no key.
+    def call(self, key: ApiKey | None) -> Counted:
+        """Count a call of a key while the returned context is active. None: the caller has no key.
 
         Raises:
-            KeyLimited: The key is at a limit. The call does not begin.
+            KeyLimited: On entry: the key is at a limit. The call is not counted.
         """
-        if key is None or not key.limited:
-            yield Counted(False)
-            return
-        use = self._begin(key)
-        counted = Counted(key.tokens_per_day is not None)
-        try:
-            yield counted
-        finally:
-            use.in_flight -= 1
-            use.tokens += counted.tokens
+        return Counted(self, key)
 
-    def _begin(self, key: ApiKey) -> _Use:
+    def begin(self, key: ApiKey) -> _Use:
+        """Count the start of a call; `Counted` counts its end. Raises KeyLimited."""
         now, seconds = self._clock.monotonic(), self._clock.micros() // 1_000_000
         rate = key.calls_per_minute
         use = self._uses.get(key.key_id)

@@ -28,19 +28,25 @@ The format is `response_format` (chat, completions), `text.format` (responses) o
 (messages).
 """
 LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
+CONSTRAINING = frozenset(
+    {"response_format", "text", "output_format", "structured_outputs", "tool_choice", *LIMITING}
+)
+"""Fields of a request that can constrain the output. Most requests have none of them."""
 
 
 def requested_sampling(payload: Mapping[str, Any]) -> Sampling:
     """Return the sampling parameters in a request of any protocol."""
     numbers: dict[str, Any] = {
-        name: float(payload[name]) for name in NUMBERS if _is_number(payload.get(name))
+        name: float(payload[name])
+        for name in NUMBERS
+        if name in payload and _is_number(payload[name])
     }
     top_k = payload.get("top_k")
     return Sampling(
         source="request",
         **numbers,
         top_k=max(top_k, 0) if type(top_k) is int and top_k < 1 << 31 else None,
-        constraints=tuple(_constraints(payload)),
+        constraints=() if CONSTRAINING.isdisjoint(payload) else tuple(_constraints(payload)),
     )
 
 

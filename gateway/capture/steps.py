@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import orjson
@@ -67,11 +68,9 @@ def steps_of(
     if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
         # Some providers give every choice the index 0.
         choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
-    steps = [
-        _step(call, choice, captured, engine, status, parsed.model or "", finished_at)
-        for choice in choices
-    ]
-    return _with_usage(steps, merged(captured.usage(), parsed.usage))
+    usage = merged(captured.usage(), parsed.usage)
+    model = parsed.model or ""
+    return _steps(call, choices, captured, engine, status, model, finished_at, usage)
 
 
 def unreadable_steps(
@@ -79,10 +78,7 @@ def unreadable_steps(
 ) -> list[Step]:
     """Build steps without a message, for a reply that cannot be assembled; keep its tokens."""
     choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
-    return _with_usage(
-        [_step(call, choice, captured, engine, status, "", finished_at) for choice in choices],
-        captured.usage(),
-    )
+    return _steps(call, choices, captured, engine, status, "", finished_at, captured.usage())
 
 
 def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
@@ -105,10 +101,26 @@ def aborted_before_output_steps(call: Call, engine: Engine, finished_at: int) ->
     return unreadable_steps(call, nothing, engine, "aborted", finished_at)
 
 
-def _with_usage(steps: list[Step], usage: Usage | None) -> list[Step]:
-    """Store the usage of a call in its first step, so that a sum over steps counts it once."""
-    if usage is not None and steps:
-        steps[0] = replace(steps[0], usage=usage)
+def _steps(
+    call: Call,
+    choices: Iterable[Choice],
+    captured: CapturedTokens,
+    engine: Engine,
+    status: StepStatus,
+    answered_model: str,
+    finished_at: int,
+    usage: Usage | None,
+) -> list[Step]:
+    """Build one step per choice.
+
+    The first step stores the usage of the call, so that a sum over steps counts it once.
+    """
+    steps = []
+    for choice in choices:
+        steps.append(
+            _step(call, choice, captured, engine, status, answered_model, finished_at, usage)
+        )
+        usage = None
     return steps
 
 
@@ -120,6 +132,7 @@ def _step(
     status: StepStatus,
     answered_model: str,
     finished_at: int,
+    usage: Usage | None,
 ) -> Step:
     tokens = choice.tokens or captured.tokens(choice.index, call.request)
     # Some protocols report an aborted reply as finished; the middleware reports the abort.
@@ -157,6 +170,7 @@ def _step(
         finished_at=finished_at,
         sampling=captured.sampling(choice.index, call.request)
         or requested_sampling(call.request.payload),
+        usage=usage,
     )
 
 

@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from gateway.durability.blobs import Blobs
@@ -41,6 +41,8 @@ from runtime.process.lifecycle import die
 from schemas.topics import MAX_RECORD_BYTES
 
 Receipt = Literal["acknowledged", "spooled", "unconfirmed"]
+NO_RESERVATION = nullcontext()
+"""Entered for each call while Kafka is reachable: a generator for each would cost more."""
 RETRY_S = 0.25
 """How often the drain looks whether Kafka is back."""
 
@@ -163,15 +165,15 @@ class Journal:
         """Keys that have records in the spool."""
         return len(self._in_spool)
 
-    @contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
+    def reserve(self, size: int) -> AbstractContextManager[None]:
         """Room for a call that is about to be sampled. Raises NoRoom when Kafka is away and the spool could not take it.
 
         size: estimated bytes of its records. With Kafka well nothing is reserved.
         """
-        if self._bus.reachable:
-            yield
-            return
+        return NO_RESERVATION if self._bus.reachable else self._reserving(size)
+
+    @contextmanager
+    def _reserving(self, size: int) -> Iterator[None]:
         if self._reserved + size > self._spool.free_bytes:
             self._metrics.spool_full.inc()
             raise NoRoom(

@@ -5,7 +5,7 @@ Values that are not counts are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from schemas.records import Usage
@@ -22,23 +22,23 @@ def usage_of(payload: object) -> Usage | None:
     """
     if not isinstance(payload, dict) or not payload:
         return None
-    read, written = (_count(payload, f"cache_{what}_input_tokens") for what in ("read", "creation"))
-    prompt = _first(_count(payload, "prompt_tokens"), _count(payload, "input_tokens"))
-    if prompt is not None and "input_tokens" in payload:
-        prompt += (read or 0) + (written or 0)
-    found = Usage(
+    prompt = _count(payload, "prompt_tokens", "input_tokens")
+    cached = _detail(payload, INPUT_DETAILS, "cached_tokens")
+    completion = _count(payload, "completion_tokens", "output_tokens")
+    reasoning = _detail(payload, OUTPUT_DETAILS, "reasoning_tokens")
+    if "input_tokens" in payload or cached is None:
+        read = _count(payload, "cache_read_input_tokens")
+        cached = read if cached is None else cached
+        if prompt is not None and "input_tokens" in payload:
+            prompt += (read or 0) + (_count(payload, "cache_creation_input_tokens") or 0)
+    if prompt is cached is completion is reasoning is None:
+        return None
+    return Usage(
         prompt_tokens=prompt,
-        cached_tokens=_first(
-            *(_count(_object(payload, name), "cached_tokens") for name in INPUT_DETAILS), read
-        ),
-        completion_tokens=_first(
-            _count(payload, "completion_tokens"), _count(payload, "output_tokens")
-        ),
-        reasoning_tokens=_first(
-            *(_count(_object(payload, name), "reasoning_tokens") for name in OUTPUT_DETAILS)
-        ),
+        cached_tokens=cached,
+        completion_tokens=completion,
+        reasoning_tokens=reasoning,
     )
-    return None if found == Usage() else found
 
 
 def merged(counted: Usage | None, reported: Usage | None) -> Usage | None:
@@ -53,15 +53,23 @@ def merged(counted: Usage | None, reported: Usage | None) -> Usage | None:
     )
 
 
-def _first(*counts: int | None) -> int | None:
-    return next((count for count in counts if count is not None), None)
+def _first(counted: int | None, reported: int | None) -> int | None:
+    return reported if counted is None else counted
 
 
-def _object(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = payload.get(name)
-    return value if isinstance(value, dict) else {}
+def _count(payload: Mapping[str, Any], *names: str) -> int | None:
+    """Return the count in the first of these fields that has one."""
+    for name in names:
+        value = payload.get(name)
+        if type(value) is int and 0 <= value < 1 << 30:
+            return value
+    return None
 
 
-def _count(payload: Mapping[str, Any], name: str) -> int | None:
-    value = payload.get(name)
-    return value if type(value) is int and 0 <= value < 1 << 30 else None
+def _detail(payload: Mapping[str, Any], objects: Iterable[str], name: str) -> int | None:
+    """Return the count `name` in the first of these objects that has it."""
+    for key in objects:
+        details = payload.get(key)
+        if isinstance(details, dict) and (count := _count(details, name)) is not None:
+            return count
+    return None

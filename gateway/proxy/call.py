@@ -189,10 +189,11 @@ class CallEndpoint:
                     held += self._reserve_copies(call)
                 client, query = DisconnectWatcher(receive), scope["query_string"]
                 try:
-                    async with client:
-                        await self._prompts.check(
-                            call.request, call.protocol, call.origin, credentials_of(headers)
-                        )
+                    if self._prompts.applies(call.request):
+                        async with client:
+                            await self._prompts.check(
+                                call.request, call.protocol, call.origin, credentials_of(headers)
+                            )
                     with services.journal.reserve(
                         call.request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
                     ):

@@ -82,10 +82,14 @@ class PromptLimit:
     def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
         self._limit, self._upstream = settings.max_prompt_tokens, upstream
 
+    def applies(self, request: Request) -> bool:
+        """Return whether the prompt may exceed the limit, so that `check` must count it."""
+        return self._limit is not None and may_exceed(request.body, self._limit)
+
     async def check(
         self, request: Request, protocol: str, origin: Origin, credentials: Mapping[str, str]
     ) -> None:
-        """Check the prompt of a call.
+        """Check the prompt of a call to which the limit `applies`.
 
         Args:
             protocol: Name of the protocol adapter.
@@ -96,7 +100,7 @@ class PromptLimit:
             NoWorker, UpstreamFailed, UpstreamTimeout: No engine could count the prompt.
         """
         limit = self._limit
-        if limit is None or not may_exceed(request.body, limit):
+        if limit is None:
             return
         if protocol in COUNTED:
             refuse_longer(
