@@ -11,7 +11,10 @@ from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
 
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
-    """The metadata said at opening. Raises ValueError when there is none or it is no JSON object."""
+    """The metadata said at opening.
+
+    Raises ValueError when there is none or it is no JSON object.
+    """
     if trajectory.metadata_json is None:
         raise ValueError("no metadata")
     found = orjson.loads(trajectory.metadata_json)
@@ -21,7 +24,9 @@ def metadata(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def gold(trajectory: Trajectory) -> str:
-    """The expected answer: `gold` of the metadata, else `reward_model.ground_truth`, as verl's datasets have it. Raises ValueError."""
+    """The expected answer: `gold` of the metadata, else `reward_model.ground_truth`, as verl's
+    datasets have it. Raises ValueError.
+    """
     said = metadata(trajectory)
     found = said.get("gold")
     if found is None and isinstance(model := said.get("reward_model"), dict):
@@ -34,8 +39,8 @@ def gold(trajectory: Trajectory) -> str:
 def last_answer(trajectory: Trajectory) -> str:
     """Return the text of the agent's last reply.
 
-    Auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that a retry replaced
-    are passed over.
+    Auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that a retry
+    replaced are passed over.
 
     Raises:
         ValueError: there is no such step, or its reply has no text.

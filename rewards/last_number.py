@@ -11,6 +11,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(trajectory: Trajectory) -> float:
-    """Raises ValueError without a numeric `gold` or an answer; an answer without a number is wrong, not missing."""
+    """Raises ValueError without a numeric `gold` or an answer; an answer without a number is wrong,
+    not missing.
+    """
     numbers = _NUMBER.findall(last_answer(trajectory))
     return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold(trajectory)))

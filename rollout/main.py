@@ -1,14 +1,20 @@
-"""A rollout worker: keeps one vLLM server alive, brings it each new weight version, and says on `claw.workers` how it is.
+"""A rollout worker: keeps one vLLM server alive, brings it each new weight version, and says on
+`claw.workers` how it is.
 
-    starting  the engine starts, or has nothing to serve yet: no version exists and `rollout.serve_base` is off
+    starting  the engine starts, or has nothing to serve yet: no version exists and
+        `rollout.serve_base` is off
     loading   the first version since the engine's start is being loaded
-    ready     weights and label are both set. It stays so while newer versions are loaded, for the engine serves on.
-    failed    the engine does not start; the process ends after saying so, and its supervisor starts it again
-    draining  the worker is asked to stop: gateways send it no new calls, those in flight end; then the engine, then a tombstone
+    ready     weights and label are both set. It stays so while newer versions are loaded, for the
+    engine serves on.
+    failed    the engine does not start; the process ends after saying so, and its supervisor starts
+    it again
+    draining  the worker is asked to stop: gateways send it no new calls, those in flight end; then
+        the engine, then a tombstone
 
-A killed engine comes up with its boot weights and the label "default": then the newest version is loaded before `ready`.
-Of several versions that wait the newest is loaded. A version that is not what it says is named in `error`, and the old one serves; one
-whose files can't be read at the moment is tried again in a while.
+A killed engine comes up with its boot weights and the label "default": then the newest version is
+loaded before `ready`. Of several versions that wait the newest is loaded. A version that is not
+what it says is named in `error`, and the old one serves; one whose files can't be read at the
+moment is tried again in a while.
 """
 
 from __future__ import annotations
@@ -48,19 +54,26 @@ T = TypeVar("T")
 
 
 def public_url(settings: Settings, base_url: str) -> str:
-    """The engine's URL as gateways are told. base_url: its own. Raises SettingsError when it is one that nobody else can call."""
+    """The engine's URL as gateways are told.
+
+    base_url: its own. Raises SettingsError when it is one that nobody else can call.
+    """
     told = settings.rollout.public_url
     if told is not None:
         return told.rstrip("/").removesuffix("/v1")
     if settings.rollout.attach_url is None and settings.rollout.host in WILDCARDS:
         raise SettingsError(
-            f"rollout.public_url: rollout.host={settings.rollout.host} is no address that can be called"
+            f"rollout.public_url: rollout.host={settings.rollout.host} is no address that can be "
+            "called"
         )
     return base_url
 
 
 def create_server(settings: Settings) -> VllmServer | AttachedServer:
-    """The engine that the settings ask for. Raises SettingsError when they name neither a model nor a server."""
+    """The engine that the settings ask for.
+
+    Raises SettingsError when they name neither a model nor a server.
+    """
     if settings.rollout.attach_url is not None:
         return AttachedServer(settings.rollout.attach_url)
     model = settings.rollout.model_path or settings.trainer.model_path
@@ -78,7 +91,9 @@ def create_server(settings: Settings) -> VllmServer | AttachedServer:
 
 
 class EngineSupervisor:
-    """Owns the engine's life: starts it, follows the wanted version, and starts it again when it ended or broke."""
+    """Owns the engine's life: starts it, follows the wanted version, and starts it again when it
+    ended or broke.
+    """
 
     def __init__(
         self,
@@ -137,7 +152,8 @@ class EngineSupervisor:
             self._updated.clear()
             version = self._versions.wanted(loaded)
             if version is not None and version.version_id == label:
-                # A worker before this one, or another one of this run on the same engine, loaded it.
+                # A worker before this one, or another one of this run on the same engine, loaded
+                # it.
                 loaded = label
                 self._report.set_state("ready", loaded)
             elif version is not None:
@@ -161,7 +177,8 @@ class EngineSupervisor:
         )
 
     def _changed(self, label: str, before: str) -> str | None:
-        """Take notice that the engine's label changed without a load of ours; returns the loaded version.
+        """Take notice that the engine's label changed without a load of ours; returns the loaded
+        version.
 
         Raises:
             Fenced: The label is of another run. The worker that came last has the engine.
@@ -175,7 +192,8 @@ class EngineSupervisor:
             return None
         if run_id != self._run_id:
             raise Fenced(
-                f"{self._server.base_url} serves {label}: a worker of run {run_id} has taken this engine over; "
+                f"{self._server.base_url} serves {label}: a worker of run {run_id} has taken this "
+                "engine over; "
                 "give each run an engine of its own"
             )
         self._report.set_state("ready", label)
@@ -184,7 +202,10 @@ class EngineSupervisor:
     async def _load(
         self, version: WeightVersion, loaded: str | None, label: str
     ) -> tuple[str | None, str]:
-        """Load a version and say so; returns the loaded version and the engine's label. Raises EngineBroken, Fenced."""
+        """Load a version and say so; returns the loaded version and the engine's label.
+
+        Raises EngineBroken, Fenced.
+        """
         if self._report.status.state != "ready":
             self._report.set_state("loading", None, self._report.status.error)
         state = self._report.status.state
@@ -241,7 +262,10 @@ class EngineSupervisor:
 
 
 async def run(settings: Settings, stop: asyncio.Event) -> None:
-    """Work until `stop` is set. Raises SettingsError, or RolloutError when the engine does not start."""
+    """Work until `stop` is set.
+
+    Raises SettingsError, or RolloutError when the engine does not start.
+    """
     server = create_server(settings)
     cluster: Cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)

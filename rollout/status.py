@@ -20,7 +20,10 @@ _ERROR_CHARACTERS = 2000
 
 
 class Report:
-    """The worker's status as it would be said now. `changed` wakes the reporter, so that it is said at once."""
+    """The worker's status as it would be said now.
+
+    `changed` wakes the reporter, so that it is said at once.
+    """
 
     def __init__(self, settings: Settings, base_url: str) -> None:
         self.changed = asyncio.Event()
@@ -37,7 +40,10 @@ class Report:
         )
 
     def engine_started(self) -> None:
-        """A new engine: nothing is loaded, and the loads count from here. The last error stays to be seen."""
+        """A new engine: nothing is loaded, and the loads count from here.
+
+        The last error stays to be seen.
+        """
         self.status = replace(self.status, started_at=now_micros(), loads=0)
         self.set_state("starting", None, self.status.error)
 
@@ -55,14 +61,19 @@ class Report:
     def set_state(
         self, state: WorkerState, version_id: str | None, error: str | None = None
     ) -> None:
-        """A state, the version that is served (None: boot weights or none) and what went wrong last."""
+        """A state, the version that is served (None: boot weights or none) and what went wrong
+        last.
+        """
         error = error[:_ERROR_CHARACTERS] if error else None
         self.status = replace(self.status, state=state, weight_version=version_id, error=error)
         self.changed.set()
 
 
 class Reporter:
-    """Sends the report. Kafka away is no reason for an engine to stop: the next heartbeat tries again."""
+    """Sends the report.
+
+    Kafka away is no reason for an engine to stop: the next heartbeat tries again.
+    """
 
     def __init__(self, cluster: Cluster, settings: Settings, report: Report) -> None:
         self._producer = cluster.producer(message_timeout_ms=_SEND_TIMEOUT_MS)

@@ -1,4 +1,4 @@
-"""Which version an engine should serve: a fold over `claw.weights`, and the thread that reads it."""
+"""Select the version that an engine should serve, from a thread that follows `claw.weights`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ KEPT_VERSIONS = 8
 
 
 class Versions:
-    """The run's newest versions, in log order, those an engine refused, and those to be tried again later. Log order counts: after
-    a resume of the trainer an index comes again under a higher attempt. now: seconds, of any clock that does not go back.
+    """The run's newest versions, in log order, those an engine refused, and those to be tried again
+    later.
+
+    Log order counts: after a resume of the trainer an index comes again under a higher attempt.
+    now: seconds, of any clock that does not go back.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +36,9 @@ class Versions:
         self._later: dict[str, float] = {}
         self._dropped = False
         self.complete = False
-        """Whether the log has been read to its end once: before that the newest version may be an old one."""
+        """Whether the log has been read to its end once: before that the newest version may be an
+        old one.
+        """
 
     def add(self, version: WeightVersion) -> None:
         """A version was published; one of another run is none of ours."""
@@ -77,7 +82,9 @@ class Versions:
         return min(self._later.values()) - self._now() if self._later else None
 
     def wanted(self, loaded: str | None) -> WeightVersion | None:
-        """The newest version that is neither refused nor put off, unless it is loaded; None before the log has been read."""
+        """The newest version that is neither refused nor put off, unless it is loaded; None before
+        the log has been read.
+        """
         if not self.complete:
             return None
         bad = {name for name, at in self._later.items() if at > self._now()}
@@ -86,10 +93,11 @@ class Versions:
 
 
 class WeightsFeed:
-    """Follows `claw.weights` from its start and puts what it hears into `versions`; `updated` is set at each change.
+    """Follows `claw.weights` from its start and puts what it hears into `versions`; `updated` is
+    set at each change.
 
-    A thread, for the Kafka client blocks; a daemon, for while Kafka is away a call may last longer than a stop should. It keeps
-    trying then: the engine serves on.
+    A thread, for the Kafka client blocks; a daemon, for while Kafka is away a call may last longer
+    than a stop should. It keeps trying then: the engine serves on.
     """
 
     def __init__(
@@ -127,12 +135,15 @@ class WeightsFeed:
                 logger().warning("weights_topic_recreated", error=str(error))
             except KafkaError as error:
                 logger().warning("weights_unreadable", error=str(error))
-            # It is read from its start again: until its end is reached the last version heard is an old one.
+            # It is read from its start again: until its end is reached the last version heard is an
+            # old one.
             self._update(again)
             self._stop.wait(RETRY_S)
 
     def _follow(self) -> None:
-        """Read until the end of the process, or until an older version than the remembered ones is needed."""
+        """Read until the end of the process, or until an older version than the remembered ones is
+        needed.
+        """
         decoder = Decoder(self._cluster, self._topics.schemas)
         self._cluster.topic_id(self._topics.weights)  # raises while it does not exist
         reader = self._cluster.reader(

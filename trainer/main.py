@@ -1,22 +1,29 @@
-"""The trainer: ready batches in, weight versions out. One active for each run; the newest takes over.
+"""The trainer: ready batches in, weight versions out.
+
+One active for each run; the newest takes over.
 
 Start
- 1. The transactional producer's init fences every older trainer of the run: it fails at its next write (exit 78).
- 2. The weights log is read to its end. `attempt` = one above every attempt of this run that was ever seen there or on disk.
- 3. Directories whose version is not on this log are deleted: a trainer was killed between writing and publishing.
- 4. The newest version whose checkpoint is whole is resumed: model, optimiser, random states, position. The run has no
-    version: weights of trainer.model_path, start of today's ready-batches topic, published as `<run>/0.<attempt>`.
- 5. The position is checked against the topic: another topic id starts at its start; the same with an end before it stops
-    the process (exit 79).
+ 1. The transactional producer's init fences every older trainer of the run: it fails at its next
+    write (exit 78).
+ 2. The weights log is read to its end. `attempt` = one above every attempt of this run that was
+    ever seen there or on disk.
+ 3. Directories whose version is not on this log are deleted: a trainer was killed between writing
+    and publishing.
+ 4. The newest version whose checkpoint is whole is resumed: model, optimiser, random states,
+    position. The run has no version: weights of trainer.model_path, start of today's ready-batches
+    topic, published as `<run>/0.<attempt>`.
+ 5. The position is checked against the topic: another topic id starts at its start; the same with
+    an end before it stops the process (exit 79).
 Loop
  6. The next batch must have the next batch_seq. Its payload is read by place, and trained.
- 7. At each multiple of sync_every: checkpoint (atomic), files of the version (atomic), manifest on the weights log in one
-    transaction. Only with that do version and checkpoint count: killed before, the batches are trained again from the
-    parent, so along the surviving chain each is trained exactly once.
+ 7. At each multiple of sync_every: checkpoint (atomic), files of the version (atomic), manifest on
+    the weights log in one transaction. Only with that do version and checkpoint count: killed
+    before, the batches are trained again from the parent, so along the surviving chain each is
+    trained exactly once.
  8. The position is committed to Kafka as advice, idle or not; files beyond keep_* are deleted.
 Stop
- 9. SIGTERM ends the loop after the batch in hand; what was trained since the last version is published. At max_versions it
-    ends as well (exit 0).
+ 9. SIGTERM ends the loop after the batch in hand; what was trained since the last version is
+    published. At max_versions it ends as well (exit 0).
 """
 
 from __future__ import annotations
@@ -46,7 +53,10 @@ def main(settings: Settings) -> None:
 
 
 def train(settings: Settings, stop: threading.Event) -> None:
-    """Train until `stop` or max_versions. Raises Fenced, SourceTruncated, SettingsError or TrainerError."""
+    """Train until `stop` or max_versions.
+
+    Raises Fenced, SourceTruncated, SettingsError or TrainerError.
+    """
     check_algorithm(settings)
     check_settings(settings.trainer)
     torch.set_num_threads(settings.trainer.threads)

@@ -15,7 +15,10 @@ _CPU_ALLOCATOR = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says so. On a CPU torch raises a RuntimeError that only its text tells."""
+    """Tell whether an error says so.
+
+    On a CPU torch raises a RuntimeError that only its text tells.
+    """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
     )
@@ -23,16 +26,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_out_of_memory(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into OutOfMemory: it names the batch, and what to lower."""
+    """Turn an out-of-memory error of the block into OutOfMemory: it names the batch, and what to
+    lower.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
-            f"batch {batch.batch_seq} of {batch.trainable_tokens} trainable tokens needs more memory "
+            f"batch {batch.batch_seq} of {batch.trainable_tokens} trainable tokens needs more "
+            "memory "
             "than there is. Lower trainer.micro_batch_tokens (it is "
-            f"{settings.micro_batch_tokens}; one sequence is the least) or, for single sequences that are too "
+            f"{settings.micro_batch_tokens}; one sequence is the least) or, for single sequences "
+            "that are too "
             "long, admit.policy.max_trajectory_tokens; trainer.dtype=bfloat16 needs less. "
             f"The error: {error}"
         ) from error

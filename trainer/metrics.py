@@ -1,4 +1,7 @@
-"""What a version says about its training. Values, and the pure fold from batches to `WeightVersion.metrics`."""
+"""What a version says about its training.
+
+Values, and the pure fold from batches to `WeightVersion.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from statistics import fmean, pstdev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One optimiser step. loss: mean over its tokens. grad_norm: before clipping. Both are None when it was skipped.
+    """One optimiser step.
 
-    skipped: why the optimiser did not take the step: loss or gradient are not finite; None when it took it.
-    passed_tokens: those that went through the model, for sequences without advantage need not. Of these: truncated_tokens,
-    whose ratio is above the bound, and now_at_zero, to which the policy gives probability zero and which are not trained.
-    logp_diff: largest |trainer - sampled| over its tokens, logp_diff_same_version: over those sampled by exactly the weights
-    that the trainer still had; None where that was not measured or there was no such token.
+    loss: mean over its tokens. grad_norm: before clipping. Both are None when it was skipped.
+
+    skipped: why the optimiser did not take the step: loss or gradient are not finite; None when it
+    took it. passed_tokens: those that went through the model, for sequences without advantage need
+    not. Of these: truncated_tokens, whose ratio is above the bound, and now_at_zero, to which the
+    policy gives probability zero and which are not trained. logp_diff: largest |trainer - sampled|
+    over its tokens, logp_diff_same_version: over those sampled by exactly the weights that the
+    trainer still had; None where that was not measured or there was no such token.
     """
 
     tokens: int
@@ -45,8 +51,9 @@ class UpdateStats:
 class BatchStats:
     """One trained batch. tokens: trained ones.
 
-    sequences_outside_vocabulary: left out for token ids that the model does not have. sampled_at_zero: tokens left out for an infinite
-    recorded log-probability. staleness: sum over, and number of, tokens of known version.
+    sequences_outside_vocabulary: left out for token ids that the model does not have.
+    sampled_at_zero: tokens left out for an infinite recorded log-probability. staleness: sum over,
+    and number of, tokens of known version.
     """
 
     update: UpdateStats
@@ -64,7 +71,10 @@ class BatchStats:
 def version_metrics(
     batches: Sequence[BatchStats], lr: float, save_seconds: float
 ) -> dict[str, float]:
-    """The metrics of a version trained from these batches. What was not measured is absent, never 0."""
+    """The metrics of a version trained from these batches.
+
+    What was not measured is absent, never 0.
+    """
     steps = [step for batch in batches for step in batch.update.steps]
     rewards = [r for batch in batches for r in batch.rewards]
     known = sum(batch.staleness[1] for batch in batches)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where training goes on: the next offset of one ready-batches topic, and the batch_seq that must come next."""
+    """Where training goes on: the next offset of one ready-batches topic, and the batch_seq that
+    must come next.
+    """
 
     topic_id: str
     partition: int

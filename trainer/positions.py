@@ -1,4 +1,7 @@
-"""The trainer's stored positions, for `clawstream doctor`: of each run, the newest checkpoint. Reads only, and needs no torch."""
+"""The trainer's stored positions, for `clawstream doctor`: of each run, the newest checkpoint.
+
+Reads only, and needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ PROCESS = "trainer"
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """Of each run, position and weights log of the newest checkpoint: all ids rise, whatever log they were published on."""
+    """Of each run, position and weights log of the newest checkpoint: all ids rise, whatever log
+    they were published on.
+    """
     root, topics = settings.checkpoint_dir, settings.kafka.topics
     runs = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
     found: list[StoredPosition] = []
@@ -54,7 +59,9 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 
 
 def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | None) -> str | None:
-    """Why the trainer does not go on from a checkpoint whose batches were made anew (`trainer.data.batches.start_of`)."""
+    """Why the trainer does not go on from a checkpoint whose batches were made anew
+    (`trainer.data.batches.start_of`).
+    """
     at = info["position"]
     if (
         info["weights_topic_id"] != weights_id
@@ -63,6 +70,8 @@ def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | Non
     ):
         return None
     return (
-        f"weights were trained from {at['next_batch_seq']} batches of the topic that was there before (id {at['topic_id']}): "
-        "restore it, or train on under another run_id with trainer.model_path set to the published weights"
+        f"weights were trained from {at['next_batch_seq']} batches of the topic that was there "
+        f"before (id {at['topic_id']}): "
+        "restore it, or train on under another run_id with trainer.model_path set to the published "
+        "weights"
     )

@@ -1,4 +1,6 @@
-"""The run in the trainer's hands: the policy, the version it comes from, and what was trained since."""
+"""The run in the trainer's hands: the policy, the version it comes from, and what was trained
+since.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from trainer.versions.weight_log import WeightLog
 class Run:
     """Trains batches into the policy and publishes versions of it.
 
-    current_version: the newest version, None before the first is published. unpublished: the batches trained since current_version.
+    current_version: the newest version, None before the first is published. unpublished: the
+    batches trained since current_version.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class Run:
         return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
 
     def train(self, fetched: FetchedBatch) -> None:
-        """Train one batch. The position moves behind it, in memory: it counts with the next version.
+        """Train one batch.
+
+        The position moves behind it, in memory: it counts with the next version.
 
         Raises OutOfMemory, or BatchNeverEnds when that, or a kill, has come of it again and again.
         """
@@ -101,17 +106,25 @@ class Run:
         sequences, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
         if outside:
             logger().error(
-                "tokens_outside_vocabulary", batch_seq=batch.batch_seq, vocabulary=self._policy.vocabulary,
-                sequences=len(data.sequences) - len(sequences), trajectories=outside[:20],
-                action="not trained; the engine serves another model than trainer.model_path, or an agent submitted such ids",
-            )  # fmt: skip
+                "tokens_outside_vocabulary",
+                batch_seq=batch.batch_seq,
+                vocabulary=self._policy.vocabulary,
+                sequences=len(data.sequences) - len(sequences),
+                trajectories=outside[:20],
+                action=(
+                    "not trained; the engine serves another model than trainer.model_path, or an "
+                    "agent submitted such ids"
+                ),
+            )
         self._check_ids(sequences, batch.batch_seq)
         if data.sampled_at_zero:
             logger().warning(
-                "tokens_sampled_at_zero", batch_seq=batch.batch_seq, tokens=sum(data.sampled_at_zero.values()),
+                "tokens_sampled_at_zero",
+                batch_seq=batch.batch_seq,
+                tokens=sum(data.sampled_at_zero.values()),
                 trajectories=list(data.sampled_at_zero)[:20],
                 action="not trained; the engine gave them an infinite log-probability",
-            )  # fmt: skip
+            )
         updated = any(stats.update.changed_weights for stats in self.unpublished)
         parent = self.current_version.version_id if self.current_version and not updated else None
         update = self._policy.update(
@@ -120,10 +133,18 @@ class Run:
         for number, step in enumerate(update.steps):
             if step.skipped is not None:
                 logger().error(
-                    "update_skipped", batch_seq=batch.batch_seq, minibatch=number, reason=step.skipped,
-                    trajectories=list(dict.fromkeys(sequence.trajectory_id for sequence in sequences))[:20],
-                    action="weights and optimiser stay as before it; look at its log-probabilities, lower trainer.lr",
-                )  # fmt: skip
+                    "update_skipped",
+                    batch_seq=batch.batch_seq,
+                    minibatch=number,
+                    reason=step.skipped,
+                    trajectories=list(
+                        dict.fromkeys(sequence.trajectory_id for sequence in sequences)
+                    )[:20],
+                    action=(
+                        "weights and optimiser stay as before it; look at its log-probabilities, "
+                        "lower trainer.lr"
+                    ),
+                )
         self.unpublished.append(
             BatchStats(
                 update=update,
@@ -140,7 +161,10 @@ class Run:
         )
 
     def publish(self) -> None:
-        """Checkpoint, weights, manifest: the version counts from the last on. Raises Fenced when a newer trainer took over."""
+        """Checkpoint, weights, manifest: the version counts from the last on.
+
+        Raises Fenced when a newer trainer took over.
+        """
         began = time.perf_counter()
         lr, state = self.lr, self._next_state()
         try:
@@ -148,7 +172,8 @@ class Run:
             served = self._policy.served_dtypes(self._settings.rollout.dtype)
             files = export(self._settings.weights_dir, state, checkpoint, self._policy, served)
         except OSError:
-            # A newer trainer clears away what is unpublished. Then the reason is that it took over, not this error.
+            # A newer trainer clears away what is unpublished. Then the reason is that it took over,
+            # not this error.
             self._weight_log.raise_if_fenced()
             raise
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
@@ -169,9 +194,8 @@ class Run:
     def _check_ids(self, sequences: Sequence[TrainingSequence], batch_seq: int) -> None:
         """Refuse tokens of versions that have ids which this trainer gives to its own.
 
-        Raises:
-            SettingsError: `trainer.first_attempt` is too low for recorded data of another installation.
-            Fenced: The ids are those of a newer trainer.
+        Raises: SettingsError: `trainer.first_attempt` is too low for recorded data of another
+            installation. Fenced: The ids are those of a newer trainer.
         """
         own = {version.version_id for version in self._versions}
         for name in {span.version for sequence in sequences for span in sequence.versions} - own:
@@ -184,9 +208,12 @@ class Run:
                 continue
             self._weight_log.raise_if_fenced()
             raise SettingsError(
-                f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch {batch_seq} has tokens of "
-                f"{name}, which is not on this weights log, and versions of attempt {self._attempt} are published here; "
-                f"set trainer.first_attempt={version.attempt + 1}, or higher, and a run_id without versions"
+                f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch "
+                f"{batch_seq} has tokens of "
+                f"{name}, which is not on this weights log, and versions of attempt "
+                f"{self._attempt} are published here; "
+                f"set trainer.first_attempt={version.attempt + 1}, or higher, and a run_id without "
+                "versions"
             )
 
     def _next_sync_index(self) -> int:
@@ -219,7 +246,9 @@ class Run:
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
-    """Of the version that is trained from the one with sync_index: linear from lr at 0 to lr_final at max_versions."""
+    """Of the version that is trained from the one with sync_index: linear from lr at 0 to lr_final
+    at max_versions.
+    """
     if settings.lr_final is None or not settings.max_versions:
         return settings.lr
     return settings.lr + (settings.lr_final - settings.lr) * min(
@@ -236,12 +265,16 @@ def open_run(
 ) -> Run:
     """The run as its newest version left it, or a new one with its initial version published.
 
-    versions: the run's, in log order. taken: all its ids on the log. locate: a stored position, or None, to where to read.
-    Clears away what a killed trainer left unpublished. Raises SettingsError, CheckpointLost, or what `locate` raises.
+    versions: the run's, in log order. taken: all its ids on the log. locate: a stored position, or
+    None, to where to read. Clears away what a killed trainer left unpublished. Raises
+    SettingsError, CheckpointLost, or what `locate` raises.
     """
 
     def check(info: Mapping[str, Any]) -> None:
-        """A killed trainer has read what it trained. One beyond the log's end: the log has lost it, and the version with it."""
+        """A killed trainer has read what it trained.
+
+        One beyond the log's end: the log has lost it, and the version with it.
+        """
         locate(Position(**info["position"]))
 
     published = frozenset(taken)
@@ -254,7 +287,10 @@ def open_run(
                 "weights_of_another_log",
                 directory=str(root / settings.run_id),
                 versions=[str(version) for version in foreign],
-                action="kept; the weights topic has no version of this run, so it starts anew from trainer.model_path",
+                action=(
+                    "kept; the weights topic has no version of this run, so it starts anew from "
+                    "trainer.model_path"
+                ),
             )
     attempt = max(next_attempt(taken), settings.trainer.first_attempt)
     found = newest(settings.checkpoint_dir, versions)

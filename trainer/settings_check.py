@@ -10,11 +10,12 @@ from trainer.algorithms.advantages import ADVANTAGES
 
 
 def check_algorithm(settings: Settings) -> None:
-    """Raise SettingsError when the run's policy names an algorithm that this trainer does not have."""
+    """Raise SettingsError when the run's policy names an algorithm unknown to this trainer."""
     algorithm = settings.admit.policy.algorithm
     if algorithm not in ADVANTAGES:
         raise SettingsError(
-            f"setting admit.policy.algorithm={algorithm!r}: this trainer has {', '.join(sorted(ADVANTAGES))}"
+            f"setting admit.policy.algorithm={algorithm!r}: this trainer has "
+            f"{', '.join(sorted(ADVANTAGES))}"
         )
 
 

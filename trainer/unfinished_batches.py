@@ -45,8 +45,8 @@ class UnfinishedBatches:
     def training(self, batch_seq: int) -> Iterator[None]:
         """Count the batch as begun until the block ends otherwise than by lack of memory.
 
-        Raises:
-            BatchNeverEnds: it was begun MAX_ATTEMPTS times. The count is forgotten: the next start may try.
+        Raises: BatchNeverEnds: it was begun MAX_ATTEMPTS times. The count is forgotten: the next
+            start may try.
         """
         seq = str(batch_seq)
         count = self._counts.get(seq, 0)
@@ -54,7 +54,8 @@ class UnfinishedBatches:
             self._forget(seq)
             raise BatchNeverEnds(
                 f"setting trainer.micro_batch_tokens: the training of batch {batch_seq} was begun "
-                f"{count} times and the process was killed or out of memory each time; lower it, or "
+                f"{count} times and the process was killed or out of memory each time; lower it, "
+                "or "
                 "give the trainer more memory, and start again"
             )
         self._counts[seq] = count + 1

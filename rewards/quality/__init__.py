@@ -1,1 +1,4 @@
-"""Quality rules and readiness: pure, of a closed trajectory and of a candidate. Below the processes that call them."""
+"""Quality rules and readiness: pure, of a closed trajectory and of a candidate.
+
+Below the processes that call them.
+"""

@@ -1,4 +1,6 @@
-"""Prompts that do not go on with what was sampled before: history that was edited, or came back in other tokens."""
+"""Prompts that do not go on with what was sampled before: history that was edited, or came back in
+other tokens.
+"""
 
 from __future__ import annotations
 

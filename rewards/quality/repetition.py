@@ -1,8 +1,9 @@
 """Replies that go round in circles, and agents that say the same again and again.
 
-A loop is a stretch of which each part of `period` tokens equals the one before, at least three times. It is looked for from a few
-places of the reply: whether the 16 tokens there come again. So a faultless reply costs a few searches in bytes, whatever its length, and a loop
-of less than 120 tokens, or an eighth of a long reply, may be missed.
+A loop is a stretch of which each part of `period` tokens equals the one before, at least three
+times. It is looked for from a few places of the reply: whether the 16 tokens there come again. So a
+faultless reply costs a few searches in bytes, whatever its length, and a loop of less than 120
+tokens, or an eighth of a long reply, may be missed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SAME = 2
 
 
 def repetition(trajectory: Trajectory) -> Iterator[Score]:
-    """1 less the share of a reply that is a loop; 1/k for a reply that was given k times in a row before."""
+    """1 less the share of a reply that is a loop; 1/k for a reply that was given k times in a row
+    before.
+    """
     replies: dict[int, bytes] = {}
     in_a_row: dict[int, int] = {}
     for step in trajectory.steps:
@@ -50,7 +53,10 @@ def repetition(trajectory: Trajectory) -> Iterator[Score]:
 
 
 def longest_loop(data: bytes, unit: int) -> int:
-    """Bytes of the longest loop that was found, 0 without one. unit: bytes of a token id, or 1 for text."""
+    """Bytes of the longest loop that was found, 0 without one.
+
+    unit: bytes of a token id, or 1 for text.
+    """
     window = WINDOW * ID_BYTES
     last = len(data) - 2 * window
     if last < 0:

@@ -9,7 +9,10 @@ from schemas.records import Trajectory
 
 
 class Score(NamedTuple):
-    """value: in [0, 1], 1.0 is faultless. step: id of the step it is about; None: the whole trajectory. evidence: what was seen."""
+    """value: in [0, 1], 1.0 is faultless.
+
+    step: id of the step it is about; None: the whole trajectory. evidence: what was seen.
+    """
 
     value: float
     evidence: str | None = None
@@ -17,6 +20,9 @@ class Score(NamedTuple):
 
 
 QualityRule = Callable[[Trajectory], Iterable[Score] | Mapping[str, float] | float | None]
-"""Scores of a closed trajectory: as `Score`s, as one number for the whole, or as numbers by step id. What is not named has nothing wrong
-with it, 1.0. None: nothing is wrong. Raising means that the rule counts for nothing here, with the reason on the record.
+"""Scores of a closed trajectory: as `Score`s, as one number for the whole, or as numbers by step
+id.
+
+What is not named has nothing wrong with it, 1.0. None: nothing is wrong. Raising means that the
+rule counts for nothing here, with the reason on the record.
 """

@@ -13,7 +13,9 @@ BROKEN = "\ufffd"
 
 
 def format(trajectory: Trajectory) -> Iterator[Score]:
-    """0.0 for no reply at all or a call without JSON arguments; 0.5 for text with characters that could not be decoded."""
+    """0.0 for no reply at all or a call without JSON arguments; 0.5 for text with characters that
+    could not be decoded.
+    """
     for step in trajectory.steps:
         # What was cut off is truncation's, a lost payload is no one's.
         if step.status != "ok" or not step.response_json:

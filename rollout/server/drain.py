@@ -1,4 +1,6 @@
-"""Waiting until an engine serves nobody: a stream that has begun cannot be moved to another worker, so it is let end."""
+"""Waiting until an engine serves nobody: a stream that has begun cannot be moved to another worker,
+so it is let end.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import aiohttp
 from runtime.logs import logger
 
 QUIET_S = 1.0
-"""So long it must have been idle: gateways that have not heard yet still send calls, and the last bytes of a reply are on their way."""
+"""So long it must have been idle: gateways that have not heard yet still send calls, and the last
+bytes of a reply are on their way.
+"""
 POLL_S = 0.1
 IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
@@ -26,7 +30,9 @@ def in_flight_of(metrics: str) -> int:
 
 
 async def wait_drained(http: aiohttp.ClientSession, base_url: str, timeout_s: float) -> bool:
-    """Wait until the engine has been idle for a while, or is gone; False when it still was at work after `timeout_s`."""
+    """Wait until the engine has been idle for a while, or is gone; False when it still was at work
+    after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     idle_since: float | None = None
     in_flight: int | None = None

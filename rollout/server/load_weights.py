@@ -2,8 +2,8 @@
 
 1. Verify each file of the manifest, size and sha256, in the worker (`rollout.server.weight_files`).
 2. Ask the engine's API server to load it, naming the version that the engine is believed to serve
-   (`rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one request; it refuses when
-   another worker has loaded another version since.
+   (`rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one request; it
+   refuses when another worker has loaded another version since.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What a load took, in milliseconds: verifying, staging, and the pause in which no token was sampled."""
+    """What a load took, in milliseconds: verifying, staging, and the pause in which no token was
+    sampled.
+    """
 
     version_id: str
     verify_ms: float
@@ -103,7 +105,8 @@ async def _call(
 ) -> tuple[int, dict[str, Any]]:
     url = base_url + PATH
     try:
-        # One connection for each call: vLLM closes idle ones, and a POST that meets that is not safe to repeat.
+        # One connection for each call: vLLM closes idle ones, and a POST that meets that is not
+        # safe to repeat.
         async with http.request(
             method, url, json=body, timeout=_TIMEOUT, headers={"Connection": "close"}
         ) as reply:

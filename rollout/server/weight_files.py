@@ -99,4 +99,7 @@ def _digest(source: BinaryIO, target: BinaryIO | None = None) -> tuple[int, str]
 def _difference(file: WeightFile, size: int, sha256: str) -> str | None:
     if (size, sha256) == (file.size_bytes, file.sha256):
         return None
-    return f"{file.url}: {size} bytes with sha256 {sha256}, the manifest says {file.size_bytes} with {file.sha256}"
+    return (
+        f"{file.url}: {size} bytes with sha256 {sha256}, the manifest says {file.size_bytes} with "
+        f"{file.sha256}"
+    )

@@ -1,7 +1,10 @@
-"""The only file that imports vLLM; it runs inside vLLM's own processes. What `rollout.vllm_plugin.token_capture` adds to the API server needs no import.
+"""The only file that imports vLLM; it runs inside vLLM's own processes.
 
-`register` is the `vllm.general_plugins` entry point, loaded in every vLLM process. It adds a weight-transfer backend `disk` that checks
-everything before the live model is touched, and a bond to the parent process.
+What `rollout.vllm_plugin.token_capture` adds to the API server needs no import.
+
+`register` is the `vllm.general_plugins` entry point, loaded in every vLLM process. It adds a
+weight-transfer backend `disk` that checks everything before the live model is touched, and a bond
+to the parent process.
 """
 
 from __future__ import annotations
@@ -28,9 +31,14 @@ WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
 INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of safetensors that the engine's loader casts into one another, as it does with the model it boots with."""
+"""Dtypes of safetensors that the engine's loader casts into one another, as it does with the model
+it boots with.
+"""
 TIED_HEADS = ("lm_head.weight",)
-"""How the names of output heads end. In a model with tied embeddings a head is the embedding, saved twice or once."""
+"""How the names of output heads end.
+
+In a model with tied embeddings a head is the embedding, saved twice or once.
+"""
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Name of a tensor to its dtype (as safetensors spells it) and shape."""
@@ -38,7 +46,9 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What every version must fit: the layout of the boot model, the dtype it is served in, and whether its head is tied."""
+    """What every version must fit: the layout of the boot model, the dtype it is served in, and
+    whether its head is tied.
+    """
 
     layout: Layout
     dtype: torch.dtype
@@ -46,7 +56,9 @@ class Served:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: idempotent, as vLLM may call it several times in a process."""
+    """Entry point of `vllm.general_plugins`: idempotent, as vLLM may call it several times in a
+    process.
+    """
     if os.environ.get(DIE_WITH_PARENT):
         _die_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -56,7 +68,9 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """A killed API server must not leave an engine that holds memory and the device: ask the kernel for SIGKILL then."""
+    """A killed API server must not leave an engine that holds memory and the device: ask the kernel
+    for SIGKILL then.
+    """
     if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) == 0 and os.getppid() == 1:
         os._exit(1)  # the parent died before the bond was made
 
@@ -95,9 +109,10 @@ def _weight_files(model_dir: Path) -> list[Path]:
 def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     """Read safetensors into memory and check all of it: digests, names, dtypes, shapes, finiteness.
 
-    Each file is read once, so the bytes that were checked are the bytes that are loaded. A float tensor may have
-    another float dtype than in the boot model: the loader casts it, exactly as it would at boot, so a version is served
-    alike whether the trainer or the engine rounds it. Other dtypes (integers, 8-bit floats with scales) must be equal.
+    Each file is read once, so the bytes that were checked are the bytes that are loaded. A float
+    tensor may have another float dtype than in the boot model: the loader casts it, exactly as it
+    would at boot, so a version is served alike whether the trainer or the engine rounds it. Other
+    dtypes (integers, 8-bit floats with scales) must be equal.
 
     Args:
         files: path of each file to its sha256.
@@ -148,7 +163,10 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
 
 
 def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
-    """Remove the output head of a model that ties it to its embedding. Raises InvalidWeights when it is another tensor."""
+    """Remove the output head of a model that ties it to its embedding.
+
+    Raises InvalidWeights when it is another tensor.
+    """
     import torch
 
     for name in [n for n in weights if n.endswith(TIED_HEADS)]:
@@ -211,8 +229,8 @@ def _disk_backend() -> type[Any]:
     class Disk(WeightTransferEngine):  # type: ignore[misc]
         """start: forget; update: check into memory; finish: put it into the model.
 
-        So an error before finish leaves the model as it was, and the caller need not pause for it; an error in finish leaves
-        it in pieces, and the engine must be restarted.
+        So an error before finish leaves the model as it was, and the caller need not pause for it;
+        an error in finish leaves it in pieces, and the engine must be restarted.
         """
 
         init_info_cls, update_info_cls = NoInit, Files
@@ -221,8 +239,9 @@ def _disk_backend() -> type[Any]:
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
-            # Only workers make a backend, once their model is loaded. A worker polls its queue with sched_yield for a second
-            # after each message: at equal priority a process on the same core was seen to wait 5 s for its turn.
+            # Only workers make a backend, once their model is loaded. A worker polls its queue with
+            # sched_yield for a second after each message: at equal priority a process on the same
+            # core was seen to wait 5 s for its turn.
             os.nice(int(os.environ.get(WORKER_NICE, "0")))
 
         def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -236,7 +255,8 @@ def _disk_backend() -> type[Any]:
                 self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            # The base class synchronises the accelerator behind this, which a CPU worker does not have.
+            # The base class synchronises the accelerator behind this, which a CPU worker does not
+            # have.
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Files) -> None:
@@ -264,7 +284,9 @@ def _disk_backend() -> type[Any]:
 
 
 def _repack_cpu_heads(model: Any) -> None:
-    """vLLM 0.32 on CPU keeps the packed copy of a *tied* output head across a reload: pack it again from the new weights."""
+    """vLLM 0.32 on CPU keeps the packed copy of a *tied* output head across a reload: pack it again
+    from the new weights.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -1,4 +1,5 @@
-"""How vLLM samples a request: its `SamplingParams` as they reach the engine, where the model's and the server's defaults are in them.
+"""How vLLM samples a request: its `SamplingParams` as they reach the engine, where the model's and
+the server's defaults are in them.
 
 Nothing here imports vLLM: its objects are used by the attributes that they have.
 """
@@ -18,7 +19,10 @@ FORCING = ("thinking_token_budget", "trace_decode_token_ids")
 
 
 class ServerOptions(NamedTuple):
-    """What the server's own options decide for every request. logprobs_mode: vLLM's `--logprobs-mode`."""
+    """What the server's own options decide for every request.
+
+    logprobs_mode: vLLM's `--logprobs-mode`.
+    """
 
     logprobs_mode: str
     logits_processors: bool

@@ -1,12 +1,13 @@
-"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call, and how they were sampled, beside its reply
-(`schemas.engine_frames`).
+"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call, and
+how they were sampled, beside its reply (`schemas.engine_frames`).
 
     --middleware rollout.vllm_plugin.token_capture.Capture
 
-Every way to ask vLLM ends in one method of its engine client, `generate`. `EngineTap` stands in its place: while a request that
-asked for capture is served, it notes what `generate` yields and hands it on; other requests pass at the cost of one look-up.
-So one mechanism serves all endpoints, and the server's own bytes stay what they are. The tap makes the engine compute
-log-probabilities, which the endpoint then does not show, as its client did not ask for them.
+Every way to ask vLLM ends in one method of its engine client, `generate`. `EngineTap` stands in its
+place: while a request that asked for capture is served, it notes what `generate` yields and hands
+it on; other requests pass at the cost of one look-up. So one mechanism serves all endpoints, and
+the server's own bytes stay what they are. The tap makes the engine compute log-probabilities, which
+the endpoint then does not show, as its client did not ask for them.
 
 Nothing here imports vLLM: its objects are used by the attributes that they have.
 """
@@ -37,7 +38,10 @@ _BEAM = re.compile(r"-beam-\d+$")
 
 
 class ChoiceBuffer:
-    """One choice: what came since the last frame. seen: ids noted so far; logprobs None: the engine had none for these ids."""
+    """One choice: what came since the last frame.
+
+    seen: ids noted so far; logprobs None: the engine had none for these ids.
+    """
 
     __slots__ = ("finish", "ids", "logprobs", "seen", "spans")
 
@@ -53,7 +57,10 @@ class ChoiceBuffer:
         self.logprobs: list[float] | None = []
 
     def append(self, output: Any, delta: bool) -> None:
-        """Take what is new of a CompletionOutput. delta: it holds new tokens only, else all so far."""
+        """Take what is new of a CompletionOutput.
+
+        delta: it holds new tokens only, else all so far.
+        """
         ids, logprobs = output.token_ids, output.logprobs
         if not delta and self.seen:
             ids, logprobs = ids[self.seen :], logprobs and logprobs[self.seen :]
@@ -81,7 +88,9 @@ class ChoiceBuffer:
 
 
 def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
-    """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None when it has none for these ids."""
+    """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None
+    when it has none for these ids.
+    """
     if not ids:
         return []
     if logprobs is None or len(logprobs) != len(ids):
@@ -93,7 +102,10 @@ def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
 
 
 class Generation:
-    """What one `generate` call has yielded since the last frame. absent: why its tokens must not be told."""
+    """What one `generate` call has yielded since the last frame.
+
+    absent: why its tokens must not be told.
+    """
 
     def __init__(
         self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None
@@ -153,7 +165,8 @@ class Call:
             and not sampling_params.detokenize
             and _BEAM.search(request_id)
         ):
-            # vLLM searches beams by many generations of one token; what it answers are none of these.
+            # vLLM searches beams by many generations of one token; what it answers are none of
+            # these.
             if self.generations:
                 return None
             absent = BEAM_SEARCH
@@ -173,11 +186,16 @@ class Call:
 
 
 _call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
-"""The call that is served here, when it is to be captured. Tasks that an endpoint starts inherit it."""
+"""The call that is served here, when it is to be captured.
+
+Tasks that an endpoint starts inherit it.
+"""
 
 
 class EngineTap:
-    """Listens at vLLM's engine client: what `generate` yields within a captured call, and each new version label."""
+    """Listens at vLLM's engine client: what `generate` yields within a captured call, and each new
+    version label.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -205,7 +223,9 @@ class EngineTap:
         self._label = new_version
 
     async def label(self) -> str:
-        """The engine's version label; asked once, then followed, for it costs a step of the engine to ask."""
+        """The engine's version label; asked once, then followed, for it costs a step of the engine
+        to ask.
+        """
         if self._label is None:
             label = await self._client.get_weight_version()
             if self._label is None:
@@ -214,7 +234,9 @@ class EngineTap:
 
 
 def with_logprobs(sampling_params: Any) -> Any:
-    """Parameters that make the engine tell the log-probability of the sampled token; those of the client when they already do."""
+    """Parameters that make the engine tell the log-probability of the sampled token; those of the
+    client when they already do.
+    """
     if sampling_params.num_logprobs is not None:
         return sampling_params
     asking = copy.copy(sampling_params)
@@ -223,7 +245,8 @@ def with_logprobs(sampling_params: Any) -> Any:
 
 
 async def _recording(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
-    # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request at once.
+    # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request
+    # at once.
     async with aclosing(outputs):
         async for output in outputs:
             generation.append(output)
@@ -231,7 +254,10 @@ async def _recording(generation: Generation, outputs: Any) -> AsyncIterator[Any]
 
 
 class Capture:
-    """The middleware. It leaves `/health` alone: the health of a dead engine must be answered too."""
+    """The middleware.
+
+    It leaves `/health` alone: the health of a dead engine must be answered too.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -296,7 +322,8 @@ class Reply:
             k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers
         )
         if not self._stream and message["status"] == 200 and self._call.generations:
-            self._held = message  # a plain reply has been generated when it begins; its length is known at its end
+            # a plain reply has been generated when it begins; its length is known at its end
+            self._held = message
             return
         await self._send(message)
 

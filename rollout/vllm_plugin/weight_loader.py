@@ -8,8 +8,8 @@
 1. One load runs at a time; a second request waits for the first.
 2. `served` must equal the engine's label, else the reply is 409 and nothing is touched. So of two
    workers on one engine neither can put a label on weights of the other.
-3. Stage: the engine reads the files and checks them against its model (`rollout.vllm_plugin.engine`). An error
-   leaves the old version serving.
+3. Stage: the engine reads the files and checks them against its model
+   (`rollout.vllm_plugin.engine`). An error leaves the old version serving.
 4. Swap: pause with the requests in flight kept, put the tensors into the model, set the label,
    resume. Requests go on with the new weights over a recomputed cache. An error leaves the engine
    paused and broken.

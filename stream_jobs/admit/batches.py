@@ -1,4 +1,7 @@
-"""Batches that are not full yet: groups that are ready, in the order in which they became so. Pure."""
+"""Batches that are not full yet: groups that are ready, in the order in which they became so.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ NO_VERSION = -1
 
 @dataclass(slots=True)
 class OpenBatch:
-    """One of them. tokens: trainable ones of all its groups; size: bytes that they take at the most."""
+    """One of them.
+
+    tokens: trainable ones of all its groups; size: bytes that they take at the most.
+    """
 
     groups: dict[GroupKey, Group] = field(default_factory=dict)
     tokens: int = 0
@@ -23,14 +29,19 @@ class OpenBatch:
 
 
 class OpenBatches:
-    """One batch is open for channel train; for channel val one for each sync index, since a batch of it holds a single one."""
+    """One batch is open for channel train; for channel val one for each sync index, since a batch
+    of it holds a single one.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._open: dict[int, OpenBatch] = {}
 
     def put(self, group: Group, verdict: Verdict, log_time: int) -> bool:
-        """Take a group that is ready; a new revision of one keeps its place. Returns whether it is new in its batch."""
+        """Take a group that is ready; a new revision of one keeps its place.
+
+        Returns whether it is new in its batch.
+        """
         oldest = verdict.oldest_sync_index if self._channel == "val" else 0
         key = NO_VERSION if oldest is None else oldest
         is_new = group.batch != key
@@ -55,7 +66,9 @@ class OpenBatches:
 
     @staticmethod
     def _count(batch: OpenBatch, group: Group, tokens: int, size: int) -> None:
-        """From now on, and no more what it counted before: its verdict can't say, for a policy may have changed the members since."""
+        """From now on, and no more what it counted before: its verdict can't say, for a policy may
+        have changed the members since.
+        """
         batch.tokens += tokens - group.tokens
         batch.size += size - group.size
         group.tokens, group.size = tokens, size
@@ -65,9 +78,11 @@ class OpenBatches:
         return sorted(self._open)
 
     def full(self, key: int, policy: AdmissionPolicy, all_of_it: bool) -> list[Group]:
-        """The groups of the next batch, if there are enough; with `all_of_it` any number of them is enough.
+        """The groups of the next batch, if there are enough; with `all_of_it` any number of them is
+        enough.
 
-        Before they are more than MAX_RECORD_BYTES there are enough of them, whatever the policy says; a larger one goes alone.
+        Before they are more than MAX_RECORD_BYTES there are enough of them, whatever the policy
+        says; a larger one goes alone.
         """
         batch = self._open.get(key)
         if batch is None:
@@ -92,7 +107,10 @@ class OpenBatches:
         return chosen if all_of_it or size > MAX_RECORD_BYTES else []
 
     def overdue(self, key: int, policy: AdmissionPolicy, now: int) -> bool:
-        """Whether a batch of channel val has waited long enough for more groups. now: event time."""
+        """Whether a batch of channel val has waited long enough for more groups.
+
+        now: event time.
+        """
         batch = self._open.get(key)
         return (
             batch is not None

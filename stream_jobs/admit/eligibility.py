@@ -1,7 +1,9 @@
-"""Whether a closed trajectory can be trained under a policy, and if not, why: the one definition, for admission and for SQL. Pure.
+"""Whether a closed trajectory can be trained under a policy, and if not, why: the one definition,
+for admission and for SQL. Pure.
 
-`trained_part` is what of it is trained, `flaws` why the whole can't be, whatever else comes, `awaited` what may still come;
-`compute_readiness` is all of it at one moment. Admission takes the first flaw as its reason to refuse.
+`trained_part` is what of it is trained, `flaws` why the whole can't be, whatever else comes,
+`awaited` what may still come; `compute_readiness` is all of it at one moment. Admission takes the
+first flaw as its reason to refuse.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ class StepReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """ready: nothing is lacking. awaits: what is lacking may still come. score: share of the conditions that are met.
+    """ready: nothing is lacking.
 
-    staleness: versions between the newest one and the oldest trainable token; None: one of them is not known.
+    awaits: what is lacking may still come. score: share of the conditions that are met.
+
+    staleness: versions between the newest one and the oldest trainable token; None: one of them is
+    not known.
     """
 
     ready: bool
@@ -66,9 +71,12 @@ def compute_readiness(
     newest_sync_index: int | None,
     has_payload: bool = True,
 ) -> Readiness:
-    """How ready a trajectory is, and each of its steps. newest_sync_index: of the version to be trained; None: there is none yet.
+    """How ready a trajectory is, and each of its steps.
 
-    has_payload: whether the candidate names a place of its payload. What depends on a group or a batch is not judged here.
+    newest_sync_index: of the version to be trained; None: there is none yet.
+
+    has_payload: whether the candidate names a place of its payload. What depends on a group or a
+    batch is not judged here.
     """
     part, limit = (
         trained_part(candidate, policy),
@@ -104,7 +112,9 @@ def compute_readiness(
 
 
 def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
-    """Versions between the oldest token and the version that is trained; None when one is not known."""
+    """Versions between the oldest token and the version that is trained; None when one is not
+    known.
+    """
     return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
 
 
@@ -126,7 +136,8 @@ def step_ineligibilities(step: CandidateStep, policy: AdmissionPolicy) -> Iterat
 
 
 def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
-    """The candidate as the policy has it trained: the steps that it leaves out are untrainable, and count for no staleness.
+    """The candidate as the policy has it trained: the steps that it leaves out are untrainable, and
+    count for no staleness.
 
     A tag of the whole that is not trained leaves out all of it.
     """
@@ -158,7 +169,8 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
             candidate, steps=steps, trainable_tokens=tokens, trainable=False, reason=reason
         )
     known = [s.oldest_sync_index for s in trained if s.oldest_sync_index is not None]
-    # Candidates of an older release name no sync index for single steps: then that of all steps counts.
+    # Candidates of an older release name no sync index for single steps: then that of all steps
+    # counts.
     oldest = min(known) if len(known) == len(trained) else candidate.oldest_sync_index
     return replace(candidate, steps=steps, trainable_tokens=tokens, oldest_sync_index=oldest)
 
@@ -166,7 +178,10 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
 def ineligibilities(
     candidate: Candidate, policy: AdmissionPolicy, has_payload: bool
 ) -> Iterator[Ineligibility]:
-    """Why a trajectory can't be trained, whatever else comes, in the order in which they count. candidate: its trained part."""
+    """Why a trajectory can't be trained, whatever else comes, in the order in which they count.
+
+    candidate: its trained part.
+    """
     if candidate.outcome not in policy.train_outcomes:
         yield Ineligibility("outcome", candidate.outcome)
     if (

@@ -1,7 +1,8 @@
 """Notices a run that learns nothing because the rewards in each of its groups are all equal. Pure.
 
-Such groups are refused one by one as `zero_variance`, which is normal now and then. When nothing else happens, the reward
-function or the task is wrong (always 0.0, always 1.0), or no reward comes at all, and nothing else says so.
+Such groups are refused one by one as `zero_variance`, which is normal now and then. When nothing
+else happens, the reward function or the task is wrong (always 0.0, always 1.0), or no reward comes
+at all, and nothing else says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ FIRST = 8
 
 @dataclass(frozen=True, slots=True)
 class EqualRewardsWarning:
-    """in_a_row: groups refused since the last one that was admitted. detail: of the last one, with the value."""
+    """in_a_row: groups refused since the last one that was admitted.
+
+    detail: of the last one, with the value.
+    """
 
     in_a_row: int
     refused_groups: int

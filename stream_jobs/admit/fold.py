@@ -1,8 +1,12 @@
-"""Admission: candidates of one run and channel become batches, in the order in which their groups become ready. A pure fold.
+"""Admission: candidates of one run and channel become batches, in the order in which their groups
+become ready.
 
-`AdmissionFold.fold` takes the records of one partition of the candidates topic in offset order and returns what is to be journaled. It
-knows no clock but the ticks on that log, so the same log gives the same batches. All that it has decided is in the journal
-(`stream_jobs.admit.decisions.state`); the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
+A pure fold.
+
+`AdmissionFold.fold` takes the records of one partition of the candidates topic in offset order and
+returns what is to be journaled. It knows no clock but the ticks on that log, so the same log gives
+the same batches. All that it has decided is in the journal (`stream_jobs.admit.decisions.state`);
+the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ from stream_jobs.admit.timers import Timer, TimerQueue
 class AdmissionFold:
     """The state of one run and channel. A fold, not a process: no I/O, no clock.
 
-    A candidate costs O(1) amortised, however many groups are open; a change of policy looks at every open group once.
+    A candidate costs O(1) amortised, however many groups are open; a change of policy looks at
+    every open group once.
     """
 
     def __init__(
@@ -78,7 +83,9 @@ class AdmissionFold:
         self._out: list[Decision] = []
 
     def initial_records(self) -> list[JournalRecord]:
-        """What is to be journaled before the first fold: in a candidates topic made anew, the policy that goes on."""
+        """What is to be journaled before the first fold: in a candidates topic made anew, the
+        policy that goes on.
+        """
         if not self._resume_point.renewed or self.policy is None:
             return []
         applied = self._policy_applied(self.policy, self._resume_point.resume_from)
@@ -88,7 +95,8 @@ class AdmissionFold:
     def fold(self, entry: InputRecord) -> list[Decision]:
         """Take the next record; returns the decisions that it brings about, in order.
 
-        Records of other runs and channels are passed over; records from before `resume_from` only tell time.
+        Records of other runs and channels are passed over; records from before `resume_from` only
+        tell time.
         """
         if entry.offset < self._resume_point.resume_from and not isinstance(entry.event, Tick):
             return []
@@ -113,7 +121,10 @@ class AdmissionFold:
 
     @property
     def input_from(self) -> int:
-        """Lowest offset that is neither admitted nor refused: here a restart reads on. The end of a run stays undecided for ever."""
+        """Lowest offset that is neither admitted nor refused: here a restart reads on.
+
+        The end of a run stays undecided for ever.
+        """
         first = self._step + 1 if self._ended is None else self._ended
         if self._pending:
             tid, group = next(iter(self._pending.items()))
@@ -128,7 +139,10 @@ class AdmissionFold:
 
     def _tick(self, tick: Tick) -> None:
         if not 0 <= tick.partition < self.source.tickers or tick.event_time is None:
-            what = f"tick of partition {tick.partition} of {self.source.tickers} with event time {tick.event_time}"
+            what = (
+                f"tick of partition {tick.partition} of {self.source.tickers} with event time "
+                f"{tick.event_time}"
+            )
             self._out.append(
                 Invalid(self._step, f"{what}: must name a source partition and its event time")
             )
@@ -142,7 +156,8 @@ class AdmissionFold:
         if now == self.now:
             return
         while (due := self._timers.next(now)) is not None:
-            # Time passes deadline by deadline, however far apart the ticks are: no one is judged before his own.
+            # Time passes deadline by deadline, however far apart the ticks are: no one is judged
+            # before his own.
             self.now = due.at if self.now is None else max(self.now, due.at)
             if due.batch:
                 if self._batches.overdue(due.owner[1], self._in_force, self.now):
@@ -178,7 +193,9 @@ class AdmissionFold:
                 self._join(group, Member(c, entry.place, entry.offset))
 
     def _already_decided(self, c: Candidate, decided: Decided) -> None:
-        """A trajectory that is decided already: sent again, late, or opened again after assembly had forgotten it."""
+        """A trajectory that is decided already: sent again, late, or opened again after assembly
+        had forgotten it.
+        """
         if self.replaying:
             return
         if c.opened_at > decided.at:
@@ -187,9 +204,13 @@ class AdmissionFold:
             )
         elif c.revision > decided.revision:
             late = Late(
-                run_id=self.run_id, channel=self.channel, trajectory_id=c.trajectory_id, revision=c.revision,
-                missed_batch_seq=decided.batch_seq, input_to=self._input_to,
-            )  # fmt: skip
+                run_id=self.run_id,
+                channel=self.channel,
+                trajectory_id=c.trajectory_id,
+                revision=c.revision,
+                missed_batch_seq=decided.batch_seq,
+                input_to=self._input_to,
+            )
             self._journal(late)
 
     def _set_policy(self, policy: AdmissionPolicy) -> None:
@@ -221,12 +242,17 @@ class AdmissionFold:
         self._fold_before_policy()
 
     def _fold_before_policy(self) -> None:
-        """In the order in which they came first. Who has still to come is undecided: `input_from` must know."""
+        """In the order in which they came first.
+
+        Who has still to come is undecided: `input_from` must know.
+        """
         while self._before_policy:
             self._candidate(*self._before_policy.pop(next(iter(self._before_policy))))
 
     def _evaluate_all(self) -> None:
-        """Judge every open group before any batch is closed: what is in a batch may have to leave it."""
+        """Judge every open group before any batch is closed: what is in a batch may have to leave
+        it.
+        """
         for group in list(self._groups):
             self._evaluate(group, close=False)
         for key in self._batches.open():
@@ -235,7 +261,9 @@ class AdmissionFold:
     # -- groups
 
     def _group_for(self, c: Candidate) -> Group | None:
-        """The group that the trajectory belongs to; None when its round takes no more and it was refused for that."""
+        """The group that the trajectory belongs to; None when its round takes no more and it was
+        refused for that.
+        """
         number, takes = self._groups.assign_round(c, None if self.replaying else c.opened_at)
         if not takes:
             self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
@@ -261,7 +289,9 @@ class AdmissionFold:
         self._evaluate(group)
 
     def _evaluate(self, group: Group, close: bool = True) -> None:
-        """Bring the group to where its verdict puts it: it waits, is refused, or stands in an open batch."""
+        """Bring the group to where its verdict puts it: it waits, is refused, or stands in an open
+        batch.
+        """
         verdict = evaluate_group(
             group, self._in_force, self.channel, self.now, self._ended is not None
         )
@@ -326,7 +356,10 @@ class AdmissionFold:
     # -- decisions
 
     def _close(self, key: int, all_of_it: bool = False) -> None:
-        """Emit the open batch as often as it is full; with `all_of_it` the rest too. Staleness is judged for the batch's own number."""
+        """Emit the open batch as often as it is full; with `all_of_it` the rest too.
+
+        Staleness is judged for the batch's own number.
+        """
         while chosen := self._batches.full(key, self._in_force, all_of_it):
             stale = [(g, why) for g in chosen if (why := self._stale(g)) is not None]
             for group, why in stale:
@@ -351,16 +384,29 @@ class AdmissionFold:
         for group in groups:
             self._forget(group)
         batch = ReadyBatch(
-            run_id=self.run_id, channel=self.channel, batch_seq=seq, groups=tuple(built),
-            policy_version=policy.policy_version, sync_every=policy.sync_every, algorithm=policy.algorithm,
-            reward_weights=policy.reward_weights, input_topic_id=topic.topic_id, input_partition=topic.partition,
-            input_from=self.input_from, input_to=self._input_to, content_hash="", created_at_event_time=at,
+            run_id=self.run_id,
+            channel=self.channel,
+            batch_seq=seq,
+            groups=tuple(built),
+            policy_version=policy.policy_version,
+            sync_every=policy.sync_every,
+            algorithm=policy.algorithm,
+            reward_weights=policy.reward_weights,
+            input_topic_id=topic.topic_id,
+            input_partition=topic.partition,
+            input_from=self.input_from,
+            input_to=self._input_to,
+            content_hash="",
+            created_at_event_time=at,
             trainable_tokens=sum(m.candidate.trainable_tokens for m in usable),
-        )  # fmt: skip
+        )
         self._journal(dataclasses.replace(batch, content_hash=content_hash(batch)))
 
     def _refuse(self, group: Group, reason: str, detail: str | None) -> None:
-        """Refuse a whole group; it asks for n new trajectories. What no record takes is refused before, member by member of that round."""
+        """Refuse a whole group; it asks for n new trajectories.
+
+        What no record takes is refused before, member by member of that round.
+        """
         self._batches.remove(group)
         members = [group.members[tid].candidate for tid in sorted(group.members)]
         self._forget(group)
@@ -373,7 +419,10 @@ class AdmissionFold:
     def _refuse_one(
         self, c: Candidate, number: int | None, reason: str, detail: str | None
     ) -> None:
-        """Refuse one trajectory. number: the round in which it counts as one of its members; None: in none."""
+        """Refuse one trajectory.
+
+        number: the round in which it counts as one of its members; None: in none.
+        """
         self._pending.pop(c.trajectory_id, None)
         self._journal(
             self._refused((c.group_id, number), [c], reason, detail, self._log_time([c]), None)
@@ -389,24 +438,44 @@ class AdmissionFold:
         self._out.append(decision)
 
     def _refused(
-        self, key: tuple[str, int | None], members: list[Candidate], reason: str, detail: str | None, at: int,
+        self,
+        key: tuple[str, int | None],
+        members: list[Candidate],
+        reason: str,
+        detail: str | None,
+        at: int,
         n: int | None,
-    ) -> Refused:  # fmt: skip
+    ) -> Refused:
         return Refused(
-            run_id=self.run_id, channel=self.channel, group_id=key[0], round=key[1],
-            trajectory_ids=tuple(c.trajectory_id for c in members), revisions=tuple(c.revision for c in members),
-            whole_group=n is not None, reason=reason, detail=detail, n=n or 0, input_topic_id=self.source.topic_id,
-            input_from=self.input_from, input_to=self._input_to, event_time=at,
-        )  # fmt: skip
+            run_id=self.run_id,
+            channel=self.channel,
+            group_id=key[0],
+            round=key[1],
+            trajectory_ids=tuple(c.trajectory_id for c in members),
+            revisions=tuple(c.revision for c in members),
+            whole_group=n is not None,
+            reason=reason,
+            detail=detail,
+            n=n or 0,
+            input_topic_id=self.source.topic_id,
+            input_from=self.input_from,
+            input_to=self._input_to,
+            event_time=at,
+        )
 
     def _policy_applied(self, policy: AdmissionPolicy, offset: int) -> PolicyApplied:
         return PolicyApplied(
-            run_id=self.run_id, channel=self.channel, policy=policy, input_topic_id=self.source.topic_id,
+            run_id=self.run_id,
+            channel=self.channel,
+            policy=policy,
+            input_topic_id=self.source.topic_id,
             from_offset=offset,
-        )  # fmt: skip
+        )
 
     def _log_time(self, candidates: Iterable[Candidate]) -> int:
-        """Event time, or the closing of one of these when that is later: one source partition may lag behind the others."""
+        """Event time, or the closing of one of these when that is later: one source partition may
+        lag behind the others.
+        """
         return max(self.now or 0, *(c.closed_at for c in candidates))
 
     @property
@@ -422,7 +491,9 @@ def replay(
     channel: Channel = "train",
     tickers: int = 12,
 ) -> list[str]:
-    """Content hashes of the batches that a log of candidates gives under one policy, whatever policies are in the log."""
+    """Content hashes of the batches that a log of candidates gives under one policy, whatever
+    policies are in the log.
+    """
     fold = AdmissionFold(
         policy.run_id, channel, CandidateLog("replay", 0, tickers), ResumePoint(policy=policy)
     )

@@ -1,4 +1,8 @@
-"""Groups of trajectories before admission, and the verdict on one: wait, refuse, or train these members. Pure."""
+"""Groups of trajectories before admission, and the verdict on one: wait, refuse, or train these
+members.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,22 @@ from stream_jobs.admit.eligibility import (
 GroupKey = tuple[str, int]
 """Group id and round."""
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
-"""A group that is alone in its batch. The rest is for what a batch says besides, above all the reward weights."""
+"""A group that is alone in its batch.
+
+The rest is for what a batch says besides, above all the reward weights.
+"""
 _GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES, _REFUSED_BYTES = 24, 80, 24, 3, 20
 """The most that Avro takes for one of them, strings and the revision of a reward apart."""
 
 
 @dataclass(slots=True)
 class Member:
-    """A closed trajectory at its highest revision so far. first_offset: of its first candidate record.
+    """A closed trajectory at its highest revision so far.
 
-    whole: as it came; candidate: what of it the policy trains. flaw: why it can't be trained as it stands; awaits: a required reward
-    or assessment that is not there yet.
+    first_offset: of its first candidate record.
+
+    whole: as it came; candidate: what of it the policy trains. flaw: why it can't be trained as it
+    stands; awaits: a required reward or assessment that is not there yet.
     """
 
     whole: Candidate
@@ -80,7 +89,9 @@ class Member:
 
 
 class Verdict(NamedTuple):
-    """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the others for their reasons."""
+    """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the
+    others for their reasons.
+    """
 
     usable: tuple[Member, ...]
     dropped: tuple[tuple[Member, Ineligibility], ...]
@@ -99,7 +110,9 @@ class Verdict(NamedTuple):
 
     @property
     def oldest_sync_index(self) -> int | None:
-        """Lowest sync index among the trainable tokens of the usable members; None when none has one."""
+        """Lowest sync index among the trainable tokens of the usable members; None when none has
+        one.
+        """
         return min(
             (s for m in self.usable if (s := m.candidate.oldest_sync_index) is not None),
             default=None,
@@ -110,8 +123,9 @@ class Verdict(NamedTuple):
 class Group:
     """One round of a group id that is neither admitted nor refused.
 
-    gone: members that were refused one by one before. closed_to_new_at: log time at which its deadline passed; it takes no more members.
-    entered_at, batch: since when and in which open batch it waits, when it is ready; tokens, size: what it counts there.
+    gone: members that were refused one by one before. closed_to_new_at: log time at which its
+    deadline passed; it takes no more members. entered_at, batch: since when and in which open batch
+    it waits, when it is ready; tokens, size: what it counts there.
     """
 
     key: GroupKey
@@ -174,7 +188,9 @@ class Group:
 def evaluate_group(
     group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
 ) -> Verdict | None:
-    """The verdict, or None: it waits for members or for rewards. now: event time, None before there is any.
+    """The verdict, or None: it waits for members or for rewards.
+
+    now: event time, None before there is any.
 
     Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
     """
@@ -230,13 +246,18 @@ def evaluate_group(
     verdict = Verdict(tuple(usable), tuple(dropped))
     if (size := group.size_with(verdict)) > MAX_GROUP_BYTES:
         values = sum(len(m.candidate.rewards) for m in usable)
-        detail = f"{len(usable)} members with {values} rewards are {size} bytes, one record takes {MAX_GROUP_BYTES}"
+        detail = (
+            f"{len(usable)} members with {values} rewards are {size} bytes, one record takes "
+            f"{MAX_GROUP_BYTES}"
+        )
         return Verdict((), (), "too_large", detail)
     return verdict
 
 
 def split_by_record_size(members: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Members of a group that is refused, parted so that each part fits into one record: nearly always one."""
+    """Members of a group that is refused, parted so that each part fits into one record: nearly
+    always one.
+    """
     parts: list[list[Candidate]] = [[]]
     size = 0
     for c in members:

@@ -1,17 +1,23 @@
-"""The admission process: one fenced, journaled fold for each channel of a run. Its only state is its output topic.
+"""The admission process: one fenced, journaled fold for each channel of a run.
+
+Its only state is its output topic.
 
 Protocol of a channel:
-1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open transaction is rolled back.
-2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided trajectories, rounds, policy, and
-   `input_from`, where to read on. What a file has kept of it (`stream_jobs.admit.decisions.checkpoint`) is not read again. Another id of the candidates
-   topic starts at that topic's beginning, with a warning; the same id with an end before the position stops the process.
-3. The candidates are read from there, or from the run's first record behind it: a run that begins need not fold the Ticks of all the time
-   before it. And from so far before that every source partition has ticked once: event time is known again. What was decided folds to
-   nothing; the rest is what it was.
-4. The decisions of some records, in log order, are one transaction, dead letters included. So a decision is on the journal with all
-   others of its step, or it was never made.
-5. Where the reader is, is committed after the transaction as advice, but inside of one that has dead letters: below that position a
-   restart writes none. No one resumes from it.
+1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open
+   transaction is rolled back.
+2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided
+   trajectories, rounds, policy, and `input_from`, where to read on. What a file has kept of it
+   (`stream_jobs.admit.decisions.checkpoint`) is not read again. Another id of the candidates topic
+   starts at that topic's beginning, with a warning; the same id with an end before the position
+   stops the process.
+3. The candidates are read from there, or from the run's first record behind it: a run that begins
+   need not fold the Ticks of all the time before it. And from so far before that every source
+   partition has ticked once: event time is known again. What was decided folds to nothing; the rest
+   is what it was.
+4. The decisions of some records, in log order, are one transaction, dead letters included. So a
+   decision is on the journal with all others of its step, or it was never made.
+5. Where the reader is, is committed after the transaction as advice, but inside of one that has
+   dead letters: below that position a restart writes none. No one resumes from it.
 """
 
 from __future__ import annotations
@@ -79,7 +85,9 @@ COMMIT_INTERVAL_S = 0.5
 CHECK_INTERVAL_S = 5.0
 PUBLISH_ATTEMPTS = 10
 MAX_SEND_RECORDS, MAX_SEND_BYTES = 1000, 32 * 1024 * 1024
-"""Records of a transaction that are on their way at once, and bytes of them: the client takes 100,000 and 1 GiB."""
+"""Records of a transaction that are on their way at once, and bytes of them: the client takes
+100,000 and 1 GiB.
+"""
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
@@ -94,7 +102,7 @@ class ChannelAdmitter:
         decoder: Decoder,
         other: ChannelAdmitter | None = None,
     ) -> None:
-        """other: that of the other channel; what it has read of the candidates is not read again."""
+        """other: The admitter of the other channel. Both share one reading of the candidates."""
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
         self._cluster, self._decoder = cluster, decoder
         self._journal_topic = self._topics.ready_batches(self._run, channel)
@@ -160,7 +168,9 @@ class ChannelAdmitter:
         return count, resume_point
 
     def _load_checkpoint(self) -> tuple[DecisionState, JournalPosition | None]:
-        """What the checkpoint has of this journal, if that still has the last record that the checkpoint knows."""
+        """What the checkpoint has of this journal, if that still has the last record that the
+        checkpoint knows.
+        """
         topic = self._journal_topic
         found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
         if found is not None:
@@ -206,9 +216,13 @@ class ChannelAdmitter:
         self._committed, self._committed_at = -1, 0.0
         self._checked_at = time.monotonic()
         self._log.info(
-            "admission_starts", next_batch=self.resume_point.next_seq, journal=self.journaled, reads_from=start,
-            undecided_from=self.resume_point.resume_from, decided=len(self.resume_point.state.decisions),
-        )  # fmt: skip
+            "admission_starts",
+            next_batch=self.resume_point.next_seq,
+            journal=self.journaled,
+            reads_from=start,
+            undecided_from=self.resume_point.resume_from,
+            decided=len(self.resume_point.state.decisions),
+        )
         opening = self._admission.initial_records()
         dead_letters = self._skipped(first)
         if opening or dead_letters:
@@ -216,7 +230,9 @@ class ChannelAdmitter:
         self._save_checkpoint()
 
     def _skipped(self, first: int) -> list[DeadLetter]:
-        """Dead letters of what can't be read between what is decided and `first`: it is not folded, and perhaps no one else has read it."""
+        """Dead letters of what can't be read between what is decided and `first`: it is not folded,
+        and perhaps no one else has read it.
+        """
         dead_letters: list[DeadLetter] = []
         for record in self._run_log.unattributed:
             if self.resume_point.resume_from <= record.offset < first:
@@ -236,7 +252,10 @@ class ChannelAdmitter:
         return self._cluster.watermarks(topic, [partition])[partition][1]
 
     def step(self, timeout_s: float) -> bool:
-        """Fold what has come, as one transaction; whether there was anything. Raises TopicReplaced, SourceTruncated."""
+        """Fold what has come, as one transaction; whether there was anything.
+
+        Raises TopicReplaced, SourceTruncated.
+        """
         records = self._poll(timeout_s)
         decisions: list[JournalRecord] = []
         dead_letters: list[DeadLetter] = []
@@ -263,12 +282,15 @@ class ChannelAdmitter:
         return records
 
     def _check_topic(self) -> None:
-        """An offset says nothing of another topic of that name, whether or not that has come as far."""
+        """An offset says nothing of another topic of that name, whether or not that has come as
+        far.
+        """
         topic, partition = self._at
         position = self._reader.positions[self._at]
         if not self._cluster.check_position(topic, self._source.topic_id, partition, position):
             raise TopicReplaced(
-                f"{topic} had id {self._source.topic_id} and has it no more: it was deleted while it was read"
+                f"{topic} had id {self._source.topic_id} and has it no more: it was deleted while "
+                "it was read"
             )
 
     def _sort(
@@ -285,7 +307,10 @@ class ChannelAdmitter:
                 decisions.append(decision)
 
     def _entry(self, record: Record, dead_letters: list[DeadLetter]) -> InputRecord | None:
-        """The record as the fold takes it. Other runs' records are passed over; what can't be read is dead_letters."""
+        """The record as the fold takes it.
+
+        Other runs' records are passed over; what can't be read is dead_letters.
+        """
         mine = record.key == self._run.encode()
         if not mine and record.key is not None and is_run(record.key):
             return None
@@ -309,7 +334,9 @@ class ChannelAdmitter:
     def _dead_letter(
         self, record: Record, reason: str, detail: str, dead_letters: list[DeadLetter]
     ) -> None:
-        """Both channels read the same log: only one of them reports what is wrong with it, and only once."""
+        """Both channels read the same log: only one of them reports what is wrong with it, and only
+        once.
+        """
         if self._channel != "train" or record.offset < self._dead_lettered_below:
             return
         self._log.warning("dead_letter", offset=record.offset, reason=reason, detail=detail)
@@ -318,7 +345,10 @@ class ChannelAdmitter:
     def _write(
         self, decisions: list[JournalRecord], dead_letters: list[DeadLetter], position: int | None
     ) -> None:
-        """One transaction. position: below it everything is buried that has to be; None: nobody need know."""
+        """One transaction.
+
+        position: below it everything is buried that has to be; None: nobody need know.
+        """
         encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
         pace = SendLimit(self._producer.flush)
         with self._producer.transaction():
@@ -337,10 +367,13 @@ class ChannelAdmitter:
         for decision in decisions:
             if (noticed := self._equal_rewards.observe(decision)) is not None:
                 self._log.warning(
-                    "all_groups_zero_variance", groups_in_a_row=noticed.in_a_row, groups_refused=noticed.refused_groups,
-                    groups_admitted=noticed.admitted_groups, detail=noticed.detail,
+                    "all_groups_zero_variance",
+                    groups_in_a_row=noticed.in_a_row,
+                    groups_refused=noticed.refused_groups,
+                    groups_admitted=noticed.admitted_groups,
+                    detail=noticed.detail,
                     hint="nothing is learned from groups with equal rewards: see docs/admission.md",
-                )  # fmt: skip
+                )
             if isinstance(decision, ReadyBatch):
                 self._log.info(
                     "batch_admitted", batch_seq=decision.batch_seq, groups=len(decision.groups),
@@ -376,7 +409,9 @@ class ChannelAdmitter:
 
 
 class SendLimit:
-    """Records that are on their way to the broker at once: not more than MAX_SEND_RECORDS, nor MAX_SEND_BYTES if it is not a single one."""
+    """Records that are on their way to the broker at once: not more than MAX_SEND_RECORDS, nor
+    MAX_SEND_BYTES if it is not a single one.
+    """
 
     def __init__(self, flush: Callable[[], None]) -> None:
         """flush: returns when all of them are there."""
@@ -392,7 +427,10 @@ class SendLimit:
 
 
 def payload_place(headers: Mapping[str, bytes]) -> Place | None:
-    """Where a candidate's payload lies; None when it has none. ValueError for anything else than four whole values."""
+    """Where a candidate's payload lies; None when it has none.
+
+    ValueError for anything else than four whole values.
+    """
     if not any(name in headers for name in _PLACE):
         return None
     try:
@@ -410,8 +448,11 @@ def payload_place(headers: Mapping[str, bytes]) -> Place | None:
 def publish_policy(
     settings: Settings, cluster: Cluster, decoder: Decoder, admitter: ChannelAdmitter
 ) -> None:
-    """Put the settings' policy on the log if they have changed since they were published last: what a person has set meanwhile stays
-    until then. Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and again.
+    """Put the settings' policy on the log if they have changed since they were published last: what
+    a person has set meanwhile stays until then.
+
+    Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and
+    again.
     """
     for _ in range(PUBLISH_ATTEMPTS):
         published = admitter.published()
@@ -419,7 +460,8 @@ def publish_policy(
         policy = policy_of(settings, version, now_micros())
         if published.newest is not None and published.newest.sync_every != policy.sync_every:
             raise SettingsError(
-                f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole of run {settings.run_id}, got "
+                f"setting admit.policy.sync_every: is {published.newest.sync_every} for the whole "
+                f"of run {settings.run_id}, got "
                 f"{policy.sync_every}; take another run_id"
             )
         due = next_policy(published, policy)
@@ -432,7 +474,8 @@ def publish_policy(
         logger().info(
             "policy_published", run=due.run_id, policy=due.policy_version, by=due.published_by
         )
-        # Whoever sets a policy at the same time may have taken the version: then it is said again, with the next one.
+        # Whoever sets a policy at the same time may have taken the version: then it is said again,
+        # with the next one.
     raise PolicyRefused(
         f"others set the policy of run {settings.run_id} at the same time, {PUBLISH_ATTEMPTS} times"
     )

@@ -1,4 +1,7 @@
-"""Groups that are neither admitted nor refused, in the order in which they began, and by group id. Pure."""
+"""Groups that are neither admitted nor refused, in the order in which they began, and by group id.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from stream_jobs.admit.group import Group, GroupKey
 
 @dataclass(slots=True)
 class _RoundsOfGroup:
-    """Open rounds of one group id. No round below `current` takes a counted trajectory. sealed: no longer wait for who has not come."""
+    """Open rounds of one group id.
+
+    No round below `current` takes a counted trajectory. sealed: no longer wait for who has not
+    come.
+    """
 
     current: int
     open: dict[int, Group] = field(default_factory=dict)
@@ -60,7 +67,7 @@ class OpenGroups:
         return ids.current, True
 
     def _missed_by(self, opened_at: int, rounds: Rounds, ids: _RoundsOfGroup | None) -> int | None:
-        """The first round, closed or sealed, that a trajectory opened at this time was meant for."""
+        """Return the first round closed to new members that a trajectory of this time missed."""
         missed = rounds.missed_by(opened_at)
         for number, group in ids.closed_to_new.items() if ids is not None else ():
             owed = group.n - group.arrived - self._state.turned_away.get(group.key, 0)

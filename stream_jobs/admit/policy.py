@@ -62,7 +62,10 @@ def settings_of(policy: AdmissionPolicy) -> PolicySettings:
 
 
 class Published(NamedTuple):
-    """What is on the log. newest: the one that can be obeyed last; of_settings: the last one of those that settings have published.
+    """What is on the log.
+
+    newest: the one that can be obeyed last; of_settings: the last one of those that settings have
+    published.
 
     here: whether newest is on today's candidates topic, which may have been made anew.
     """
@@ -73,10 +76,13 @@ class Published(NamedTuple):
 
 
 def next_policy(published: Published, of_settings: AdmissionPolicy) -> AdmissionPolicy | None:
-    """What an admission process has to publish at its start; None: nothing. of_settings: of today's settings, with the next version.
+    """What an admission process has to publish at its start; None: nothing.
 
-    Settings are published when they say something else than when they were published last, whatever a person has set since. So what a
-    person sets stays until the settings change. On a candidates topic made anew the policy that goes on is published again.
+    of_settings: of today's settings, with the next version.
+
+    Settings are published when they say something else than when they were published last, whatever
+    a person has set since. So what a person sets stays until the settings change. On a candidates
+    topic made anew the policy that goes on is published again.
     """
     newest, before, here = published
     if newest is None or before is None or not same_content(before, of_settings):
@@ -104,7 +110,9 @@ def is_of_settings(policy: AdmissionPolicy) -> bool:
 
 
 def policy_rejection(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
-    """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once more."""
+    """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once
+    more.
+    """
     name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
     if flaw is not None:
         return f"{name}: {flaw}"
@@ -127,7 +135,10 @@ _LEAST: Mapping[str, int] = {
     **dict.fromkeys(("reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"), 0),
     **dict.fromkeys(("max_staleness", "min_trainable_tokens"), 0),
 }
-"""What the settings demand; a deadline of less than half a millisecond is 0 here. Algorithms are the trainer's to know."""
+"""What the settings demand; a deadline of less than half a millisecond is 0 here.
+
+Algorithms are the trainer's to know.
+"""
 
 
 def _flaw_of_fields(policy: AdmissionPolicy) -> str | None:

@@ -1,4 +1,6 @@
-"""The policies of a run on `claw.candidates`: read, and set by a person while the run goes on. Also the run's end.
+"""The policies of a run on `claw.candidates`: read, and set by a person while the run goes on.
+
+Also the run's end.
 
 Nothing here talks to admission: it reads the same log, and a policy holds from its own offset on.
 """
@@ -30,7 +32,10 @@ CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
 class PolicyEntry(NamedTuple):
-    """A policy on the log. timestamp_ms: the log's. rejection: why admission does not obey it; None: it does."""
+    """A policy on the log.
+
+    timestamp_ms: the log's. rejection: why admission does not obey it; None: it does.
+    """
 
     offset: int
     timestamp_ms: int
@@ -39,9 +44,12 @@ class PolicyEntry(NamedTuple):
 
 
 class RunLog:
-    """One run's records on the candidates: where they lie, and what its policies and its end say. Read once, and read on.
+    """One run's records on the candidates: where they lie, and what its policies and its end say.
 
-    A run that lives holds all of that log since its beginning, and the Ticks are most of it: of what is not the run's own the key is looked at, no more.
+    Read once, and read on.
+
+    A run that lives holds all of that log since its beginning, and the Ticks are most of it: of
+    what is not the run's own the key is looked at, no more.
     """
 
     def __init__(
@@ -60,7 +68,9 @@ class RunLog:
         self._offsets = array("q")
 
     def read(self, first: int) -> None:
-        """Read to the end of the log; from `first` on everything is known then. 0: from its beginning."""
+        """Read to the end of the log; from `first` on everything is known then. 0: from its
+        beginning.
+        """
         if self._from is None or first < self._from:
             self._from = self.read_to = first
             self.events, self.unattributed, self._unattributed_bytes, self._offsets = (
@@ -85,7 +95,9 @@ class RunLog:
         self.read_to = max(self.read_to, end)
 
     def next_run_offset(self, first: int) -> int:
-        """Offset of the run's first record that is not before `first`; where it is read to when there is none."""
+        """Offset of the run's first record that is not before `first`; where it is read to when
+        there is none.
+        """
         at = bisect_left(self._offsets, first)
         return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
 
@@ -107,7 +119,10 @@ class RunLog:
                 self.events.append((record, event))
 
     def _is_ignored(self, key: bytes | None, value: bytes | None) -> bool:
-        """Whether it is another run's, or a Tick. The next one of that run or schema is known by its key or header alone."""
+        """Whether it is another run's, or a Tick.
+
+        The next one of that run or schema is known by its key or header alone.
+        """
         if key is not None:
             if key not in self._runs and is_run(key):
                 self._runs.add(key)
@@ -118,7 +133,10 @@ class RunLog:
         return found
 
     def _add_unattributed(self, record: Record) -> None:
-        """Keep it for admission, which buries it. The log is read from the first one on that is not kept, as if it were the run's."""
+        """Keep it for admission, which buries it.
+
+        The log is read from the first one on that is not kept, as if it were the run's.
+        """
         size = (
             len(record.key or b"")
             + len(record.value or b"")
@@ -135,7 +153,10 @@ class RunLog:
 
 
 class PolicyLog:
-    """Policies of one run. Looks at every record of its partition of the candidates, but reads only the run's own."""
+    """Policies of one run.
+
+    Looks at every record of its partition of the candidates, but reads only the run's own.
+    """
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self._settings, self._cluster, self._topics = settings, cluster, settings.kafka.topics
@@ -143,7 +164,8 @@ class PolicyLog:
         partitions = cluster.topics(self.topic).get(self.topic)
         if not partitions:
             raise PolicyRefused(
-                f"there is no topic {self.topic} on {settings.bootstrap_servers}: is kafka.topic_prefix right?"
+                f"there is no topic {self.topic} on {settings.bootstrap_servers}: is "
+                "kafka.topic_prefix right?"
             )
         self.partition = partition_of(settings.run_id.encode(), partitions)
         self._decoder = Decoder(cluster, self._topics.schemas)
@@ -174,7 +196,9 @@ class PolicyLog:
         return next((e for e in reversed(self.entries) if e.rejection is None), None)
 
     def behind(self, entry: PolicyEntry) -> Mapping[Channel, int | None]:
-        """Of each channel, how many records admission has to read until the policy holds; None: no admission has read this run."""
+        """Of each channel, how many records admission has to read until the policy holds; None: no
+        admission has read this run.
+        """
         found: dict[Channel, int | None] = {}
         for channel in CHANNELS:
             group = f"{self._settings.kafka.topic_prefix}-admit.{self._settings.run_id}.{channel}"
@@ -185,7 +209,9 @@ class PolicyLog:
     def set(
         self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()
     ) -> PolicyEntry:
-        """Publish the newest policy with some fields changed. The arguments are those of `changed_policy`.
+        """Publish the newest policy with some fields changed.
+
+        The arguments are those of `changed_policy`.
 
         Raises PolicyRefused, or SettingsError that names the setting.
         """
@@ -193,12 +219,14 @@ class PolicyLog:
         self._still_open()
         if newest is None:
             raise PolicyRefused(
-                f"run {run} has no policy yet: say it in the settings, admit.policy.*, and start clawstream admit"
+                f"run {run} has no policy yet: say it in the settings, admit.policy.*, and start "
+                "clawstream admit"
             )
         unknown = changes.keys() - PolicySettings.model_fields.keys()
         if unknown:
             raise PolicyRefused(
-                f"no {', '.join(sorted(unknown))} in a policy; there are {', '.join(PolicySettings.model_fields)}"
+                f"no {', '.join(sorted(unknown))} in a policy; there are "
+                f"{', '.join(PolicySettings.model_fields)}"
             )
         made = changed_policy(self._settings, newest.policy, changes, by, checks)
         rejection = policy_rejection(made, newest.policy)
@@ -209,12 +237,16 @@ class PolicyLog:
         mine = next(e for e in reversed(self.entries) if e.policy == made)
         if mine.rejection is not None:
             raise PolicyRefused(
-                f"someone else set a policy at the same time: {mine.rejection}. Look at it, and set yours again"
+                f"someone else set a policy at the same time: {mine.rejection}. Look at it, and "
+                "set yours again"
             )
         return mine
 
     def end(self, reason: str | None) -> int:
-        """End the run for ever; returns the offset from which it is over. Raises PolicyRefused when there is no such run, or it has ended."""
+        """End the run for ever; returns the offset from which it is over.
+
+        Raises PolicyRefused when there is no such run, or it has ended.
+        """
         run = self._settings.run_id
         self._still_open()
         if self.newest is None:
@@ -250,12 +282,10 @@ def changed_policy(
 ) -> AdmissionPolicy:
     """Return the next version of a policy, judged as settings are.
 
-    Args:
-        settings: They name the functions, from which follows what groups wait for unless it was set.
-        policy: The policy in force.
-        changes: Name as in `admit.policy` to YAML text.
-        by: Who changes it.
-        checks: Further checks of the settings that would give the new policy. Each raises SettingsError.
+    Args: settings: They name the functions, from which follows what groups wait for unless it was
+        set. policy: The policy in force. changes: Name as in `admit.policy` to YAML text. by: Who
+        changes it. checks: Further checks of the settings that would give the new policy. Each
+        raises SettingsError.
 
     Raises:
         SettingsError: The new policy cannot be; the message names the setting.
@@ -275,10 +305,11 @@ def changed_policy(
 
 
 def _following(settings: Settings, policy: AdmissionPolicy) -> Iterator[str]:
-    """Yield the fields of a policy that follow from the functions of the settings: they follow in the next policy too.
+    """Yield the fields of a policy that follow from the functions of the settings: they follow in
+    the next policy too.
 
-    A policy does not record whether a field was set. A field follows when its value is empty, or is what the functions
-    give under this policy and the settings do not say the same.
+    A policy does not record whether a field was set. A field follows when its value is empty, or is
+    what the functions give under this policy and the settings do not say the same.
     """
     derived = settings_of(policy).model_copy(
         update=dict.fromkeys(("required_rewards", "require_assessment"))

@@ -1,7 +1,7 @@
 """TimerQueue in event time, of groups and of open batches. Pure.
 
-A deadline is never taken back: when it comes, its owner looks whether it still matters. Ties are in the order of the owners' names, so
-that the order depends on nothing but the log.
+A deadline is never taken back: when it comes, its owner looks whether it still matters. Ties are in
+the order of the owners' names, so that the order depends on nothing but the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from stream_jobs.admit.group import GroupKey
 
 
 class Timer(NamedTuple):
-    """at: event time, milliseconds. batch: whether the owner is an open batch, whose key is ("", key)."""
+    """at: event time, milliseconds.
+
+    batch: whether the owner is an open batch, whose key is ("", key).
+    """
 
     at: int
     batch: bool
@@ -40,5 +43,5 @@ class TimerQueue:
         self._heap = sorted(set(deadlines))
 
     def mostly_stale(self, owners: int) -> bool:
-        """Whether so many more deadlines are planned than `owners` could have that a rebuild pays."""
+        """Return True when the queue holds so many stale timers that a rebuild pays."""
         return len(self._heap) > 1024 + 4 * owners

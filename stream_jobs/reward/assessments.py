@@ -1,8 +1,11 @@
-"""What quality rules say of a closed trajectory, as one record. Pure but for the import of a user's rule.
+"""What quality rules say of a closed trajectory, as one record.
 
-How rules combine: a step has the lowest score that a rule gave it, 1.0 when none found anything. A rule gives the whole what it says of
-it, else the mean of its steps (those with a mark left out); the whole has the lowest of that. A rule that raises, or whose scores are
-not in [0, 1], counts for nothing and is on the record with the reason. The record's id depends on trajectory and rules only.
+Pure but for the import of a user's rule.
+
+How rules combine: a step has the lowest score that a rule gave it, 1.0 when none found anything. A
+rule gives the whole what it says of it, else the mean of its steps (those with a mark left out);
+the whole has the lowest of that. A rule that raises, or whose scores are not in [0, 1], counts for
+nothing and is on the record with the reason. The record's id depends on trajectory and rules only.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ FINDINGS_MAX = 200
 def quality_rules_of(
     configured: Mapping[str, tuple[str, ...]], find: Find
 ) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
+    """Run id (or `*`) to its rules; `find` gives a user's own.
+
+    Raises SettingsError naming the setting.
+    """
     return {
         run: rules_of_run(specs, f"jobs.quality_functions.{run}", find)
         for run, specs in configured.items()
@@ -78,7 +84,10 @@ def not_assessed(
 
 
 def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
-    """What the rule says, as scores in [0, 1]. Raises what the rule raises, TypeError or ValueError."""
+    """What the rule says, as scores in [0, 1].
+
+    Raises what the rule raises, TypeError or ValueError.
+    """
     said = rule.function(trajectory)
     if said is None:
         return []
@@ -120,9 +129,13 @@ def _finding(rule: Rule, score: Score, failed: bool = False) -> Finding:
 
 
 def _assessment(
-    trajectory: Trajectory, rules: Sequence[Rule], created_at: int, quality: float | None, steps: Iterable[float],
+    trajectory: Trajectory,
+    rules: Sequence[Rule],
+    created_at: int,
+    quality: float | None,
+    steps: Iterable[float],
     findings: Sequence[Finding],
-) -> Assessment:  # fmt: skip
+) -> Assessment:
     names = tuple(map(str, rules))
     return Assessment(
         event_id=stable_id(trajectory.run_id, trajectory.trajectory_id, "assessment", *names),

@@ -1,4 +1,6 @@
-"""Fields of a trajectory that lie in the blob store, put back in their place for those who read them."""
+"""Fields of a trajectory that lie in the blob store, put back in their place for those who read
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from schemas.records import Trajectory
 
 
 def resolve_blobs(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
-    """The trajectory with metadata and replies in full. get: sha256 to bytes. Raises BlobMissing or BlobStoreAway, from `get`."""
+    """The trajectory with metadata and replies in full.
+
+    get: sha256 to bytes. Raises BlobMissing or BlobStoreAway, from `get`.
+    """
 
     def whole(field: str, value: bytes) -> bytes:
         blob = referenced(field, value)

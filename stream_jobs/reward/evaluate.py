@@ -15,7 +15,8 @@ from stream_jobs.reward.rewards import no_reward, rewards_of, rules_of
 class RuleEvaluator:
     """The functions of all runs, and the blobs that they may need.
 
-    Built-in functions run here: they are pure, and linear in what they read. Users' functions run in child processes.
+    Built-in functions run here: they are pure, and linear in what they read. Users' functions run
+    in child processes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -51,7 +52,9 @@ class RuleEvaluator:
     def evaluate(
         self, trajectory: Trajectory, created_at: int, as_of: str | None = None
     ) -> list[Reward | Assessment]:
-        """Its quality, then its rewards. created_at: microseconds, for information. as_of: the run whose functions are asked.
+        """Its quality, then its rewards.
+
+        created_at: microseconds, for information. as_of: the run whose functions are asked.
 
         Raises BlobStoreAway.
         """

@@ -1,10 +1,12 @@
-"""The reward job: reads closed trajectories, writes what the configured rules say of them: their quality, then their rewards.
+"""The reward job: reads closed trajectories, writes what the configured rules say of them: their
+quality, then their rewards.
 
 Its only state is its group's position.
 
-A trajectory in several parts is rewarded when its last part is there. Nothing from its first part on is done before: a restart begins
-there again. A writer that was killed between two parts begins anew with part 0. What never becomes whole (a part can't be decoded) is
-given up after a while: its first part becomes a dead letter, and its answer is `no_reward`.
+A trajectory in several parts is rewarded when its last part is there. Nothing from its first part
+on is done before: a restart begins there again. A writer that was killed between two parts begins
+anew with part 0. What never becomes whole (a part can't be decoded) is given up after a while: its
+first part becomes a dead letter, and its answer is `no_reward`.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ INCOMPLETE = "a part of it never came"
 
 EXPIRE_RECORDS = 20_000
 EXPIRE_MS = 6 * 3_600_000
-"""A trajectory whose next part has not come so many records of its partition, or so much time of its log, behind the last one is given up.
+"""A trajectory whose next part has not come so many records of its partition, or so much time of
+its log, behind the last one is given up.
 
-Its parts are written one behind the other. A writer that died between two of them writes them all again before anything new; only
-what it had decided together with them may lie before.
+Its parts are written one behind the other. A writer that died between two of them writes them all
+again before anything new; only what it had decided together with them may lie before.
 """
 
 
@@ -46,7 +49,9 @@ CONTROL_MAX = 8
 
 @dataclass(slots=True)
 class PartialTrajectory:
-    """A trajectory of which some parts have come: the record of the first one, then the place and time of the last one."""
+    """A trajectory of which some parts have come: the record of the first one, then the place and
+    time of the last one.
+    """
 
     first: Record
     last: int
@@ -62,9 +67,12 @@ class PartBuffer:
         self._limits = (expire_records, expire_ms)
 
     def take(self, record: Record, part: Trajectory) -> Trajectory | None:
-        """The whole trajectory when this was its last part. A part without the first one is dropped: its beginning is gone.
+        """The whole trajectory when this was its last part.
 
-        The parts of two writers of which one was fenced may be mixed; they are the same, byte for byte.
+        A part without the first one is dropped: its beginning is gone.
+
+        The parts of two writers of which one was fenced may be mixed; they are the same, byte for
+        byte.
         """
         key = (part.run_id, part.trajectory_id)
         if part.part == 0:
@@ -86,7 +94,9 @@ class PartBuffer:
         return joined([begun.parts[i] for i in sorted(begun.parts)])
 
     def expire(self, now: Record) -> list[tuple[Record, Trajectory]]:
-        """Forget what will never be whole, seen from the record `now`: the first part of each, and its record."""
+        """Forget what will never be whole, seen from the record `now`: the first part of each, and
+        its record.
+        """
         records, ms = self._limits
         late = [
             k
@@ -119,7 +129,10 @@ class RewardJob:
         self._topic_id = ""
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Read on where the group is. Raises SourceTruncated when the topic has not got that any more."""
+        """Read on where the group is.
+
+        Raises SourceTruncated when the topic has not got that any more.
+        """
         self._buffers = {p: PartBuffer() for p in partitions}
         await asyncio.to_thread(self._check_positions, partitions)
         logger().info("partitions_assigned", partitions=list(partitions))
@@ -142,16 +155,19 @@ class RewardJob:
                 position = high
             if position is not None and not low <= position <= high:
                 raise SourceTruncated(
-                    f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position {position}; run clawstream doctor"
+                    f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position "
+                    f"{position}; run clawstream doctor"
                 )
             if position is not None:
                 self._due[p] = position
 
     def _was_control_record(self, partition: int, offset: int) -> bool:
-        """Whether the last offset of a log that is empty now can only have been the control record of a transaction (blocking).
+        """Whether the last offset of a log that is empty now can only have been the control record
+        of a transaction (blocking).
 
-        It was when a replay of dead letters has sent the record before it: its transaction has ended, for that record was read, so its
-        control record came behind, and there is no other place for it. Anything less sure is no proof: a record may have been lost.
+        It was when a replay of dead letters has sent the record before it: its transaction has
+        ended, for that record was read, so its control record came behind, and there is no other
+        place for it. Anything less sure is no proof: a record may have been lost.
         """
         for record in self._cluster.read_all(self._topics.dead_letters, await_open=True):
             with suppress(Undecodable, UnknownSchema):
@@ -165,7 +181,9 @@ class RewardJob:
         return False
 
     def _skip_control_records(self) -> None:
-        """Know what is only control records behind the last record while the log still has them (blocking): they are missed by nobody."""
+        """Know what is only control records behind the last record while the log still has them
+        (blocking): they are missed by nobody.
+        """
         topic = self._topics.trajectories
         for p, due in list(self._due.items()):
             end = self._cluster.end(topic, p)
@@ -237,8 +255,9 @@ class RewardJob:
     async def _answer(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Ack]]:
         """Send what the functions say of each; returns the acknowledgements. Raises PoolStopped.
 
-        Built-in functions answer on one thread. Of runs with functions of their users, as many trajectories are asked
-        about at once as there are child processes, and what is said of one is sent at once.
+        Built-in functions answer on one thread. Of runs with functions of their users, as many
+        trajectories are asked about at once as there are child processes, and what is said of one
+        is sent at once.
         """
         quick, slow = list[Trajectory](), list[Trajectory]()
         for trajectory in trajectories:
@@ -261,7 +280,10 @@ class RewardJob:
         return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
 
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
-        """On a thread: a rule may take its time. Raises BlobStoreAway: the process begins again there; or PoolStopped."""
+        """On a thread: a rule may take its time.
+
+        Raises BlobStoreAway: the process begins again there; or PoolStopped.
+        """
         now = now_micros()
         return [
             answer
@@ -274,7 +296,10 @@ class RewardJob:
         self.evaluator.close()
 
     async def tick(self) -> None:
-        """Look at what lies behind the last record. It may stay the last one for longer than the log is kept."""
+        """Look at what lies behind the last record.
+
+        It may stay the last one for longer than the log is kept.
+        """
         with suppress(KafkaError):  # away for now: the next tick looks again
             await asyncio.to_thread(self._skip_control_records)
 

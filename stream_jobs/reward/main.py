@@ -1,6 +1,7 @@
 """`clawstream jobs reward`: a worker of the reward job.
 
-It keeps no state: its position is what its group has committed, and rewards that are sent again have the same ids.
+It keeps no state: its position is what its group has committed, and rewards that are sent again
+have the same ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from stream_jobs.worker.shell import serve
 
 
 def main(settings: Settings) -> None:
-    """Run a worker of the reward job until SIGTERM. Never returns; wrong reward functions exit as wrong settings."""
+    """Run a worker of the reward job until SIGTERM. Never returns; wrong reward functions exit as
+    wrong settings.
+    """
     run_async("reward", settings, _serve)
 
 

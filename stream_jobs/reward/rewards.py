@@ -1,8 +1,12 @@
-"""Rule rewards: which functions a run has, and what they say of a trajectory. Pure but for the import of a user's function.
+"""Rule rewards: which functions a run has, and what they say of a trajectory.
 
-Every function answers for every closed trajectory, also failed, timed out and lost ones: with a reward of the trajectory, with
-rewards of some of its steps, or with an explicit no_reward and its reason. The answer's ids depend on trajectory, function and version
-only, so that answering again changes nothing. The revision is the version where that is a whole number: a newer version supersedes.
+Pure but for the import of a user's function.
+
+Every function answers for every closed trajectory, also failed, timed out and lost ones: with a
+reward of the trajectory, with rewards of some of its steps, or with an explicit no_reward and its
+reason. The answer's ids depend on trajectory, function and version only, so that answering again
+changes nothing. The revision is the version where that is a whole number: a newer version
+supersedes.
 """
 
 from __future__ import annotations
@@ -20,7 +24,10 @@ SOURCE = "rule"
 
 
 def rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules; `find` gives a user's own. Raises SettingsError naming the setting."""
+    """Run id (or `*`) to its rules; `find` gives a user's own.
+
+    Raises SettingsError naming the setting.
+    """
     return {
         run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find) for spec in specs)
         for run, specs in configured.items()
@@ -69,9 +76,13 @@ def _checked(step: str | None, value: object, steps: set[str]) -> tuple[float | 
 
 
 def _reward(
-    trajectory: Trajectory, rule: Rule, created_at: int, step: str | None = None, value: float | None = None,
+    trajectory: Trajectory,
+    rule: Rule,
+    created_at: int,
+    step: str | None = None,
+    value: float | None = None,
     reason: str | None = None,
-) -> Reward:  # fmt: skip
+) -> Reward:
     return Reward(
         event_id=stable_id(
             trajectory.run_id,

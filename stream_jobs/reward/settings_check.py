@@ -1,4 +1,4 @@
-"""What is wrong with the reward functions and quality rules of the settings, known without Kafka."""
+"""Check the reward functions and quality rules of the settings. Needs no Kafka."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from stream_jobs.reward.rewards import rules_of
 
 
 def check_reward_functions(settings: Settings) -> None:
-    """Resolve every reward function; a user's file is loaded in a child process. Raises SettingsError that names the setting."""
+    """Resolve every reward function; a user's file is loaded in a child process.
+
+    Raises SettingsError that names the setting.
+    """
     with FunctionPool(settings.functions) as pool:
         rules_of(settings.jobs.reward_functions, pool.find)
 
 
 def check_quality_functions(settings: Settings) -> None:
-    """Resolve every quality rule; a user's file is loaded in a child process. Raises SettingsError that names the setting."""
+    """Resolve every quality rule; a user's file is loaded in a child process.
+
+    Raises SettingsError that names the setting.
+    """
     with FunctionPool(settings.functions) as pool:
         quality_rules_of(settings.jobs.quality_functions, pool.find)
 

@@ -27,7 +27,7 @@ DeadLetterSink = Callable[[Record, str, str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """A batch with its payload, and the position that a checkpoint has to hold once it is trained."""
+    """A batch, its payload, and the position that a checkpoint stores once it is trained."""
 
     batch: ReadyBatch
     trajectories: dict[str, Trajectory]
@@ -36,9 +36,11 @@ class FetchedBatch:
 
 
 def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> Position:
-    """Where to read on: the stored position, or the start of today's topic when nothing was trained yet.
+    """Where to read on: the stored position, or the start of today's topic when nothing was trained
+    yet.
 
-    Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is another one.
+    Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is
+    another one.
     """
     if stored is not None and cluster.check_position(
         topic, stored.topic_id, stored.partition, stored.next_offset
@@ -48,20 +50,25 @@ def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> 
 
 
 def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
-    """The start of a topic for a trainer whose checkpoint names no position, or one in another topic of that name.
+    """The start of a topic for a trainer whose checkpoint names no position, or one in another
+    topic of that name.
 
-    The batches of a new topic count from 0 again. Staleness is the number of the batch minus the index of the version that
-    sampled its tokens, so for weights that were trained further every batch would pass admission's gate, however stale.
-    And what the lost topic had decided would be decided, and trained, again.
+    The batches of a new topic count from 0 again. Staleness is the number of the batch minus the
+    index of the version that sampled its tokens, so for weights that were trained further every
+    batch would pass admission's gate, however stale. And what the lost topic had decided would be
+    decided, and trained, again.
 
     Raises:
         BatchesReplaced: something was trained from the other topic.
     """
     if stored is not None and stored.next_batch_seq > 0:
         raise BatchesReplaced(
-            f"source truncated: {topic} was made anew. Weights were trained from batches 0 to {stored.next_batch_seq - 1} "
-            f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from 0 again, so their staleness "
-            "can't be judged for these weights. Restore the topic, or train on under another run_id with trainer.model_path "
+            f"source truncated: {topic} was made anew. Weights were trained from batches 0 to "
+            f"{stored.next_batch_seq - 1} "
+            f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from "
+            "0 again, so their staleness "
+            "can't be judged for these weights. Restore the topic, or train on under another "
+            "run_id with trainer.model_path "
             "set to the published weights; run clawstream doctor"
         )
     return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
@@ -70,24 +77,30 @@ def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
 def check(
     batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings
 ) -> None:
-    """Refuse a batch that this trainer must not train: BatchGap, or SettingsError when its run is set otherwise."""
+    """Refuse a batch that this trainer must not train: BatchGap, or SettingsError when its run is
+    set otherwise.
+    """
     if batch.batch_seq != expected_seq:
         raise BatchGap(topic, offset, batch.batch_seq, expected_seq)
     if batch.sync_every != settings.trainer.sync_every:
         raise SettingsError(
-            f"setting trainer.sync_every={settings.trainer.sync_every}, but batch {batch.batch_seq} of {topic} was admitted "
-            f"with sync_every={batch.sync_every}: its staleness was judged by that; set trainer.sync_every={batch.sync_every}"
+            f"setting trainer.sync_every={settings.trainer.sync_every}, but batch "
+            f"{batch.batch_seq} of {topic} was admitted "
+            f"with sync_every={batch.sync_every}: its staleness was judged by that; set "
+            f"trainer.sync_every={batch.sync_every}"
         )
     if batch.algorithm not in ADVANTAGES or batch.algorithm not in LOSSES:
         raise SettingsError(
-            f"setting admit.policy.algorithm={batch.algorithm!r} of batch {batch.batch_seq}: this trainer has {sorted(ADVANTAGES)}"
+            f"setting admit.policy.algorithm={batch.algorithm!r} of batch {batch.batch_seq}: this "
+            f"trainer has {sorted(ADVANTAGES)}"
         )
 
 
 class BatchReader:
     """The ready-batches topic of one run and channel, read one record at a time.
 
-    What the group commits is advice for lag displays: everything handled so far, control records at the end included.
+    What the group commits is advice for lag displays: everything handled so far, control records at
+    the end included.
     """
 
     def __init__(
@@ -116,7 +129,10 @@ class BatchReader:
         self._committed_at = self._checked_at = time.monotonic()
 
     def next(self, timeout_s: float) -> FetchedBatch | None:
-        """The next batch with its payload; None when there is none yet. Moves `position` behind it."""
+        """The next batch with its payload; None when there is none yet.
+
+        Moves `position` behind it.
+        """
         try:
             records = self._reader.poll(1, timeout_s)
         except SourceTruncated:
@@ -155,7 +171,9 @@ class BatchReader:
         )
 
     def commit(self) -> None:
-        """Tell Kafka how far training is: when that changed, and every 5 s in case the last word got lost."""
+        """Tell Kafka how far training is: when that changed, and every 5 s in case the last word
+        got lost.
+        """
         (position,) = self._reader.positions.values()
         now = time.monotonic()
         if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
@@ -178,7 +196,8 @@ class BatchReader:
         today = self._cluster.topic_ids([self.topic]).get(self.topic)
         if today != self.position.topic_id:
             raise TopicReplaced(
-                f"{self.topic} had id {self.position.topic_id} and now has {today}: it was deleted while it was read"
+                f"{self.topic} had id {self.position.topic_id} and now has {today}: it was deleted "
+                "while it was read"
             )
 
     def close(self) -> None:

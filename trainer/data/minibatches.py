@@ -1,6 +1,9 @@
-"""How the sequences of a batch become optimiser steps and forward passes. Pure, and a function of the batch alone.
+"""How the sequences of a batch become optimiser steps and forward passes.
 
-The shuffle depends on (seed, batch_seq, epoch) only, so a checkpoint's position is the whole state of the sampler.
+Pure, and a function of the batch alone.
+
+The shuffle depends on (seed, batch_seq, epoch) only, so a checkpoint's position is the whole state
+of the sampler.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from trainer.data.sequences import TrainingSequence
 def minibatches(
     sequences: Sequence[TrainingSequence], count: int, epochs: int, seed: int, batch_seq: int
 ) -> Iterator[list[TrainingSequence]]:
-    """Rows of each optimiser step: every epoch shuffles all sequences and splits them into `count` parts of nearly equal size."""
+    """Rows of each optimiser step: every epoch shuffles all sequences and splits them into `count`
+    parts of nearly equal size.
+    """
     for epoch in range(epochs):
         order = list(sequences)
         random.Random(f"{seed}/{batch_seq}/{epoch}").shuffle(order)
@@ -26,7 +31,9 @@ def minibatches(
 def micro_batches(
     sequences: Sequence[TrainingSequence], max_tokens: int
 ) -> list[list[TrainingSequence]]:
-    """Rows of each forward pass, by length, such that sequences times the longest stays within max_tokens (one sequence may exceed it)."""
+    """Rows of each forward pass, by length, such that sequences times the longest stays within
+    max_tokens (one sequence may exceed it).
+    """
     out: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda r: len(r.token_ids)):
         if out and (len(out[-1]) + 1) * len(sequence.token_ids) <= max_tokens:

@@ -1,8 +1,9 @@
 """From a batch and its trajectories to training sequences. Pure: values in, values out.
 
-A trajectory is a tree of segments, each token stored once. A sequence is a path from the root to a leaf of it. Where paths
-share sampled tokens, only the first sequence trains them; the others carry them as context. So each sampled token of a
-trainable step is trained exactly once, and a linear conversation is one sequence.
+A trajectory is a tree of segments, each token stored once. A sequence is a path from the root to a
+leaf of it. Where paths share sampled tokens, only the first sequence trains them; the others carry
+them as context. So each sampled token of a trainable step is trained exactly once, and a linear
+conversation is one sequence.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class TemperatureSpan(NamedTuple):
 class TrainingSequence:
     """One sequence to train on. All per-token fields have the length of token_ids.
 
-    mask: the token was sampled by the policy, not redacted, and is trained in this sequence. logprobs: at sampling time, 0.0 where
-    the mask is off. versions: which weight version sampled trained tokens, as index ranges of this sequence; gaps: not known.
-    temperatures: at which the trained tokens are scored; gaps: their steps do not say.
-    advantage: the same for all its tokens. sampled_at_zero: tokens that are not trained because their recorded
-    log-probability is infinite: nothing that has probability zero is sampled, so the number says nothing.
+    mask: the token was sampled by the policy, not redacted, and is trained in this sequence.
+    logprobs: at sampling time, 0.0 where the mask is off. versions: which weight version sampled
+    trained tokens, as index ranges of this sequence; gaps: not known. temperatures: at which the
+    trained tokens are scored; gaps: their steps do not say. advantage: the same for all its tokens.
+    sampled_at_zero: tokens that are not trained because their recorded log-probability is infinite:
+    nothing that has probability zero is sampled, so the number says nothing.
     """
 
     trajectory_id: str
@@ -56,9 +58,12 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSequences:
-    """A batch, ready for the model. rewards: training reward of each trained member. unrewarded: members without one.
+    """A batch, ready for the model.
 
-    sampled_at_zero: number of tokens without a usable log-probability (see `TrainingSequence`), by trajectory; none are left out here.
+    rewards: training reward of each trained member. unrewarded: members without one.
+
+    sampled_at_zero: number of tokens without a usable log-probability (see `TrainingSequence`), by
+    trajectory; none are left out here.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -77,8 +82,9 @@ def sequences_of_batch(
 ) -> BatchSequences:
     """All sequences of a batch. trajectories: by trajectory id, every member's.
 
-    A member without a training reward is left out of its group, never taken as 0.0; a group with fewer than two rewards left
-    has nothing to compare and is left out too. Both are named in `unrewarded`.
+    A member without a training reward is left out of its group, never taken as 0.0; a group with
+    fewer than two rewards left has nothing to compare and is left out too. Both are named in
+    `unrewarded`.
     """
     sequences: list[TrainingSequence] = []
     rewards: list[float] = []
@@ -117,9 +123,11 @@ def sequences_of_batch(
 def within_vocabulary(
     sequences: Sequence[TrainingSequence], vocabulary: int
 ) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
-    """The sequences whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the others, each once.
+    """The sequences whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the
+    others, each once.
 
-    An agent can submit any id, and an engine can serve another model than is trained: neither may crash the model's embedding.
+    An agent can submit any id, and an engine can serve another model than is trained: neither may
+    crash the model's embedding.
     """
     known = [
         min(sequence.token_ids) >= 0 and max(sequence.token_ids) < vocabulary
@@ -141,10 +149,12 @@ def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, floa
 def sequences_of(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
 ) -> list[TrainingSequence]:
-    """The sequences of one trajectory, leaves in order. Paths with nothing (more) to train are cut or left out.
+    """The sequences of one trajectory, leaves in order.
 
-    untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls untrainable. Raises
-    PayloadUnreadable when the tree or a trainable segment is broken.
+    Paths with nothing (more) to train are cut or left out.
+
+    untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls
+    untrainable. Raises PayloadUnreadable when the tree or a trainable segment is broken.
     """
     return _with_trained_tokens(_paths(trajectory, untrainable_steps, advantage))
 
@@ -156,7 +166,9 @@ def _with_trained_tokens(sequences: Sequence[TrainingSequence]) -> list[Training
 def _paths(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
 ) -> list[TrainingSequence]:
-    """Return a sequence for each path that has a trainable segment, also where no token of it can be trained."""
+    """Return a sequence for each path that has a trainable segment, also where no token of it can
+    be trained.
+    """
     steps = {step.index: step for step in trajectory.steps}
     segments, left_out = trajectory.segments, frozenset(untrainable_steps)
     _check_order(trajectory)
@@ -196,7 +208,8 @@ def _trainable(
     step = steps.get(segment.step_index)
     if step is None:
         raise PayloadUnreadable(
-            f"trajectory {trajectory.trajectory_id}: segment {index} names step {segment.step_index}, which is not there"
+            f"trajectory {trajectory.trajectory_id}: segment {index} names step "
+            f"{segment.step_index}, which is not there"
         )
     if not step.trainable or step.step_id in untrainable_steps:
         return False
@@ -212,7 +225,8 @@ def _check_order(trajectory: Trajectory) -> None:
     for index, segment in enumerate(trajectory.segments):
         if segment.parent is not None and not 0 <= segment.parent < index:
             raise PayloadUnreadable(
-                f"trajectory {trajectory.trajectory_id}: segment {index} has parent {segment.parent}, parents come first"
+                f"trajectory {trajectory.trajectory_id}: segment {index} has parent "
+                f"{segment.parent}, parents come first"
             )
 
 
@@ -246,7 +260,8 @@ def _sequence(
         ids += tokens
         if index in trained and segment.step_index is not None and segment.logprobs is not None:
             sampled = unpack_logprobs(segment.logprobs)
-            # NaN: redacted, it was not sampled and has none. An infinite one would weigh as much as the bound allows.
+            # NaN: redacted, it was not sampled and has none. An infinite one would weigh as much as
+            # the bound allows.
             mask += [math.isfinite(p) for p in sampled]
             logprobs += [p if math.isfinite(p) else 0.0 for p in sampled]
             sampled_at_zero += sum(map(math.isinf, sampled))
@@ -278,7 +293,10 @@ def _sequence(
 def _versions(
     segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep
 ) -> list[VersionSpan]:
-    """The segment's version spans as index ranges of the sequence. skipped: tokens of the step before this segment."""
+    """The segment's version spans as index ranges of the sequence.
+
+    skipped: tokens of the step before this segment.
+    """
     if not segment.versions:
         if step.oldest_version is None or step.oldest_version != step.newest_version:
             return []

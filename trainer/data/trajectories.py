@@ -1,4 +1,6 @@
-"""The trajectories of a batch, read back from the log by place: one range scan a partition, all partitions at once."""
+"""The trajectories of a batch, read back from the log by place: one range scan a partition, all
+partitions at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from schemas.trajectory_parts import joined
 from trainer.errors import PayloadUnreadable
 
 GAP_RECORDS = 500
-"""Records of other batches that a scan reads over rather than starting another one: about what a new scan costs."""
+"""Records of other batches that a scan reads over rather than starting another one: about what a
+new scan costs.
+"""
 
 Range = tuple[int, int]
 
@@ -21,13 +25,17 @@ Range = tuple[int, int]
 def read_payload(
     cluster: Cluster, decoder: Decoder, topic: str, group: str, batch: ReadyBatch
 ) -> dict[str, Trajectory]:
-    """Trajectory id to trajectory, of every member. Raises PayloadUnreadable when one is gone; never leaves one out."""
+    """Trajectory id to trajectory, of every member.
+
+    Raises PayloadUnreadable when one is gone; never leaves one out.
+    """
     members = [member for g in batch.groups for member in g.members]
     topic_id = cluster.topic_id(topic)
     for member in members:
         if member.place.topic_id != topic_id:
             raise PayloadUnreadable(
-                f"{_where(topic, batch, member)} lies in topic id {member.place.topic_id}, but {topic} was made anew and "
+                f"{_where(topic, batch, member)} lies in topic id {member.place.topic_id}, but "
+                f"{topic} was made anew and "
                 f"has id {topic_id}: the payload is gone"
             )
     wanted = {member.trajectory_id for member in members}
@@ -44,7 +52,8 @@ def read_payload(
                     parts.setdefault(part.trajectory_id, {}).setdefault(part.part, part)
         except SourceTruncated as e:
             raise PayloadUnreadable(
-                f"batch {batch.batch_seq}: a place in {topic} is outside of what the topic still has, by retention or a "
+                f"batch {batch.batch_seq}: a place in {topic} is outside of what the topic still "
+                "has, by retention or a "
                 f"lost disk ({scan}): {e}"
             ) from e
     return {
@@ -54,7 +63,9 @@ def read_payload(
 
 
 def scans(members: Iterable[BatchMember]) -> list[dict[int, Range]]:
-    """Partition to (first, last offset) of each scan: as few scans as the gaps allow, each with one range a partition."""
+    """Partition to (first, last offset) of each scan: as few scans as the gaps allow, each with one
+    range a partition.
+    """
     by_partition: dict[int, list[Range]] = {}
     for place in sorted((m.place for m in members), key=lambda p: (p.partition, p.first_offset)):
         ranges = by_partition.setdefault(place.partition, [])
@@ -90,7 +101,10 @@ def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -
 
 
 def _trajectory(decoder: Decoder, record: Record) -> Trajectory | None:
-    """The trajectory part in a record; None for anything else. What is unreadable is buried by the lake, which reads it all."""
+    """The trajectory part in a record; None for anything else.
+
+    What is unreadable is buried by the lake, which reads it all.
+    """
     try:
         event = decoder.decode(record.value)
     except (Undecodable, UnknownSchema):
@@ -105,7 +119,8 @@ def _whole(
     missing = [i for i in range(expected) if i not in parts]
     if missing:
         raise PayloadUnreadable(
-            f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is not there or can't be decoded"
+            f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is not there or "
+            "can't be decoded"
         )
     return joined([parts[i] for i in range(expected)])
 
@@ -113,6 +128,7 @@ def _whole(
 def _where(topic: str, batch: ReadyBatch, member: BatchMember) -> str:
     place = member.place
     return (
-        f"batch {batch.batch_seq}: trajectory {member.trajectory_id} at {topic}-{place.partition} offsets "
+        f"batch {batch.batch_seq}: trajectory {member.trajectory_id} at {topic}-{place.partition} "
+        "offsets "
         f"{place.first_offset} to {place.last_offset}"
     )

@@ -67,7 +67,10 @@ def save_masters(model: Any, directory: Path) -> None:
 
 
 def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
-    """Write the weights rounded to these dtypes, and a configuration that says so. Leaves the model as it is."""
+    """Write the weights rounded to these dtypes, and a configuration that says so.
+
+    Leaves the model as it is.
+    """
     rounded: dict[
         tuple[int, torch.Size], torch.Tensor
     ] = {}  # by address: tied tensors stay one tensor
@@ -82,7 +85,10 @@ def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
 
 
 def auxiliary_files(directory: Path) -> dict[str, bytes]:
-    """Read the tokenizer and its like. Read once: the directory may be a checkpoint that is deleted later."""
+    """Read the tokenizer and its like.
+
+    Read once: the directory may be a checkpoint that is deleted later.
+    """
     return {
         file.name: file.read_bytes()
         for file in sorted(directory.iterdir())

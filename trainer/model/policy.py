@@ -1,4 +1,6 @@
-"""The model that learns: its log-probabilities, its optimiser, and one update over the sequences of a batch."""
+"""The model that learns: its log-probabilities, its optimiser, and one update over the sequences of
+a batch.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,20 @@ PADDING = 0  # any id: it is on the right, so nothing sees it, and it is never t
 
 
 class Policy:
-    """Model and AdamW on one device. Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs).
+    """Model and AdamW on one device.
 
-    The weights that learn, the optimiser's state and the gradients are float32 whatever `trainer.dtype` is: at a learning
-    rate of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, and would be rounded away.
+    Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs).
+
+    The weights that learn, the optimiser's state and the gradients are float32 whatever
+    `trainer.dtype` is: at a learning rate of 1e-6 an update is smaller than half the distance
+    between two bfloat16 numbers, and would be rounded away.
     """
 
     def __init__(self, directory: Path, settings: TrainerSettings) -> None:
-        """Load the weights of a Hugging Face directory, with a fresh optimiser. Raises SettingsError when they can't be read."""
+        """Load the weights of a Hugging Face directory, with a fresh optimiser.
+
+        Raises SettingsError when they can't be read.
+        """
         self.settings = settings
         cuda = settings.device == "cuda" or (
             settings.device == "auto" and torch.cuda.is_available()
@@ -45,7 +53,8 @@ class Policy:
         model, self._own_dtypes = load_masters(directory)
         self.model = model.to(self.device)
         self._auxiliary = auxiliary_files(directory)
-        self.model.eval()  # gradients flow, dropout does not: what is trained must be what was sampled from
+        # gradients flow, dropout does not: what is trained must be what was sampled from
+        self.model.eval()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.lr,
@@ -60,7 +69,8 @@ class Policy:
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def save(self, directory: Path, dtypes: TensorDtypes | None = None) -> None:
-        """Write a Hugging Face directory: weights as safetensors, configuration, the tokenizer files it was loaded with.
+        """Write a Hugging Face directory: weights as safetensors, configuration, the tokenizer
+        files it was loaded with.
 
         Args:
             directory: where to; it need not be there.
@@ -77,8 +87,8 @@ class Policy:
     def served_dtypes(self, engine_dtype: str) -> TensorDtypes:
         """Return the dtypes in which versions are published.
 
-        Args:
-            engine_dtype: `rollout.dtype`, which names the dtype; `auto` means the dtype that the model itself has.
+        Args: engine_dtype: `rollout.dtype`, which names the dtype; `auto` means the dtype that the
+            model itself has.
         """
         own = self._own_dtypes
         return (
@@ -109,9 +119,11 @@ class Policy:
         )  # the checkpoint's files are float32
 
     def logprobs(self, sequences: Sequence[TrainingSequence]) -> Tensor:
-        """Log-probability of every trained token of the sequences, sequence after sequence: shape (tokens,), float32, with gradient.
+        """Log-probability of every trained token of the sequences, sequence after sequence: shape
+        (tokens,), float32, with gradient.
 
-        Each of the distribution at the temperature of its step, as the engine's log-probability is: log softmax(logits / temperature).
+        Each of the distribution at the temperature of its step, as the engine's log-probability is:
+        log softmax(logits / temperature).
         """
         longest = max(len(sequence.token_ids) for sequence in sequences)
         ids = torch.full((len(sequences), longest), PADDING)
@@ -120,7 +132,8 @@ class Policy:
             ids[i, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
             trained[i, : len(sequence.token_ids)] = torch.tensor(sequence.mask)
         ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
-        # No attention mask: padding is on the right, where a causal model never looks, and flash kernels take no mask.
+        # No attention mask: padding is on the right, where a causal model never looks, and flash
+        # kernels take no mask.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         ):
@@ -130,7 +143,10 @@ class Policy:
         return chosen - scores.logsumexp(-1)
 
     def _temperatures(self, sequences: Sequence[TrainingSequence]) -> Tensor:
-        """Of every trained token, sequence after sequence: shape (tokens,). What a step does not say is taken from the settings."""
+        """Of every trained token, sequence after sequence: shape (tokens,).
+
+        What a step does not say is taken from the settings.
+        """
         known = [temperatures_of(sequence, self.settings.temperature) for sequence in sequences]
         return torch.tensor(
             [t for of_sequence in known for t in of_sequence],
@@ -148,14 +164,12 @@ class Policy:
     ) -> UpdateStats:
         """Train one batch: one optimiser step for each minibatch.
 
-        A step whose loss or gradient is not finite is not taken: weights and optimiser stay as they were before it.
+        A step whose loss or gradient is not finite is not taken: weights and optimiser stay as they
+        were before it.
 
-        Args:
-            sequences: of the batch.
-            batch_seq: the number of the batch; the shuffle depends on it.
-            loss: the policy loss of its algorithm.
-            lr: learning rate.
-            parent_version: the version whose weights these still are; None once they were updated since it.
+        Args: sequences: of the batch. batch_seq: the number of the batch; the shuffle depends on
+            it. loss: the policy loss of its algorithm. lr: learning rate. parent_version: the
+            version whose weights these still are; None once they were updated since it.
         """
         began = time.perf_counter()
         for group in self.optimizer.param_groups:
@@ -172,7 +186,8 @@ class Policy:
     ) -> StepStats:
         """Take one optimiser step; the loss is the mean over the trained tokens of `sequences`.
 
-        Rows without advantage count in that mean, but add nothing to loss or gradient: they spare the passes.
+        Rows without advantage count in that mean, but add nothing to loss or gradient: they spare
+        the passes.
         """
         s = self.settings
         tokens = sum(sequence.trained_tokens for sequence in sequences)
@@ -182,7 +197,8 @@ class Policy:
         for part in micro_batches(learned, s.micro_batch_tokens):
             sampled, advantages = self._recorded(part)
             logprobs = self.logprobs(part)
-            # Minus infinity times a ratio of zero is not a number. Such a token has no gradient that could be followed.
+            # Minus infinity times a ratio of zero is not a number. Such a token has no gradient
+            # that could be followed.
             at_zero = torch.isneginf(logprobs.detach())
             possible = logprobs.masked_fill(at_zero, 0.0)
             losses = loss(possible, sampled, advantages, s.is_truncation).masked_fill(at_zero, 0.0)
@@ -210,14 +226,19 @@ class Policy:
         )
 
     def _clear_gradients(self, *, zeros: bool) -> None:
-        """Forget the gradients. zeros: with them as numbers, so that AdamW takes a step that only goes on as before."""
+        """Forget the gradients.
+
+        zeros: with them as numbers, so that AdamW takes a step that only goes on as before.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         if zeros:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
 
     def _recorded(self, sequences: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor]:
-        """Sampled log-probabilities and advantages of the trained tokens, sequence after sequence: two tensors of shape (tokens,)."""
+        """Sampled log-probabilities and advantages of the trained tokens, sequence after sequence:
+        two tensors of shape (tokens,).
+        """
         trained = [
             (sequence.logprobs[i], sequence.advantage)
             for sequence in sequences
@@ -230,7 +251,9 @@ class Policy:
 
 
 class Differences:
-    """The largest |log-probability now - sampled| while the weights are those of `version`; all absent for None."""
+    """The largest |log-probability now - sampled| while the weights are those of `version`; all
+    absent for None.
+    """
 
     def __init__(self, version: str | None) -> None:
         self._version = version
@@ -259,7 +282,10 @@ def trained_positions(sequence: TrainingSequence) -> list[int]:
 
 
 def temperatures_of(sequence: TrainingSequence, assumed: float) -> list[float]:
-    """For each trained token: the temperature at which it is scored. assumed: where its step does not say."""
+    """For each trained token: the temperature at which it is scored.
+
+    assumed: where its step does not say.
+    """
     of_token = [assumed] * len(sequence.token_ids)
     for temperature, start, end in sequence.temperatures:
         of_token[start:end] = [temperature] * (end - start)
@@ -275,7 +301,9 @@ def _sampled_by(sequence: TrainingSequence, version: str) -> list[bool]:
 def staleness(
     sequences: Sequence[TrainingSequence], run_id: str, sync_index: int
 ) -> tuple[int, int]:
-    """Sum over the trained tokens of known version of this run of (sync_index - the version's), and their number."""
+    """Sum over the trained tokens of known version of this run of (sync_index - the version's), and
+    their number.
+    """
     total = known = 0
     for sequence in sequences:
         for span in sequence.versions:

@@ -1,11 +1,13 @@
-"""Directories named `<sync index>.<attempt>` that are there completely or not at all: checkpoints and published weights.
+"""Directories named `<sync index>.<attempt>` that are there completely or not at all: checkpoints
+and published weights.
 
 1. everything is written into `.tmp-<name>-<pid>` beside the final place
 2. each file is synced to disk, then the directories
 3. one rename makes it real, and the parent is synced
 
-A process killed before 3 leaves only a `.tmp-` directory, which the next start deletes. Every directory has
-`clawstream.json`, which says what it is and in which weights log (topic id) its version would be.
+A process killed before 3 leaves only a `.tmp-` directory, which the next start deletes. Every
+directory has `clawstream.json`, which says what it is and in which weights log (topic id) its
+version would be.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def directory_of(root: Path, version: Version) -> Path:
 
 @contextmanager
 def new_directory(final: Path, info: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory to fill, which becomes `final` at the end of the block. Raises FileExistsError when final is there."""
+    """A directory to fill, which becomes `final` at the end of the block.
+
+    Raises FileExistsError when final is there.
+    """
     if final.exists():
         raise FileExistsError(
             f"{final} is there already: another trainer of this run writes to the same place"
@@ -70,7 +75,10 @@ def sha256(path: Path) -> str:
 
 
 def read_info(directory: Path) -> dict[str, Any]:
-    """What clawstream.json says. Raises InvalidCheckpoint when it is not there or no JSON object."""
+    """What clawstream.json says.
+
+    Raises InvalidCheckpoint when it is not there or no JSON object.
+    """
     try:
         info = json.loads((directory / INFO).read_text())
     except (OSError, ValueError) as e:
@@ -108,10 +116,12 @@ def sweep(
     weights_topic_id: str,
     check: Callable[[Mapping[str, Any]], None],
 ) -> tuple[list[Version], list[Version]]:
-    """Delete what a killed trainer left: unfinished directories, and those whose version never came onto this weights log.
+    """Delete what a killed trainer left: unfinished directories, and those whose version never came
+    onto this weights log.
 
-    Directories of another weights log (the broker's data was wiped, say) are kept. Returns (deleted, kept): the ids of both are
-    taken. check: called with what clawstream.json says before a directory is deleted; what it raises stops that.
+    Directories of another weights log (the broker's data was wiped, say) are kept. Returns
+    (deleted, kept): the ids of both are taken. check: called with what clawstream.json says before
+    a directory is deleted; what it raises stops that.
     """
     for tmp in (root / run_id).glob(f"{_TMP}*"):
         shutil.rmtree(tmp)
@@ -134,7 +144,10 @@ def sweep(
 
 
 def prune(root: Path, run_id: str, delete: Collection[Version]) -> None:
-    """Delete the directories of these versions. One that is half deleted by a kill has no clawstream.json any more."""
+    """Delete the directories of these versions.
+
+    One that is half deleted by a kill has no clawstream.json any more.
+    """
     for version, path in versions_in(root, run_id).items():
         if version in delete:
             (path / INFO).unlink(missing_ok=True)

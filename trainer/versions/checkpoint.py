@@ -1,8 +1,10 @@
-"""Checkpoints: model, optimiser, random states and the position, in one directory that is there completely or not at all.
+"""Checkpoints: model, optimiser, random states and the position, in one directory that is there
+completely or not at all.
 
-`<checkpoint_dir>/<run>/<sync index>.<attempt>/`: `model/` (Hugging Face layout), `training.pt`, `clawstream.json` (this state and
-the sha256 of every file). The sampler has no state of its own: batch order is the position, shuffles follow from it. A
-checkpoint counts only once its version is on the weights log.
+`<checkpoint_dir>/<run>/<sync index>.<attempt>/`: `model/` (Hugging Face layout), `training.pt`,
+`clawstream.json` (this state and the sha256 of every file). The sampler has no state of its own:
+batch order is the position, shuffles follow from it. A checkpoint counts only once its version is
+on the weights log.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ TRAINING = "training.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionState:
-    """A version as its checkpoint knows it. weights_topic_id: the log on which it counts once it is there."""
+    """A version as its checkpoint knows it.
+
+    weights_topic_id: the log on which it counts once it is there.
+    """
 
     version_id: str
     run_id: str
@@ -70,7 +75,8 @@ def read(directory: Path, version_id: str) -> VersionState:
 
 
 def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState, Path] | None:
-    """VersionState and directory of the newest version (log order) whose checkpoint is whole; None when there are no versions.
+    """VersionState and directory of the newest version (log order) whose checkpoint is whole; None
+    when there are no versions.
 
     Raises CheckpointLost when there are versions, but no checkpoint of them.
     """
@@ -86,8 +92,10 @@ def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState,
     if not versions:
         return None
     raise CheckpointLost(
-        f"run {versions[-1].run_id} has {len(versions)} versions up to {versions[-1].version_id}, but {root} has no whole "
-        f"checkpoint of any: {'; '.join(problems) or 'there is none'}. Restore it, or train on under another run_id with "
+        f"run {versions[-1].run_id} has {len(versions)} versions up to {versions[-1].version_id}, "
+        f"but {root} has no whole "
+        f"checkpoint of any: {'; '.join(problems) or 'there is none'}. Restore it, or train on "
+        "under another run_id with "
         "trainer.model_path set to published weights"
     )
 

@@ -1,4 +1,8 @@
-"""What the weights log says about a run: which ids are taken, what came from what, what may be deleted. Pure."""
+"""What the weights log says about a run: which ids are taken, what came from what, what may be
+deleted.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ def next_attempt(taken: Iterable[Version]) -> int:
 def next_sync_index(sync_index: int, next_batch_seq: int, sync_every: int) -> int:
     """Sync index of the version after one with `sync_index`, whose next batch is next_batch_seq.
 
-    It rises by one at each multiple of sync_every, so it is floor(batch_seq / sync_every) + 1 of its batches: what admission
-    judges staleness by. A version published in between (the trainer was stopped) is followed by one of the same sync index;
-    their attempts differ.
+    It rises by one at each multiple of sync_every, so it is floor(batch_seq / sync_every) + 1 of
+    its batches: what admission judges staleness by. A version published in between (the trainer was
+    stopped) is followed by one of the same sync index; their attempts differ.
     """
     return sync_index + (1 if next_batch_seq % sync_every == 0 else 0)
 
@@ -40,7 +44,8 @@ def ancestors(versions: Sequence[WeightVersion], current_version: str) -> list[W
 def deletable(
     versions: Sequence[WeightVersion], current_version: str, keep: int
 ) -> Collection[Version]:
-    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of the current_version's chain.
+    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of
+    the current_version's chain.
 
     What a kept delta is based on stays too.
     """

@@ -1,4 +1,4 @@
-"""Weight versions: files that anyone can load, their checksums, and the manifest that names them."""
+"""Publish weight versions: model files, their checksums, and the manifest that names them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def export(
 ) -> tuple[WeightFile, ...]:
     """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
 
-    When these are float32, the files are the checkpoint's: hard links where the file system allows, else copies.
+    When these are float32, the files are the checkpoint's: hard links where the file system allows,
+    else copies.
     """
     final = directory_of(root, state.version)
     with new_directory(final, asdict(state)) as tmp:
@@ -45,7 +46,10 @@ def manifest(
     checkpoint: Path,
     metrics: Mapping[str, float],
 ) -> WeightVersion:
-    """The record of a version. Its batches: from first_batch_seq to its own position; none when that is not beyond."""
+    """The record of a version.
+
+    Its batches: from first_batch_seq to its own position; none when that is not beyond.
+    """
     last = state.position.next_batch_seq - 1
     trained = first_batch_seq <= last
     return WeightVersion(

@@ -21,7 +21,10 @@ class WeightLog(Protocol):
     topic_id: str
 
     def publish(self, version: WeightVersion) -> None:
-        """Put the manifest on the log: from here on version and checkpoint count. Raises Fenced after a newer trainer began."""
+        """Put the manifest on the log: from here on version and checkpoint count.
+
+        Raises Fenced after a newer trainer began.
+        """
 
     def raise_if_fenced(self) -> None:
         """Raises Fenced when a newer trainer took over; costs a round trip."""
@@ -45,9 +48,12 @@ class MemoryWeightLog:
 
 
 class KafkaWeightLog:
-    """The weights log, as the one trainer that may write to it. Making one fences every older trainer of the run.
+    """The weights log, as the one trainer that may write to it.
 
-    Whatever is written goes through one transactional producer, so a fenced trainer can write nothing, dead letters included.
+    Making one fences every older trainer of the run.
+
+    Whatever is written goes through one transactional producer, so a fenced trainer can write
+    nothing, dead letters included.
     """
 
     def __init__(self, cluster: Cluster, topics: Topics, run_id: str) -> None:
@@ -56,14 +62,20 @@ class KafkaWeightLog:
         self.topic_id = cluster.topic_id(topics.weights)
 
     def publish(self, version: WeightVersion) -> None:
-        """Put the manifest on the log. From here on the version and its checkpoint count. Raises Fenced."""
+        """Put the manifest on the log.
+
+        From here on the version and its checkpoint count. Raises Fenced.
+        """
         with self._producer.transaction():
             self._producer.put(
                 self._topics.weights, version.version_id.encode(), self._codec.encode(version)
             )
 
     def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
-        """Dead-letter a record. It may be buried again after a restart: the same place each time."""
+        """Dead-letter a record.
+
+        It may be buried again after a restart: the same place each time.
+        """
         letter = dead_letter(record, topic_id, "trainer", reason, detail)
         with self._producer.transaction():
             self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
@@ -72,7 +84,9 @@ class KafkaWeightLog:
         )
 
     def raise_if_fenced(self) -> None:
-        """Ask the broker by a transaction that is given up: Fenced when a newer trainer took over, else nothing."""
+        """Ask the broker by a transaction that is given up: Fenced when a newer trainer took over,
+        else nothing.
+        """
         try:
             with self._producer.transaction():
                 self._producer.put(self._topics.weights, self._run_id.encode(), None)
@@ -92,10 +106,12 @@ class _Aborted(Exception):
 def read_versions(
     cluster: Cluster, decoder: Decoder, topic: str, run_id: str
 ) -> tuple[list[WeightVersion], set[Version]]:
-    """The run's versions in log order, and all its ids: an id counts as taken even if its record can't be read.
+    """The run's versions in log order, and all its ids: an id counts as taken even if its record
+    can't be read.
 
-    The log is shared by all runs: a version of this one may lie behind another trainer's open transaction. Not to see it would mean
-    to train its batches again, under its id, and to delete its files.
+    The log is shared by all runs: a version of this one may lie behind another trainer's open
+    transaction. Not to see it would mean to train its batches again, under its id, and to delete
+    its files.
     """
     versions: list[WeightVersion] = []
     taken: set[Version] = set()

@@ -1,7 +1,9 @@
-"""The state of admission in a file: what spares a restart the reading of the whole journal, and nothing else.
+"""The state of admission in a file: what spares a restart the reading of the whole journal, and
+nothing else.
 
-A state is a function of the journal's records up to one of them, and the file says which (`JournalPosition`). So whoever has written it, and whenever, it is
-right; or it is not of this journal, or damaged, and then the journal is read from its beginning. It may be deleted at any time.
+A state is a function of the journal's records up to one of them, and the file says which
+(`JournalPosition`). So whoever has written it, and whenever, it is right; or it is not of this
+journal, or damaged, and then the journal is read from its beginning. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ from stream_jobs.admit.group import GroupKey
 from stream_jobs.errors import StreamJobError
 
 FORMAT = b"clawstream decisions 3\n"
-"""Another number for everything that reads these bytes otherwise, or folds a journal to another state."""
+"""Another number for everything that reads these bytes otherwise, or folds a journal to another
+state.
+"""
 SAVE_EVERY, SAVE_SHARE = 50_000, 40
-"""Trajectories that are decided until the next one is written: that many, or one in so many of all, whichever is more."""
+"""Trajectories that are decided until the next one is written: that many, or one in so many of all,
+whichever is more.
+"""
 SAVE_AT_CLOSE = 1000
 """At the orderly end: reading fewer takes no longer than the file."""
 _LENGTH = struct.Struct("<Q")
@@ -39,11 +45,16 @@ _SUM_BYTES = 32
 
 
 class UnusableCheckpoint(StreamJobError):
-    """A checkpoint that can't be used; the message says why. The journal is read from its beginning."""
+    """A checkpoint that can't be used; the message says why.
+
+    The journal is read from its beginning.
+    """
 
 
 class JournalPosition(NamedTuple):
-    """The last record that a state knows: its journal's topic id, its offset there, and the hash of its value."""
+    """The last record that a state knows: its journal's topic id, its offset there, and the hash of
+    its value.
+    """
 
     topic_id: str
     offset: int
@@ -56,8 +67,9 @@ class JournalPosition(NamedTuple):
 
 
 def serialize(state: DecisionState, position: JournalPosition, codec: Codec) -> Iterator[bytes]:
-    """The bytes of a state as it is now, whatever it takes while they are asked for. Costs a millisecond, and 5 µs for each of
-    `ClosedRounds.others`.
+    """The bytes of a state as it is now, whatever it takes while they are asked for.
+
+    Costs a millisecond, and 5 µs for each of `ClosedRounds.others`.
     """
     head = json.dumps(_plain(state, position, codec)).encode()
     tables = (state.decisions.copy(), state.rounds.compact.copy())
@@ -114,11 +126,16 @@ def _plain(state: DecisionState, position: JournalPosition, codec: Codec) -> dic
         "others": [[gid, r.spans, r.missing_members] for gid, r in state.rounds.others.items()],
         "refused_members": [[*key, count] for key, count in state.refused_members.items()],
         "turned_away": [[*key, count] for key, count in state.turned_away.items()],
-        "next_seq": state.next_seq, "decided_count": state.decided_count, "topic_id": state.topic_id,
-        "newest": applied(state.newest), "of_settings": applied(state.of_settings),
+        "next_seq": state.next_seq,
+        "decided_count": state.decided_count,
+        "topic_id": state.topic_id,
+        "newest": applied(state.newest),
+        "of_settings": applied(state.of_settings),
         "applied": [applied(record) for record in state.applied],
-        "input_from": state.input_from, "stepped_to": state.stepped_to, "input_to": state.input_to,
-    }  # fmt: skip
+        "input_from": state.input_from,
+        "stepped_to": state.stepped_to,
+        "input_to": state.input_to,
+    }
 
 
 def _state_of(
@@ -145,15 +162,27 @@ def _state_of(
         for gid, spans, owed in plain["others"]
     )
     return DecisionState(
-        decisions, ClosedRounds(closed, others), counts(plain["refused_members"]), counts(plain["turned_away"]),
-        plain["next_seq"], plain["decided_count"], applied(plain["newest"]), applied(plain["of_settings"]), plain["topic_id"],
+        decisions,
+        ClosedRounds(closed, others),
+        counts(plain["refused_members"]),
+        counts(plain["turned_away"]),
+        plain["next_seq"],
+        plain["decided_count"],
+        applied(plain["newest"]),
+        applied(plain["of_settings"]),
+        plain["topic_id"],
         [found for text in plain["applied"] if (found := applied(text)) is not None],
-        plain["input_from"], plain["stepped_to"], plain["input_to"],
-    )  # fmt: skip
+        plain["input_from"],
+        plain["stepped_to"],
+        plain["input_to"],
+    )
 
 
 class CheckpointFile:
-    """Where the checkpoint of one run and channel lies. It is written on a thread of its own; what fails is logged, and admission goes on."""
+    """Where the checkpoint of one run and channel lies.
+
+    It is written on a thread of its own; what fails is logged, and admission goes on.
+    """
 
     def __init__(self, path: Path, codec: Codec, log: Any) -> None:
         self._path, self._codec, self._log = path, codec, log.bind(checkpoint=str(path))
@@ -161,7 +190,8 @@ class CheckpointFile:
         self._writing: threading.Thread | None = None
 
     def load(self, topic_id: str, end: int) -> tuple[DecisionState, JournalPosition] | None:
-        """What the file has of the journal of this topic id, which ends before offset `end`; None: nothing, and the log says why.
+        """What the file has of the journal of this topic id, which ends before offset `end`; None:
+        nothing, and the log says why.
 
         That the journal still has the record of the position is for the caller to see.
         """
@@ -180,7 +210,8 @@ class CheckpointFile:
             self._saved_count = state.decided_count
             return state, position
         self.reject(
-            f"it is of the journal {position.topic_id} to offset {position.offset}; this is {topic_id} and ends at {end}"
+            f"it is of the journal {position.topic_id} to offset {position.offset}; this is "
+            f"{topic_id} and ends at {end}"
         )
         return None
 
@@ -190,7 +221,10 @@ class CheckpointFile:
         self._log.warning("checkpoint_not_used", why=why)
 
     def save_if_due(self, state: DecisionState, position: JournalPosition) -> None:
-        """Write it if enough has been decided since it was written last. position: of the last record that the state has taken."""
+        """Write it if enough has been decided since it was written last.
+
+        position: of the last record that the state has taken.
+        """
         busy = self._writing is not None and self._writing.is_alive()
         if not busy and state.decided_count - self._saved_count >= max(
             SAVE_EVERY, len(state.decisions) // SAVE_SHARE

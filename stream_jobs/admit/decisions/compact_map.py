@@ -1,4 +1,8 @@
-"""Three whole numbers by name, for tens of millions of names, in a fifth of what a dict of tuples takes. No I/O."""
+"""Three whole numbers by name, for tens of millions of names, in a fifth of what a dict of tuples
+takes.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 BUCKETS = 1 << 15
-"""More take more memory below some millions of names, for small objects are rounded up; fewer take longer to search above."""
+"""More take more memory below some millions of names, for small objects are rounded up; fewer take
+longer to search above.
+"""
 CHUNK = 256
 """Buckets that are written at once."""
 _KEY_BYTES = 14
@@ -22,10 +28,13 @@ Values = tuple[int, int, int]
 
 
 class CompactMap:
-    """A name is known by 127 bits of its BLAKE2b: two that are alike are not met in any run. It can't be found out from them.
+    """A name is known by 127 bits of its BLAKE2b: two that are alike are not met in any run.
 
-    15 bits of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched by `bytes.find`. Nothing is ever
-    built anew, so there is no pause; and as buckets are immutable, a list of them is a picture of one moment.
+    It can't be found out from them.
+
+    15 bits of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched
+    by `bytes.find`. Nothing is ever built anew, so there is no pause; and as buckets are immutable,
+    a list of them is a picture of one moment.
     """
 
     def __init__(self, buckets: list[bytes] | None = None) -> None:
@@ -79,7 +88,10 @@ class CompactMap:
 
     @classmethod
     def of_bytes(cls, data: memoryview) -> tuple[CompactMap, memoryview]:
-        """What `chunks` gave, and what follows it. Raises struct.error or ValueError when it is not all there."""
+        """What `chunks` gave, and what follows it.
+
+        Raises struct.error or ValueError when it is not all there.
+        """
         buckets, at = list[bytes](), _LENGTHS.size
         for length in _LENGTHS.unpack_from(data):
             buckets.append(bytes(data[at : at + length]) if length else b"")
@@ -96,7 +108,10 @@ def _place(name: str) -> tuple[int, bytes]:
 
 
 def _find(bucket: bytes, key: bytes) -> int:
-    """Where the entry of a key begins; -1 when there is none. What only looks like the key lies across two entries or in the numbers."""
+    """Where the entry of a key begins; -1 when there is none.
+
+    What only looks like the key lies across two entries or in the numbers.
+    """
     at = bucket.find(key)
     while at > 0 and at % WIDTH:
         at = bucket.find(key, at + 1)

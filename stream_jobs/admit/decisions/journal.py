@@ -28,7 +28,9 @@ JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 
 @dataclass(frozen=True, slots=True)
 class CandidateLog:
-    """The log that is folded: topic id and partition of the candidates, and how many partitions write ticks to it."""
+    """The log that is folded: topic id and partition of the candidates, and how many partitions
+    write ticks to it.
+    """
 
     topic_id: str
     partition: int
@@ -37,7 +39,10 @@ class CandidateLog:
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """One record of that log. place: of the payload, from a candidate's headers; None when it has none."""
+    """One record of that log.
+
+    place: of the payload, from a candidate's headers; None when it has none.
+    """
 
     offset: int
     event: Candidate | AdmissionPolicy | RunEnded | Tick
@@ -76,7 +81,9 @@ def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:
 
 
 def content_hash(batch: ReadyBatch) -> str:
-    """sha256 over the canonical bytes of what a batch holds: no clock, no run id, no place, not the hash itself."""
+    """sha256 over the canonical bytes of what a batch holds: no clock, no run id, no place, not the
+    hash itself.
+    """
     plain: dict[str, Any] = {
         "channel": batch.channel,
         "batch_seq": batch.batch_seq,

@@ -15,12 +15,16 @@ def first_offset(cluster: Cluster, journal: str) -> int:
 
 
 def check_complete(cluster: Cluster, journal: str) -> None:
-    """Raises UnreadableJournal when decisions at the beginning of a journal are gone: they would be made again."""
+    """Raises UnreadableJournal when decisions at the beginning of a journal are gone: they would be
+    made again.
+    """
     first = first_offset(cluster, journal)
     if first > 0:
         raise UnreadableJournal(
-            f"{journal} begins at offset {first}, what was decided before can't be known. Its run has ended and `clawstream "
-            "topics trim` was here: take another run_id. Or retention took it from a run that lives: that can't go on either"
+            f"{journal} begins at offset {first}, what was decided before can't be known. Its run "
+            "has ended and `clawstream "
+            "topics trim` was here: take another run_id. Or retention took it from a run that "
+            "lives: that can't go on either"
         )
 
 
@@ -29,8 +33,8 @@ def check_not_recreated(
 ) -> None:
     """Hold a journal without records against the versions that the run has published.
 
-    Batches of a new journal count from 0. Staleness is judged by that number, so for weights that were
-    trained further the gate would let everything pass, however stale.
+    Batches of a new journal count from 0. Staleness is judged by that number, so for weights that
+    were trained further the gate would let everything pass, however stale.
 
     Args:
         cluster: where both are.
@@ -54,8 +58,10 @@ def check_not_recreated(
             continue
         if version.batches_topic_id not in (None, journal_id):
             raise UnreadableJournal(
-                f"{journal} was made anew (id {journal_id}), but {version.version_id} was trained from "
+                f"{journal} was made anew (id {journal_id}), but {version.version_id} was trained "
+                "from "
                 f"batches up to {version.last_batch_seq} of its predecessor (id "
-                f"{version.batches_topic_id}): what that decided can't be known. Restore it, or take "
+                f"{version.batches_topic_id}): what that decided can't be known. Restore it, or "
+                "take "
                 "another run_id, with trainer.model_path set to the published weights"
             )

@@ -1,4 +1,8 @@
-"""Rounds of group ids: which are closed, and which trajectories still belong to one that closed without them. No I/O."""
+"""Rounds of group ids: which are closed, and which trajectories still belong to one that closed
+without them.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ _LARGEST_END = 1 << 31
 
 
 class MissingMembers(NamedTuple):
-    """A round closed `left` members short. Whoever was opened before `closed_at` (log time) and comes now was one of them."""
+    """A round closed `left` members short.
+
+    Whoever was opened before `closed_at` (log time) and comes now was one of them.
+    """
 
     round: int
     closed_at: int
@@ -29,7 +36,10 @@ class MissingMembers(NamedTuple):
 
 @dataclass(slots=True)
 class Rounds:
-    """Closed rounds of one group id. spans: from a round to before another one, in order, each behind a round that is not closed."""
+    """Closed rounds of one group id.
+
+    spans: from a round to before another one, in order, each behind a round that is not closed.
+    """
 
     spans: tuple[Span, ...] = ()
     missing_members: tuple[MissingMembers, ...] = ()
@@ -40,7 +50,10 @@ class Rounds:
         return self.spans[0][1] if self.spans and self.spans[0][0] == 0 else 0
 
     def closed(self, number: int) -> bool:
-        """Whether the round was admitted or refused. There is none below 0: nothing can come into one."""
+        """Whether the round was admitted or refused.
+
+        There is none below 0: nothing can come into one.
+        """
         at = bisect_right(self.spans, number, key=_FIRST)
         return number < 0 or (at > 0 and number < self.spans[at - 1][1])
 
@@ -61,7 +74,9 @@ class Rounds:
         self.spans = (*spans[:below], (first, end), *spans[above:])
 
     def missed_by(self, opened_at: int) -> int | None:
-        """The first round that a trajectory opened at this time was meant for and has missed; None: it belongs to a later one."""
+        """The first round that a trajectory opened at this time was meant for and has missed; None:
+        it belongs to a later one.
+        """
         return min((o.round for o in self.missing_members if opened_at < o.closed_at), default=None)
 
     def turned_away(self, number: int) -> None:
@@ -73,7 +88,9 @@ class Rounds:
 
 
 class ClosedRounds:
-    """The rounds of all group ids of a run. One whose rounds have closed one behind the other, from whichever on, takes 34 bytes, if none
+    """The rounds of all group ids of a run.
+
+    One whose rounds have closed one behind the other, from whichever on, takes 34 bytes, if none
     but the last of them is owed members.
     """
 
@@ -82,7 +99,9 @@ class ClosedRounds:
     ) -> None:
         self.compact = CompactMap() if compact is None else compact
         self.others = dict(others)
-        """Of group ids whose closed rounds have a gap, or of which another round than the last is owed members."""
+        """Of group ids whose closed rounds have a gap, or of which another round than the last is
+        owed members.
+        """
 
     def of(self, group_id: str) -> Rounds:
         """Those of a group id, to look at; `put` sets them."""

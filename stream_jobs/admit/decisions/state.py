@@ -1,8 +1,12 @@
-"""What admission has decided: a fold over its journal, which the admission that writes the journal goes on with. Pure.
+"""What admission has decided: a fold over its journal, which the admission that writes the journal
+goes on with.
 
-After a crash admission folds the candidates again from `ResumePoint.resume_from`. What the journal has decided folds to nothing; the rest is, at
-the last journaled step, exactly what it was: groups half full, batches half full, deadlines. Only ticks before `resume_from` are
-needed besides, for event time; the reader fetches them.
+Pure.
+
+After a crash admission folds the candidates again from `ResumePoint.resume_from`. What the journal
+has decided folds to nothing; the rest is, at the last journaled step, exactly what it was: groups
+half full, batches half full, deadlines. Only ticks before `resume_from` are needed besides, for
+event time; the reader fetches them.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ _REFUSED = -1
 
 
 class Decided(NamedTuple):
-    """A trajectory that was admitted (batch_seq) or refused (None), the highest revision seen of it, and when, in log time."""
+    """A trajectory that was admitted (batch_seq) or refused (None), the highest revision seen of
+    it, and when, in log time.
+    """
 
     revision: int
     batch_seq: int | None
@@ -33,12 +39,15 @@ class Decided(NamedTuple):
 
 @dataclass(slots=True)
 class DecisionState:
-    """What the records of a journal say, from its first on. For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
+    """What the records of a journal say, from its first on.
+
+    For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
     `ClosedRounds.others` take more), and what the buckets of `CompactMap` take besides.
 
-    gone: members refused one by one, of rounds that are still open; turned: refused because such a round was full or sealed.
-    told: trajectories that the records have named. Of the candidates topic that the last ones came from: its id, the policies applied,
-    `input_from` (None before the first decision), the last step (`stepped_to`), and how far it was read (`input_to`).
+    gone: members refused one by one, of rounds that are still open; turned: refused because such a
+    round was full or sealed. told: trajectories that the records have named. Of the candidates
+    topic that the last ones came from: its id, the policies applied, `input_from` (None before the
+    first decision), the last step (`stepped_to`), and how far it was read (`input_to`).
     """
 
     decisions: CompactMap = field(default_factory=CompactMap)
@@ -137,11 +146,14 @@ class DecisionState:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What an admission begins with. Offsets are of the candidates topic that exists today; there are none when it was made anew (`renewed`).
+    """What an admission begins with.
 
-    state: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the last one applied; of_settings: the last
-    one of them that settings have published. replay_until: offset of the last step in the journal; below it every decision there was is in
-    the journal.
+    Offsets are of the candidates topic that exists today; there are none when it was made anew
+    (`renewed`).
+
+    state: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the
+    last one applied; of_settings: the last one of them that settings have published. replay_until:
+    offset of the last step in the journal; below it every decision there was is in the journal.
     """
 
     state: DecisionState = field(default_factory=DecisionState)
@@ -158,7 +170,9 @@ class ResumePoint:
 def resume_from_journal(
     journal: Iterable[JournalRecord], topic_id: str, low: int, state: DecisionState | None = None
 ) -> ResumePoint:
-    """The past that a journal tells. topic_id: of today's candidates topic; low: the first offset that it has.
+    """The past that a journal tells.
+
+    topic_id: of today's candidates topic; low: the first offset that it has.
 
     state: of the records before these.
     """

@@ -1,4 +1,6 @@
-"""Rollout without an engine: which version is wanted, what a manifest must hold, how a server is started."""
+"""Rollout without an engine: which version is wanted, what a manifest must hold, how a server is
+started.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Versions, checkpoints and resumes on a weight log in memory: a crash is a value, here a directory as a kill leaves it."""
+"""Versions, checkpoints and resumes on a weight log in memory: a crash is a value, here a directory
+as a kill leaves it.
+"""
 
 from __future__ import annotations
 
@@ -111,17 +113,36 @@ def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
             )
             ids = [(seq * 7 + g * 5 + m * 3 + k) % 20 + 8 for k in range(4)]
             step = TrajectoryStep(
-                step_id=f"{name}~1.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=3, response_tokens=4,
-                response_json=b"{}", oldest_version="r/0.0", newest_version="r/0.0", trainable=True, offset=0,
-            )  # fmt: skip
+                step_id=f"{name}~1.0",
+                index=0,
+                segment=1,
+                status="ok",
+                drift="root",
+                prompt_tokens=3,
+                response_tokens=4,
+                response_json=b"{}",
+                oldest_version="r/0.0",
+                newest_version="r/0.0",
+                trainable=True,
+                offset=0,
+            )
             said = Segment(
                 parent=0, step_index=0, token_ids=pack_ids(ids), logprobs=pack_logprobs([-3.0] * 4)
             )
             trajectories[name] = Trajectory(
-                run_id="r", trajectory_key=name, trajectory_id=name, group_id=f"g{g}", channel="train", outcome="completed",
-                opened_at=0, closed_at=1, part=0, parts=1, segments=(Segment(token_ids=pack_ids([2, 5, 9])), said),
+                run_id="r",
+                trajectory_key=name,
+                trajectory_id=name,
+                group_id=f"g{g}",
+                channel="train",
+                outcome="completed",
+                opened_at=0,
+                closed_at=1,
+                part=0,
+                parts=1,
+                segments=(Segment(token_ids=pack_ids([2, 5, 9])), said),
                 steps=(step,),
-            )  # fmt: skip
+            )
             members.append(
                 BatchMember(
                     trajectory_id=name,
@@ -135,10 +156,22 @@ def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
             )
         groups.append(BatchGroup(group_id=f"g{g}", round=seq, n=MEMBERS, members=tuple(members)))
     batch = ReadyBatch(
-        run_id="r", channel="train", batch_seq=seq, groups=tuple(groups), policy_version=0, sync_every=1,
-        algorithm="grpo", reward_weights={}, input_topic_id="c", input_partition=0, input_from=0, input_to=0,
-        content_hash="", trainable_tokens=24, created_at_event_time=0,
-    )  # fmt: skip
+        run_id="r",
+        channel="train",
+        batch_seq=seq,
+        groups=tuple(groups),
+        policy_version=0,
+        sync_every=1,
+        algorithm="grpo",
+        reward_weights={},
+        input_topic_id="c",
+        input_partition=0,
+        input_from=0,
+        input_to=0,
+        content_hash="",
+        trainable_tokens=24,
+        created_at_event_time=0,
+    )
     position = Position(
         topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1
     )
@@ -184,7 +217,8 @@ def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_di
     go(begin(s, weight_log), 0, 0)
     go(begin(s, weight_log), 1, 1)
     assert ids(weight_log) == ["0.3", "1.3", "2.4"]
-    # Every recorded token names r/0.0: none of these versions, and none of the weights that are trained.
+    # Every recorded token names r/0.0: none of these versions, and none of the weights that are
+    # trained.
     assert "logp_max_abs_diff_same_version" not in weight_log.published[1].metrics
 
 
@@ -322,7 +356,9 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
 def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_deletes(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """The broker came back from an older copy: the same topics, but neither the newest version nor its batch."""
+    """The broker came back from an older copy: the same topics, but neither the newest version nor
+    its batch.
+    """
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 1)
     weight_log.published.pop()
@@ -406,7 +442,9 @@ def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
 def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """Its batches count from 0 again: for weights of version 2 the staleness of any of them would be negative."""
+    """Its batches count from 0 again: for weights of version 2 the staleness of any of them would
+    be negative.
+    """
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     begin(s, weight_log)
     run = begin(s, weight_log, "topic2")
@@ -424,7 +462,8 @@ def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
 
 def no_memory(*_: object) -> NoReturn:
     raise RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to ..."
+        "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you "
+        "tried to ..."
     )
 
 
@@ -574,10 +613,18 @@ def version(name: str, parent: str | None, base: str | None = None) -> WeightVer
     parsed = parse_version(name)
     assert parsed is not None
     return WeightVersion(
-        version_id=name, run_id=parsed.run_id, sync_index=parsed.sync_index, attempt=parsed.attempt,
-        parent_version=parent, format="delta" if base else "full", base_version=base, files=(), channel="train",
-        metrics={}, created_at=0,
-    )  # fmt: skip
+        version_id=name,
+        run_id=parsed.run_id,
+        sync_index=parsed.sync_index,
+        attempt=parsed.attempt,
+        parent_version=parent,
+        format="delta" if base else "full",
+        base_version=base,
+        files=(),
+        channel="train",
+        metrics={},
+        created_at=0,
+    )
 
 
 def test_what_a_kept_delta_is_based_on_is_kept() -> None:
@@ -600,7 +647,9 @@ def test_a_dead_branch_does_not_push_out_the_chain() -> None:
 
 @given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
 def test_sync_indexes_are_what_admission_counts(every: int, stops: list[bool]) -> None:
-    """Whether or not the trainer is stopped after a batch: a version's sync index is floor(last batch / every) + 1."""
+    """Whether or not the trainer is stopped after a batch: a version's sync index is floor(last
+    batch / every) + 1.
+    """
     sync, start = 0, 0
     for seq, stop in enumerate(stops):
         if stop or (seq + 1) % every == 0:

@@ -1,4 +1,6 @@
-"""Advantage estimators by the name of the algorithm in the admission policy: the rewards of one group to its advantages."""
+"""Advantage estimators by the name of the algorithm in the admission policy: the rewards of one
+group to its advantages.
+"""
 
 from __future__ import annotations
 
@@ -9,4 +11,5 @@ from trainer.algorithms.advantages.grpo import grpo
 ADVANTAGES: Mapping[str, Callable[[Sequence[float], float], list[float]]] = {
     "grpo": grpo,
 }
-"""(rewards of the group, offset added to the standard deviation) -> one advantage for each reward."""
+"""(rewards of the group, offset added to the standard deviation) -> one advantage for each reward.
+"""

@@ -11,4 +11,6 @@ from trainer.algorithms.losses.truncated_is import truncated_is
 LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "grpo": truncated_is,
 }
-"""(log-probabilities now, at sampling time, advantages, bound of the ratio) -> loss of each token; all of shape (tokens,)."""
+"""(log-probabilities now, at sampling time, advantages, bound of the ratio) -> loss of each token;
+all of shape (tokens,).
+"""

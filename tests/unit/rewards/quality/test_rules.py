@@ -25,11 +25,20 @@ def step(
 ) -> dict[str, Any]:
     """Fields of a step, and its sampled tokens as `ids`; None: unknown."""
     given: dict[str, Any] = {
-        "step_id": f"k~C{index}.0", "index": index, "parent": index - 1 if index else None, "status": "ok", "finish_reason": "stop",
-        "drift": "clean" if index else "root", "prompt_tokens": 1, "response_tokens": len(ids or ()),
-        "response_json": orjson.dumps(reply if reply is not None else {"role": "assistant", "content": "Well said."}),
-        "trainable": True, "offset": index,
-    }  # fmt: skip
+        "step_id": f"k~C{index}.0",
+        "index": index,
+        "parent": index - 1 if index else None,
+        "status": "ok",
+        "finish_reason": "stop",
+        "drift": "clean" if index else "root",
+        "prompt_tokens": 1,
+        "response_tokens": len(ids or ()),
+        "response_json": orjson.dumps(
+            reply if reply is not None else {"role": "assistant", "content": "Well said."}
+        ),
+        "trainable": True,
+        "offset": index,
+    }
     return {"ids": ids, **given, **more}
 
 
@@ -47,9 +56,19 @@ def trajectory(*steps: dict[str, Any]) -> Trajectory:
             )
         made.append(TrajectoryStep(**fields))
     return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
-        closed_at=1, part=0, parts=1, segments=tuple(segments), steps=tuple(made),
-    )  # fmt: skip
+        run_id="r",
+        trajectory_key="k",
+        trajectory_id="k",
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=0,
+        closed_at=1,
+        part=0,
+        parts=1,
+        segments=tuple(segments),
+        steps=tuple(made),
+    )
 
 
 def scores(name: str, *steps: dict[str, Any]) -> list[tuple[float, int | None]]:
@@ -148,29 +167,49 @@ def test_a_loop_is_never_longer_than_the_reply_and_what_is_found_is_one(
 @pytest.mark.parametrize(
     ("value", "reply"),
     [
-        (0.0, {"role": "assistant", "content": ""}), (0.0, {"content": None}), (0.0, {"content": " \n"}), (0.0, []),
+        (0.0, {"role": "assistant", "content": ""}),
+        (0.0, {"content": None}),
+        (0.0, {"content": " \n"}),
+        (0.0, []),
         (0.0, {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":'}}]}),
         (0.0, {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}),
-        (0.0, {"content": "x", "tool_calls": [{"function": {"name": "f"}}]}), (0.0, {"content": "x", "tool_calls": ["f"]}),
-        (0.0, {"function_call": {"name": "f", "arguments": "oh"}}), (0.0, {"content": [{"type": "text", "text": " "}]}),
-        (0.0, {"output": [{"type": "function_call", "name": "f", "arguments": "{"}]}), (0.0, {"output": []}),
-        (0.5, {"content": "a\ufffdb"}), (0.5, {"content": [{"type": "text", "text": "a\ufffdb"}]}),
+        (0.0, {"content": "x", "tool_calls": [{"function": {"name": "f"}}]}),
+        (0.0, {"content": "x", "tool_calls": ["f"]}),
+        (0.0, {"function_call": {"name": "f", "arguments": "oh"}}),
+        (0.0, {"content": [{"type": "text", "text": " "}]}),
+        (0.0, {"output": [{"type": "function_call", "name": "f", "arguments": "{"}]}),
+        (0.0, {"output": []}),
+        (0.5, {"content": "a\ufffdb"}),
+        (0.5, {"content": [{"type": "text", "text": "a\ufffdb"}]}),
         (None, {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}),
         (None, {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}),
-        (None, {"content": None, "tool_calls": [{"type": "custom", "custom": {"name": "f", "input": "free"}}]}),
-        (None, {"function_call": {"name": "f", "arguments": "{}"}}), (None, {"content": "hi", "tool_calls": []}),
-        (None, {"content": [{"type": "tool_use", "name": "f", "input": {}}]}), (None, {"content": [{"type": "text", "text": "x"}]}),
+        (
+            None,
+            {
+                "content": None,
+                "tool_calls": [{"type": "custom", "custom": {"name": "f", "input": "free"}}],
+            },
+        ),
+        (None, {"function_call": {"name": "f", "arguments": "{}"}}),
+        (None, {"content": "hi", "tool_calls": []}),
+        (None, {"content": [{"type": "tool_use", "name": "f", "input": {}}]}),
+        (None, {"content": [{"type": "text", "text": "x"}]}),
         (None, {"output": [{"type": "function_call", "name": "f", "arguments": "{}"}]}),
         (None, {"output": [{"type": "custom_tool_call", "name": "f", "input": "free"}]}),
-        (None, {"output": [{"type": "message", "content": [{"type": "refusal", "refusal": "no"}]}]}),
+        (
+            None,
+            {"output": [{"type": "message", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        ),
     ],
-)  # fmt: skip
+)
 def test_format(value: float | None, reply: Any) -> None:
     assert scores("format", step(0, reply=reply)) == ([] if value is None else [(value, 0)])
 
 
 def test_format_of_half_a_character_is_not_that_of_what_is_no_json() -> None:
-    """Valid JSON, though it can't be written as UTF-8; in a call's arguments too, escaped once or twice."""
+    """Valid JSON, though it can't be written as UTF-8; in a call's arguments too, escaped once or
+    twice.
+    """
     call = b'{"tool_calls":[{"function":{"name":"f","arguments":"%s"}}]}'
     fine = [
         b'{"content":"\\ud83d"}',
@@ -195,13 +234,34 @@ def test_format_of_what_is_no_json_and_of_what_was_cut() -> None:
 
 
 json = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.sampled_from(["function_call", "tool_use", "text"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["content", "output", "type", "text", "tool_calls", "function_call", "function", "arguments", "name", "input"]),
-        inner, max_size=4,
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.text(max_size=5)
+    | st.sampled_from(["function_call", "tool_use", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "content",
+                    "output",
+                    "type",
+                    "text",
+                    "tool_calls",
+                    "function_call",
+                    "function",
+                    "arguments",
+                    "name",
+                    "input",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(json)

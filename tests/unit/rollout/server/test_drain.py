@@ -47,7 +47,10 @@ class Engine:
 
 
 def drain(engine: Engine, timeout_s: float, then: int | None) -> tuple[bool, float]:
-    """Drain it; after it was asked three times, it says something else. Whether it was drained, and how long that took."""
+    """Drain it; after it was asked three times, it says something else.
+
+    Whether it was drained, and how long that took.
+    """
 
     async def body() -> tuple[bool, float]:
         app = web.Application()

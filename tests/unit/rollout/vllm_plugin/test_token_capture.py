@@ -1,4 +1,6 @@
-"""Token capture without an engine: the bytes on the wire, and the middleware around an app that generates as vLLM does."""
+"""Token capture without an engine: the bytes on the wire, and the middleware around an app that
+generates as vLLM does.
+"""
 
 from __future__ import annotations
 
@@ -117,10 +119,19 @@ def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        b'"s":0', b'"s":{"temperature":"1"}', b'"s":{"top_p":true}', b'"s":{"top_k":1.5}', b'"s":{"top_k":4294967296}',
-        b'"s":{"logprobs_mode":1}', b'"s":{"constraints":[1]}', b'"s":{"constraints":3}', b'"h":-1', b'"h":"1"', b'"h":true',
+        b'"s":0',
+        b'"s":{"temperature":"1"}',
+        b'"s":{"top_p":true}',
+        b'"s":{"top_k":1.5}',
+        b'"s":{"top_k":4294967296}',
+        b'"s":{"logprobs_mode":1}',
+        b'"s":{"constraints":[1]}',
+        b'"s":{"constraints":3}',
+        b'"h":-1',
+        b'"h":"1"',
+        b'"h":true',
     ],
-)  # fmt: skip
+)
 def test_sampling_parameters_of_a_wrong_type_are_an_error(more: bytes) -> None:
     with pytest.raises(ValueError, match="capture frame"):
         engine_frames.decode(b'{"g":0,"c":[],%s}\n' % more)
@@ -142,7 +153,8 @@ def test_ids_and_logprobs_must_be_as_many() -> None:
         engine_frames.encode(Frame(0, None, (Choice(0, pack_ids([1, 2]), pack_logprobs([-0.5])),)))
 
 
-# ---------------------------------------------------------------- an app that generates as vLLM does
+# ---------------------------------------------------------------- an app that generates as vLLM
+# does
 
 
 class Kind(Enum):
@@ -234,7 +246,10 @@ class VllmConfig:
 
 @dataclass
 class Client:
-    """What the middleware needs of vLLM's engine client. A choice's ids are 10 * (choice + 1) and the next two, log-probability -id."""
+    """What the middleware needs of vLLM's engine client.
+
+    A choice's ids are 10 * (choice + 1) and the next two, log-probability -id.
+    """
 
     asked: int = 0
     closed: bool = False
@@ -281,7 +296,10 @@ class State:
 
 
 class App:
-    """An ASGI app: a plain reply in two messages, or an event for each output. It generates once for each of `params`."""
+    """An ASGI app: a plain reply in two messages, or an event for each output.
+
+    It generates once for each of `params`.
+    """
 
     def __init__(
         self, *params: Params, stream: bool = False, prompt: Any = None, status: int = 200
@@ -364,9 +382,16 @@ def whole(which: int, spans: bool = True) -> Choice:
 
 
 HOW = Sampling(
-    source="engine", temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-    repetition_penalty=1.0, logprobs_mode="processed_logprobs",
-)  # fmt: skip
+    source="engine",
+    temperature=0.7,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    logprobs_mode="processed_logprobs",
+)
 
 
 def first_frame(generation: int, *choices: Choice) -> Frame:

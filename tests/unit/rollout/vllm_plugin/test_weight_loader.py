@@ -123,7 +123,8 @@ def test_two_workers_never_mix_their_updates() -> None:
 @pytest.mark.parametrize(
     ("fails", "error", "status", "text", "touched"),
     [
-        ("update", RuntimeError(f"x {INVALID}no tensors', please check the stack trace"), INVALID_WEIGHTS, "no tensors", False),
+        ("update", RuntimeError(f"x {INVALID}no tensors', please check "
+            "the stack trace"), INVALID_WEIGHTS, "no tensors", False),
         ("start", RuntimeError("busy"), UNAVAILABLE, "RuntimeError: busy", False),
         ("pause", RuntimeError("dead"), BROKEN, "RuntimeError: dead", True),
         ("finish", RuntimeError("in pieces"), BROKEN, "RuntimeError: in pieces", True),

@@ -1,4 +1,6 @@
-"""What admission holds of foreign records, and what it gives the client at once: so many, and so many bytes."""
+"""What admission holds of foreign records, and what it gives the client at once: so many, and so
+many bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ class Source:
 
 
 def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key, value and headers count. From the first that is not kept on the log is read, so that none is passed over."""
+    """Key, value and headers count.
+
+    From the first that is not kept on the log is read, so that none is passed over.
+    """
     monkeypatch.setattr(policy_log, "MAX_UNATTRIBUTED_BYTES", 100)
     source = Source([30, 30, 30, 5, 1])
     log = RunLog(cast(Cluster, source), cast(Decoder, source), AT, "r")

@@ -1,4 +1,4 @@
-"""Readiness: why a trajectory or a step can't be trained; the same in SQL, and as admission has it."""
+"""Readiness: why a trajectory or step cannot be trained, equal in Python, SQL and admission."""
 
 from __future__ import annotations
 
@@ -38,9 +38,15 @@ def test_a_trajectory_that_lacks_nothing_is_ready() -> None:
 
 def test_everything_that_is_lacking_is_named() -> None:
     strict = policy(
-        min_trainable_tokens=6, max_trajectory_tokens=8, min_quality=0.5, max_staleness=1, require_assessment=True,
-        min_step_quality=0.5, untrained_tags=("title",), group_size=1,
-    )  # fmt: skip
+        min_trainable_tokens=6,
+        max_trajectory_tokens=8,
+        min_quality=0.5,
+        max_staleness=1,
+        require_assessment=True,
+        min_step_quality=0.5,
+        untrained_tags=("title",),
+        group_size=1,
+    )
     poor = CandidateStep(
         step_id="a~1.0",
         index=0,
@@ -98,33 +104,59 @@ def drawn(rng: random.Random, number: int) -> tuple[Candidate, AdmissionPolicy]:
         value = rng.choice([None, 0.0, 1.0, 0.5, float("nan")])
         step = rng.choice([None, None, "x~1.0"])
         return RewardValue(
-            source=rng.choice(["rule", "human", "env"]), name=rng.choice(["a", "b/c"]), function_version="1", step_id=step,
-            value=value, reward_revision=0,
-        )  # fmt: skip
+            source=rng.choice(["rule", "human", "env"]),
+            name=rng.choice(["a", "b/c"]),
+            function_version="1",
+            step_id=step,
+            value=value,
+            reward_revision=0,
+        )
 
     steps = tuple(
         CandidateStep(
-            step_id=f"t{number}~{i}.0", index=i, response_tokens=rng.randint(0, 4), trainable=rng.random() < 0.8,
-            quality=maybe(0.2, 0.5, 0.9), tags=tuple(rng.sample(["title", "x"], rng.choice([0, 0, 1]))),
+            step_id=f"t{number}~{i}.0",
+            index=i,
+            response_tokens=rng.randint(0, 4),
+            trainable=rng.random() < 0.8,
+            quality=maybe(0.2, 0.5, 0.9),
+            tags=tuple(rng.sample(["title", "x"], rng.choice([0, 0, 1]))),
             oldest_sync_index=rng.choice([None, 1, 2, 3, 4]),
         )
         for i in range(rng.randint(0, 3))
-    )  # fmt: skip
+    )
     made = Candidate(
-        run_id=f"r{number}", channel=rng.choice(["train", "val"]), trajectory_key=f"t{number}", trajectory_id=f"t{number}",
-        group_id="g", revision=rng.randint(0, 3), outcome=rng.choice(["completed", "completed", "failed", "timed_out"]),
-        opened_at=0, closed_at=1, rewards=tuple(a_reward() for _ in range(rng.randint(0, 3))), steps=steps, prompt_tokens=3,
-        trainable_tokens=sum(s.response_tokens for s in steps if s.trainable), oldest_sync_index=maybe(1, 2, 3),
-        trainable=rng.random() < 0.8, quality=maybe(0.2, 0.5, 0.9), tags=rng.choice([(), (), ("title",)]),
+        run_id=f"r{number}",
+        channel=rng.choice(["train", "val"]),
+        trajectory_key=f"t{number}",
+        trajectory_id=f"t{number}",
+        group_id="g",
+        revision=rng.randint(0, 3),
+        outcome=rng.choice(["completed", "completed", "failed", "timed_out"]),
+        opened_at=0,
+        closed_at=1,
+        rewards=tuple(a_reward() for _ in range(rng.randint(0, 3))),
+        steps=steps,
+        prompt_tokens=3,
+        trainable_tokens=sum(s.response_tokens for s in steps if s.trainable),
+        oldest_sync_index=maybe(1, 2, 3),
+        trainable=rng.random() < 0.8,
+        quality=maybe(0.2, 0.5, 0.9),
+        tags=rng.choice([(), (), ("title",)]),
         assessment_revision=maybe(1),
-    )  # fmt: skip
+    )
     asked = policy(
-        run_id=made.run_id, required_rewards=rng.choice([(), ("rule",), ("rule/b/c", "human")]),
-        reward_weights=rng.choice([{}, {"rule/a": 0.5}, {"rule/b/c": 2.0, "env/a": 0.0}]), max_staleness=maybe(0, 2),
-        min_trainable_tokens=rng.choice([0, 3]), max_trajectory_tokens=maybe(6, 9), train_outcomes=rng.choice([("completed",), ("completed", "failed")]),
-        min_quality=maybe(0.5), min_step_quality=maybe(0.5), untrained_tags=rng.choice([(), ("title",), ("title", "y")]),
+        run_id=made.run_id,
+        required_rewards=rng.choice([(), ("rule",), ("rule/b/c", "human")]),
+        reward_weights=rng.choice([{}, {"rule/a": 0.5}, {"rule/b/c": 2.0, "env/a": 0.0}]),
+        max_staleness=maybe(0, 2),
+        min_trainable_tokens=rng.choice([0, 3]),
+        max_trajectory_tokens=maybe(6, 9),
+        train_outcomes=rng.choice([("completed",), ("completed", "failed")]),
+        min_quality=maybe(0.5),
+        min_step_quality=maybe(0.5),
+        untrained_tags=rng.choice([(), ("title",), ("title", "y")]),
         require_assessment=rng.random() < 0.3,
-    )  # fmt: skip
+    )
     return made, asked
 
 
@@ -162,10 +194,22 @@ def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
             )
         )
         if newest is not None:
-            versions.append((WeightVersion(
-                version_id=f"{c.run_id}/{newest}.0", run_id=c.run_id, sync_index=newest, attempt=0, format="full", files=(), channel="train",
-                metrics={}, created_at=0,
-            ), {}))  # fmt: skip
+            versions.append(
+                (
+                    WeightVersion(
+                        version_id=f"{c.run_id}/{newest}.0",
+                        run_id=c.run_id,
+                        sync_index=newest,
+                        attempt=0,
+                        format="full",
+                        files=(),
+                        channel="train",
+                        metrics={},
+                        created_at=0,
+                    ),
+                    {},
+                )
+            )
         expected[c.trajectory_id] = compute_readiness(c, p, newest, has_payload)
     put("candidates", *candidates)
     put("run_events", *policies)
@@ -203,11 +247,20 @@ def test_admission_refuses_for_the_first_thing_that_is_lacking() -> None:
     for number in range(600):
         c, p = drawn(rng, number)
         c, p = (
-            Candidate(**{f: getattr(c, f) for f in Candidate.__dataclass_fields__} | {"run_id": "r", "channel": "train", "group_size": 1}),
-            AdmissionPolicy(**{f: getattr(p, f) for f in AdmissionPolicy.__dataclass_fields__} | {
-                "run_id": "r", "algorithm": "sft", "min_members": 1, "drop_zero_variance": False,
-            }),
-        )  # fmt: skip
+            Candidate(
+                **{f: getattr(c, f) for f in Candidate.__dataclass_fields__}
+                | {"run_id": "r", "channel": "train", "group_size": 1}
+            ),
+            AdmissionPolicy(
+                **{f: getattr(p, f) for f in AdmissionPolicy.__dataclass_fields__}
+                | {
+                    "run_id": "r",
+                    "algorithm": "sft",
+                    "min_members": 1,
+                    "drop_zero_variance": False,
+                }
+            ),
+        )
         r, out = compute_readiness(c, p, 0), fold(p, c)
         if r.ready:
             assert refusals(out) == [] and len(out) == 1

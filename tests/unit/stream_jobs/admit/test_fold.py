@@ -184,7 +184,7 @@ def test_staleness_is_exact_for_the_batch_that_trains_it() -> None:
     ]
     old = fold(limit, *itertools.chain(*fresh), *pairs[0])
     assert [d.reason for d in old if isinstance(d, Refused)] == ["stale"]
-    assert old[-1].detail == "batch 4 trains version 2, oldest token is of 0, limit 1"  # type: ignore[union-attr]
+    assert old[-1].detail == ("batch 4 trains version 2, oldest token is of 0, limit 1")  # type: ignore[union-attr]
     assert len(groups(fold(limit, *itertools.chain(*fresh[:3]), *pairs[0]))) == 4, (
         "batch 3 still trains version 1"
     )
@@ -246,9 +246,9 @@ def test_trajectory_that_comes_back_after_the_horizon_is_a_duplicate() -> None:
 
 def test_next_trajectory_opens_the_next_round() -> None:
     out = fold(policy(), *(cand(f"t{i}", value=i % 2) for i in range(6)))
-    assert [[(g.round, len(g.members)) for g in d.groups] for d in out if isinstance(d, ReadyBatch)] == [
-        [(0, 2)], [(1, 2)], [(2, 2)]
-    ]  # fmt: skip
+    assert [
+        [(g.round, len(g.members)) for g in d.groups] for d in out if isinstance(d, ReadyBatch)
+    ] == [[(0, 2)], [(1, 2)], [(2, 2)]]
 
 
 def test_round_that_closed_short_refuses_those_who_were_of_it() -> None:
@@ -308,8 +308,12 @@ def test_policy_that_cannot_be_obeyed_is_invalid() -> None:
 def test_end_of_the_run_admits_the_rest_or_refuses_it() -> None:
     full = (cand("a"), cand("b", value=0.0))
     out = fold(
-        policy(batch_groups=9, group_size=2), *full, cand("c", "h"), RunEnded(run_id="r", created_at=0), cand("d", "h"),
-    )  # fmt: skip
+        policy(batch_groups=9, group_size=2),
+        *full,
+        cand("c", "h"),
+        RunEnded(run_id="r", created_at=0),
+        cand("d", "h"),
+    )
     assert groups(out) == [[["a", "b"]]]
     assert refusals(out) == [("run_ended", ("c",), True), ("run_ended", ("d",), False)]
     assert out[-1].input_from == 4, "the end itself stays to be read again"  # type: ignore[union-attr]
@@ -362,7 +366,9 @@ def test_replay_gives_the_same_batches_in_the_same_order() -> None:
 
 
 def test_straggler_blocks_nobody_and_costs_nothing() -> None:
-    """10,000 groups pass one that never completes; no call more a candidate for the last ones than for the first ones."""
+    """10,000 groups pass one that never completes; no call more a candidate for the last ones than
+    for the first ones.
+    """
     state = AdmissionFold("r", "train", SOURCE)
     state.fold(InputRecord(0, policy(batch_groups=10)))
     state.fold(InputRecord(1, cand("straggler", "slow")))
@@ -421,7 +427,9 @@ def test_a_policy_leaves_tagged_steps_out_of_training() -> None:
 
 
 def test_a_group_waits_for_the_rewards_of_the_configured_functions() -> None:
-    """The last member's reward comes after it has closed: the group was decided without it, or refused as zero_variance."""
+    """The last member's reward comes after it has closed: the group was decided without it, or
+    refused as zero_variance.
+    """
     jobs = {"reward_functions": {"*": ["exact_match@1"]}}
     settings = Settings.model_validate(
         {"run_id": "r", "jobs": jobs, "admit": {"policy": {"group_size": 2, "batch_groups": 1}}}

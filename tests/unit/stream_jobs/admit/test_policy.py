@@ -1,4 +1,6 @@
-"""Policies: from settings and back, what an admission publishes at its start, and what a person changes."""
+"""Policies: from settings and back, what an admission publishes at its start, and what a person
+changes.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,21 @@ def with_policy(**changes: object) -> Settings:
 
 def test_a_policy_becomes_settings_and_a_policy_again() -> None:
     full = with_policy(
-        group_size=4, required_rewards=("rule/x", "human"), reward_weights={"rule/x": 0.5}, reward_deadline_s=1.25,
-        group_deadline_s=99.5, max_staleness=3, min_quality=0.25, min_step_quality=0.5, require_assessment=True,
-        untrained_tags=("a",), train_outcomes=("completed",), batch_tokens=100, val_deadline_s=7.0, algorithm="rloo",
-    )  # fmt: skip
+        group_size=4,
+        required_rewards=("rule/x", "human"),
+        reward_weights={"rule/x": 0.5},
+        reward_deadline_s=1.25,
+        group_deadline_s=99.5,
+        max_staleness=3,
+        min_quality=0.25,
+        min_step_quality=0.5,
+        require_assessment=True,
+        untrained_tags=("a",),
+        train_outcomes=("completed",),
+        batch_tokens=100,
+        val_deadline_s=7.0,
+        algorithm="rloo",
+    )
     policy = policy_of(full, 3, 9)
     assert settings_of(policy) == full.admit.policy
     assert settings_of(policy).model_dump() == full.admit.policy.model_dump()
@@ -97,11 +110,15 @@ def test_groups_wait_for_the_configured_reward_functions(
 @pytest.mark.parametrize(
     ("rules", "policy", "waits"),
     [
-        ({"*": ["built_in"]}, {"min_quality": 0.5}, True), ({"demo": ["built_in"]}, {"min_step_quality": 0.5}, True),
-        ({"*": ["built_in"]}, {}, False), ({}, {"min_quality": 0.5}, False), ({"x": ["built_in"]}, {"min_quality": 0.5}, False),
-        ({}, {"require_assessment": True}, True), ({"*": ["built_in"]}, {"require_assessment": False}, False),
+        ({"*": ["built_in"]}, {"min_quality": 0.5}, True),
+        ({"demo": ["built_in"]}, {"min_step_quality": 0.5}, True),
+        ({"*": ["built_in"]}, {}, False),
+        ({}, {"min_quality": 0.5}, False),
+        ({"x": ["built_in"]}, {"min_quality": 0.5}, False),
+        ({}, {"require_assessment": True}, True),
+        ({"*": ["built_in"]}, {"require_assessment": False}, False),
     ],
-)  # fmt: skip
+)
 def test_groups_wait_for_an_assessment_that_decides(
     rules: dict[str, list[str]], policy: Any, waits: bool
 ) -> None:
@@ -111,10 +128,16 @@ def test_groups_wait_for_an_assessment_that_decides(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rewards": {"*": ["exact_match@1"]}, "required_rewards": []}, "required_rewards is empty, but .*rule/exact_match"),
-        ({"quality": {"*": ["built_in"]}, "min_quality": 0.5, "require_assessment": False}, "require_assessment is false"),
+        (
+            {"rewards": {"*": ["exact_match@1"]}, "required_rewards": []},
+            ("required_rewards is empty, but .*rule/exact_match"),
+        ),
+        (
+            {"quality": {"*": ["built_in"]}, "min_quality": 0.5, "require_assessment": False},
+            "require_assessment is false",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_policy_that_would_decide_before_the_functions_answer_is_refused(
     given: Any, message: str
 ) -> None:
@@ -172,12 +195,15 @@ def test_a_policy_may_not_name_an_algorithm_that_the_trainer_lacks() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("min_quality", "2", "less than or equal to 1"), ("batch_groups", "many", "valid integer"),
-        ("min_members", "9", "min_members 9 is above group_size 8"), ("train_outcomes", "[won]", "admit.policy.train_outcomes"),
-        ("reward_deadline_s", "1e9", "admit.policy.reward_deadline_s=1e\\+09"), ("group_size", "1", "min_members 2 is above group_size 1"),
+        ("min_quality", "2", "less than or equal to 1"),
+        ("batch_groups", "many", "valid integer"),
+        ("min_members", "9", ("min_members 9 is above group_size 8")),
+        ("train_outcomes", "[won]", "admit.policy.train_outcomes"),
+        ("reward_deadline_s", "1e9", "admit.policy.reward_deadline_s=1e\\+09"),
+        ("group_size", "1", ("min_members 2 is above group_size 1")),
         ("reward_weights", "{", "admit.policy.reward_weights"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_change_names_its_field(name: str, text: str, why: str) -> None:
     with pytest.raises(SettingsError, match=why) as e:
         changed_policy(SETTINGS, policy_of(SETTINGS, 1, 0), {name: text}, "ann")
@@ -215,16 +241,27 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"reward_weights": {"env/a": math.nan}}, "reward_weights of 'env/a' is nan, must be finite"),
-        ({"reward_weights": {"env/a": 1.0, "b": -math.inf}}, "reward_weights of 'b' is -inf, must be finite"),
-        ({"batch_tokens": 0}, "batch_tokens is 0, must be at least 1"), ({"batch_tokens": -5}, "batch_tokens is -5"),
+        (
+            {"reward_weights": {"env/a": math.nan}},
+            ("reward_weights of 'env/a' is nan, must be finite"),
+        ),
+        (
+            {"reward_weights": {"env/a": 1.0, "b": -math.inf}},
+            ("reward_weights of 'b' is -inf, must be finite"),
+        ),
+        ({"batch_tokens": 0}, ("batch_tokens is 0, must be at least 1")),
+        ({"batch_tokens": -5}, "batch_tokens is -5"),
         ({"max_trajectory_tokens": 0}, "max_trajectory_tokens is 0, must be at least 1"),
-        ({"max_staleness": -1}, "max_staleness is -1, must be at least 0"), ({"min_trainable_tokens": -1}, "min_trainable_tokens is -1"),
-        ({"group_deadline_ms": -1}, "group_deadline_ms is -1"), ({"reward_deadline_ms": -(10**18)}, "reward_deadline_ms is -1000"),
-        ({"val_deadline_ms": -1}, "val_deadline_ms is -1"), ({"group_size": 0}, "group_size is 0, must be at least 1"),
-        ({"min_quality": math.nan}, "min_quality is nan, must be in"), ({"min_step_quality": 1.1}, "min_step_quality is 1.1"),
+        ({"max_staleness": -1}, ("max_staleness is -1, must be at least 0")),
+        ({"min_trainable_tokens": -1}, "min_trainable_tokens is -1"),
+        ({"group_deadline_ms": -1}, "group_deadline_ms is -1"),
+        ({"reward_deadline_ms": -(10**18)}, "reward_deadline_ms is -1000"),
+        ({"val_deadline_ms": -1}, "val_deadline_ms is -1"),
+        ({"group_size": 0}, ("group_size is 0, must be at least 1")),
+        ({"min_quality": math.nan}, ("min_quality is nan, must be in")),
+        ({"min_step_quality": 1.1}, "min_step_quality is 1.1"),
     ],
-)  # fmt: skip
+)
 def test_a_policy_that_no_settings_could_say_is_not_obeyed(
     changes: dict[str, Any], why: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Quality, curation and tags in admission, before it and after it, and who waits for an assessment."""
+"""Quality, curation and tags around admission; groups that wait for an assessment."""
 
 from __future__ import annotations
 
@@ -213,9 +213,18 @@ def test_validation_asks_for_quality_too_but_not_for_freshness() -> None:
 def test_failed_members_are_trained_unless_the_policy_says_otherwise() -> None:
     failed = cand("a", outcome="failed", value=0.0)
     assert groups(fold(policy(), failed, cand("b"))) == [[["a", "b"]]]
-    assert refusals(fold(policy(train_outcomes=("completed",), group_size=3), failed, cand("b"), cand("c", value=0.5)))[0] == (
-        "outcome", ("a",), False,
-    )  # fmt: skip
+    assert refusals(
+        fold(
+            policy(train_outcomes=("completed",), group_size=3),
+            failed,
+            cand("b"),
+            cand("c", value=0.5),
+        )
+    )[0] == (
+        "outcome",
+        ("a",),
+        False,
+    )
 
 
 def test_group_size_of_the_opened_event_stands_above_the_policy() -> None:

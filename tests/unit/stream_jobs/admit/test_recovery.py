@@ -1,4 +1,6 @@
-"""Admission after a crash: the journal is cut, admission goes on from it, and nothing tells that it was away."""
+"""Admission after a crash: the journal is cut, admission goes on from it, and nothing tells that it
+was away.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,33 @@ POSITION = JournalPosition.of("journal-1", 7, b"its last record")
 
 def policy(version: int = 1, **changes: Any) -> AdmissionPolicy:
     plain: dict[str, Any] = {
-        "run_id": "r", "policy_version": version, "group_size": 3, "min_members": 1, "required_rewards": ("rule",),
-        "reward_weights": {}, "reward_deadline_ms": 15, "group_deadline_ms": 40, "max_staleness": 2,
-        "drop_zero_variance": False, "min_trainable_tokens": 1, "train_outcomes": ("completed",), "batch_groups": 2,
-        "sync_every": 2, "val_groups": 2, "val_deadline_ms": 20, "algorithm": "grpo", "created_at": 0,
-    }  # fmt: skip
+        "run_id": "r",
+        "policy_version": version,
+        "group_size": 3,
+        "min_members": 1,
+        "required_rewards": ("rule",),
+        "reward_weights": {},
+        "reward_deadline_ms": 15,
+        "group_deadline_ms": 40,
+        "max_staleness": 2,
+        "drop_zero_variance": False,
+        "min_trainable_tokens": 1,
+        "train_outcomes": ("completed",),
+        "batch_groups": 2,
+        "sync_every": 2,
+        "val_groups": 2,
+        "val_deadline_ms": 20,
+        "algorithm": "grpo",
+        "created_at": 0,
+    }
     return AdmissionPolicy(**{**plain, **changes})
 
 
 def ops_of(rng: random.Random, length: int) -> list[Any]:
-    """What happens, in order. Drawn by a seed, not piece by piece: crashes matter in the middle of long, busy logs."""
+    """What happens, in order.
+
+    Drawn by a seed, not piece by piece: crashes matter in the middle of long, busy logs.
+    """
     every: dict[str, Any] = {
         "close": lambda: (
             rng.randrange(3),  # group
@@ -121,13 +140,26 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[InputRecord]:
                 oldest = max(0, len(seen) // 8 + sync)
                 seen.append(
                     Candidate(
-                        run_id="r", channel=channel, trajectory_key=tid, trajectory_id=tid, group_id=f"g{group}",
-                        round=number, revision=0, outcome="completed", opened_at=now - open_for, closed_at=now,
-                        rewards=rewards, steps=steps_of(tid, oldest, quality), prompt_tokens=1, trainable_tokens=5,
-                        oldest_sync_index=oldest, trainable=True, quality=quality,
+                        run_id="r",
+                        channel=channel,
+                        trajectory_key=tid,
+                        trajectory_id=tid,
+                        group_id=f"g{group}",
+                        round=number,
+                        revision=0,
+                        outcome="completed",
+                        opened_at=now - open_for,
+                        closed_at=now,
+                        rewards=rewards,
+                        steps=steps_of(tid, oldest, quality),
+                        prompt_tokens=1,
+                        trainable_tokens=5,
+                        oldest_sync_index=oldest,
+                        trainable=True,
+                        quality=quality,
                         assessment_revision=None if quality is None else 1,
                     )
-                )  # fmt: skip
+                )
                 put(seen[-1])
             case ("revise", which, value, quality) if seen:
                 old = seen[-which % len(seen)]
@@ -228,7 +260,10 @@ def check(journal: list[JournalRecord]) -> None:
 def test_crash_after_any_step_changes_nothing(
     seed: int, length: int, channel: Any, ended: bool
 ) -> None:
-    """Decisions of one step are one transaction. Cut behind any of them, admission goes on with exactly the same decisions."""
+    """Decisions of one step are one transaction.
+
+    Cut behind any of them, admission goes on with exactly the same decisions.
+    """
     log = log_of(ops_of(random.Random(seed), length), channel, ended)
     steps = run(AdmissionFold("r", channel, SOURCE), log)
     whole = [d for step in steps for d in step]
@@ -276,7 +311,10 @@ def test_cut_at_any_decision_decides_each_trajectory_once(
 
 
 def kept(state: DecisionState) -> bytes:
-    """A checkpoint. Two states that know the same have the same bytes: they were told it in the same order."""
+    """A checkpoint.
+
+    Two states that know the same have the same bytes: they were told it in the same order.
+    """
     return b"".join(serialize(state, POSITION, CODEC))
 
 
@@ -285,7 +323,9 @@ def kept(state: DecisionState) -> bytes:
 def test_checkpoint_and_the_rest_are_the_whole_journal(
     seed: int, length: int, channel: Any, ended: bool
 ) -> None:
-    """Killed behind any record of the journal, with a checkpoint of any moment before: the same resume point, and the same decisions after it."""
+    """Killed behind any record of the journal, with a checkpoint of any moment before: the same
+    resume point, and the same decisions after it.
+    """
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), channel, ended)
     live = AdmissionFold("r", channel, SOURCE)
@@ -334,7 +374,9 @@ def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: 
 
 
 def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
-    """Who reads on has to read the last tick of every source partition once more; without them a deadline would be missed."""
+    """Who reads on has to read the last tick of every source partition once more; without them a
+    deadline would be missed.
+    """
     ready = [("close", 0, None, float(i % 2), 0, 0, None) for i in range(6)]
     log = log_of([*ready, ("tick", (0, 1), 1000)], "train", False)
     old = log[1].event

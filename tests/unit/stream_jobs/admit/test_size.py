@@ -1,4 +1,4 @@
-"""A batch is one record: what its groups take is counted, and it closes before they are too much."""
+"""A batch is one record: it closes before its groups exceed the size of a record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def hashes(decisions: list[JournalRecord]) -> list[str]:
 
 
 def test_batch_closes_before_it_is_larger_than_a_record() -> None:
-    """The same batches again and after a restart behind each of them; a policy that would close later or earlier changes no order."""
+    """The same batches again and after a restart behind each of them; a policy that would close
+    later or earlier changes no order.
+    """
     log = entries(
         policy(group_size=8, batch_groups=64),
         *(with_steps(f"{g}-{i}", f"g{g}", float(i)) for g in range(30) for i in range(8)),
@@ -65,11 +67,27 @@ def test_batch_closes_before_it_is_larger_than_a_record() -> None:
 def test_size_of_a_member_is_never_less_than_what_it_takes() -> None:
     long, high = "\u00e9" * 200, 2**62
     extreme = dataclasses.replace(
-        cand(long, long), revision=high, trainable_tokens=high, oldest_sync_index=high,
-        rewards=tuple(RewardValue(source="rule", name=long, function_version=f"{i}{long}", step_id=long, value=1.0,
-                                  reason=long, reward_revision=high) for i in range(50)),
-        steps=tuple(CandidateStep(step_id=long, index=i, response_tokens=5, trainable=i == 0) for i in range(200)),
-    )  # fmt: skip
+        cand(long, long),
+        revision=high,
+        trainable_tokens=high,
+        oldest_sync_index=high,
+        rewards=tuple(
+            RewardValue(
+                source="rule",
+                name=long,
+                function_version=f"{i}{long}",
+                step_id=long,
+                value=1.0,
+                reason=long,
+                reward_revision=high,
+            )
+            for i in range(50)
+        ),
+        steps=tuple(
+            CandidateStep(step_id=long, index=i, response_tokens=5, trainable=i == 0)
+            for i in range(200)
+        ),
+    )
     frame = next(
         d for d in fold(policy(), cand("a"), cand("b", value=0.0)) if isinstance(d, ReadyBatch)
     )
@@ -129,8 +147,10 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
     assert max(len(Codec().encode(r)) for r in refused) <= MAX_RECORD_BYTES
     parts = [r for r in refused if isinstance(r, Refused)]
     assert [(r.whole_group, r.n, r.reason, r.round) for r in parts] == [
-        (False, 0, "zero_variance", 0), (False, 0, "zero_variance", 0), (True, n, "zero_variance", 0)
-    ]  # fmt: skip
+        (False, 0, "zero_variance", 0),
+        (False, 0, "zero_variance", 0),
+        (True, n, "zero_variance", 0),
+    ]
     assert [t for r in parts for t in r.trajectory_ids] == [c.trajectory_id for c in members]
     resume_point = resume_from_journal(decisions, SOURCE.topic_id, 0)
     assert (

@@ -24,15 +24,33 @@ FIND = partial(load_function, folders=[])
 def trajectory(steps: int = 4, marked: int | None = None, **more: Any) -> Trajectory:
     made = tuple(
         TrajectoryStep(
-            step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1, response_json=b"{}",
-            trainable=True, offset=i, marks=("retried",) if i == marked else (),
+            step_id=f"k~{i}.0",
+            index=i,
+            status="ok",
+            drift="root",
+            prompt_tokens=1,
+            response_tokens=1,
+            response_json=b"{}",
+            trainable=True,
+            offset=i,
+            marks=("retried",) if i == marked else (),
         )
         for i in range(steps)
-    )  # fmt: skip
+    )
     given: dict[str, Any] = {
-        "run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train", "outcome": "completed",
-        "opened_at": 0, "closed_at": 1, "part": 0, "parts": 1, "segments": (), "steps": made,
-    }  # fmt: skip
+        "run_id": "r",
+        "trajectory_key": "k",
+        "trajectory_id": "k",
+        "group_id": "g",
+        "channel": "train",
+        "outcome": "completed",
+        "opened_at": 0,
+        "closed_at": 1,
+        "part": 0,
+        "parts": 1,
+        "segments": (),
+        "steps": made,
+    }
     return Trajectory(**(given | more))
 
 
@@ -61,10 +79,15 @@ def test_a_step_has_its_lowest_score_and_the_whole_the_lowest_of_the_rules() -> 
 @pytest.mark.parametrize(
     ("said", "quality", "steps"),
     [
-        (None, 1.0, (1.0, 1.0)), ([], 1.0, (1.0, 1.0)), (0.25, 0.25, (1.0, 1.0)), (1, 1.0, (1.0, 1.0)), (True, 1.0, (1.0, 1.0)),
-        ({"k~1.0": 0.5}, 0.75, (1.0, 0.5)), ([Score(1.0, "fine")], 1.0, (1.0, 1.0)),
+        (None, 1.0, (1.0, 1.0)),
+        ([], 1.0, (1.0, 1.0)),
+        (0.25, 0.25, (1.0, 1.0)),
+        (1, 1.0, (1.0, 1.0)),
+        (True, 1.0, (1.0, 1.0)),
+        ({"k~1.0": 0.5}, 0.75, (1.0, 0.5)),
+        ([Score(1.0, "fine")], 1.0, (1.0, 1.0)),
     ],
-)  # fmt: skip
+)
 def test_a_rule_may_answer_in_several_ways(
     said: Any, quality: float, steps: tuple[float, ...]
 ) -> None:
@@ -160,15 +183,20 @@ def unspeakable(_: Trajectory) -> float:
 
 
 def test_whatever_a_rule_says_becomes_a_record() -> None:
-    """What a model wrote, in an exception or as evidence, may be no UTF-8; evidence may be anything."""
+    """What a model wrote, in an exception or as evidence, may be no UTF-8; evidence may be
+    anything.
+    """
 
     def quotes(_: Trajectory) -> float:
         raise ValueError("no number in \ud83d")
 
     rules = (
-        says([Score(0.5, "says \ud83d")], "lone"), says([Score(0.5, 123)], "number"), says([Score(0.5, {"a": 1})], "mapping"),  # type: ignore[arg-type]
-        Rule("quotes", "1", quotes), Rule("unspeakable", "1", unspeakable),
-    )  # fmt: skip
+        says([Score(0.5, "says \ud83d")], "lone"),
+        says([Score(0.5, 123)], "number"),
+        says([Score(0.5, {"a": 1})], "mapping"),  # type: ignore[arg-type]
+        Rule("quotes", "1", quotes),
+        Rule("unspeakable", "1", unspeakable),
+    )
     a = assessment_of(trajectory(), rules, 0)
     assert [(f.rule, f.score, f.evidence) for f in a.findings] == [
         ("lone@1", 0.5, "says \\ud83d"),
@@ -198,12 +226,15 @@ def test_rules_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
-        (("nothing@1",), "no built-in quality rule 'nothing'; there are drift, format,"), (("length",), "write name@version"),
-        (("no.such:f@1",), "ModuleNotFoundError"), (("length@1", "length@2"), "length is named twice"),
-        (("built_in", "drift@2"), "drift is named twice"), (("length@9223372036854775808",), "is at most 9223372036854775807"),
+        (("nothing@1",), ("no built-in quality rule 'nothing'; there are drift, format,")),
+        (("length",), "write name@version"),
+        (("no.such:f@1",), "ModuleNotFoundError"),
+        (("length@1", "length@2"), "length is named twice"),
+        (("built_in", "drift@2"), "drift is named twice"),
+        (("length@9223372036854775808",), ("is at most 9223372036854775807")),
         (("length@9223372036854775807", "format@1"), "the sum of the versions is above"),
     ],
-)  # fmt: skip
+)
 def test_wrong_rules_are_settings_errors(specs: tuple[str, ...], why: str) -> None:
     with pytest.raises(SettingsError, match=why) as e:
         quality_rules_of({"r": specs}, FIND)

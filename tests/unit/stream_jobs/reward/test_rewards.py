@@ -26,25 +26,46 @@ def trajectory(
 ) -> Trajectory:
     steps = tuple(
         TrajectoryStep(
-            step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-            response_json=b'{"content":"%s"}' % text.encode(), trainable=True, offset=i,
+            step_id=f"k~{i}.0",
+            index=i,
+            status="ok",
+            drift="root",
+            prompt_tokens=1,
+            response_tokens=1,
+            response_json=b'{"content":"%s"}' % text.encode(),
+            trainable=True,
+            offset=i,
         )
         for i, text in enumerate(["look", answer])
-    )  # fmt: skip
+    )
     given: dict[str, Any] = {
-        "run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train", "outcome": "completed",
-        "opened_at": 0, "closed_at": 1, "metadata_json": metadata, "part": 0, "parts": 1, "segments": (), "steps": steps,
-    }  # fmt: skip
+        "run_id": "r",
+        "trajectory_key": "k",
+        "trajectory_id": "k",
+        "group_id": "g",
+        "channel": "train",
+        "outcome": "completed",
+        "opened_at": 0,
+        "closed_at": 1,
+        "metadata_json": metadata,
+        "part": 0,
+        "parts": 1,
+        "segments": (),
+        "steps": steps,
+    }
     return Trajectory(**(given | more))
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "gold", "value"),
     [
-        ("exact_match", " The  Cat ", '"the cat"', 1.0), ("exact_match", "a cat", '"the cat"', 0.0),
-        ("last_number", "first 7, then 1,042.", "1042", 1.0), ("last_number", "none", "3", 0.0), ("last_number", "-3", "3", 0.0),
+        ("exact_match", " The  Cat ", '"the cat"', 1.0),
+        ("exact_match", "a cat", '"the cat"', 0.0),
+        ("last_number", "first 7, then 1,042.", "1042", 1.0),
+        ("last_number", "none", "3", 0.0),
+        ("last_number", "-3", "3", 0.0),
     ],
-)  # fmt: skip
+)
 def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None:
     assert BUILT_IN[name](trajectory(answer, b'{"gold":%s}' % gold.encode())) == value
 
@@ -88,8 +109,13 @@ REPLIES: dict[str, Any] = {
     "chat, blocks": {"role": "assistant", "content": [{"type": "text", "text": "42"}]},
     "completions": {"text": "42", "finish_reason": "stop"},
     "messages": {"role": "assistant", "content": TEXT},
-    "responses": {"output": [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "42"}]}]},
-}  # fmt: skip
+    "responses": {
+        "output": [
+            {"type": "reasoning"},
+            {"type": "message", "content": [{"type": "output_text", "text": "42"}]},
+        ]
+    },
+}
 
 
 @pytest.mark.parametrize("protocol", REPLIES)
@@ -104,8 +130,12 @@ def test_the_answer_is_read_from_the_replies_of_every_protocol(protocol: str) ->
 def test_an_auxiliary_call_that_is_logged_last_is_not_the_answer(tag: str) -> None:
     whole = trajectory()
     beside = replace(
-        whole.steps[1], step_id="k~2.0", index=2, response_json=b'{"content":"Prices of cats"}', tags=(Tag(name=tag, evidence="e"),)
-    )  # fmt: skip
+        whole.steps[1],
+        step_id="k~2.0",
+        index=2,
+        response_json=b'{"content":"Prices of cats"}',
+        tags=(Tag(name=tag, evidence="e"),),
+    )
     retried = replace(beside, step_id="k~3.0", index=3, tags=(), marks=("retried",))
     assert BUILT_IN["exact_match"](replace(whole, steps=(*whole.steps, beside, retried))) == 1.0
     with pytest.raises(ValueError, match="no step but auxiliary"):

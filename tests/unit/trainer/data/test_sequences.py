@@ -1,4 +1,6 @@
-"""Segment trees to training sequences: every sampled token of a trainable step exactly once, under its own context."""
+"""Segment trees to training sequences: every sampled token of a trainable step exactly once, under
+its own context.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,19 @@ def step(
     temperature: float | None = None,
 ) -> TrajectoryStep:
     return TrajectoryStep(
-        step_id=f"t~{index}.0", index=index, status="ok", drift="clean", prompt_tokens=0, response_tokens=0,
-        response_json=b"{}", oldest_version=version, newest_version=version, trainable=trainable, offset=index,
+        step_id=f"t~{index}.0",
+        index=index,
+        status="ok",
+        drift="clean",
+        prompt_tokens=0,
+        response_tokens=0,
+        response_json=b"{}",
+        oldest_version=version,
+        newest_version=version,
+        trainable=trainable,
+        offset=index,
         logprobs_temperature=temperature,
-    )  # fmt: skip
+    )
 
 
 def env(ids: list[int], parent: int | None = None) -> Segment:
@@ -62,9 +73,19 @@ def said(
 
 def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str = "t") -> Trajectory:
     return Trajectory(
-        run_id="r", trajectory_key=name, trajectory_id=name, group_id="g", channel="train", outcome="completed",
-        opened_at=0, closed_at=1, part=0, parts=1, segments=tuple(segments), steps=tuple(steps),
-    )  # fmt: skip
+        run_id="r",
+        trajectory_key=name,
+        trajectory_id=name,
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=0,
+        closed_at=1,
+        part=0,
+        parts=1,
+        segments=tuple(segments),
+        steps=tuple(steps),
+    )
 
 
 def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
@@ -258,17 +279,34 @@ def member(
         for v in values
     )
     return BatchMember(
-        trajectory_id=name, trajectory_key=name, revision=0, rewards=rewards, untrainable_steps=(), trainable_tokens=1,
+        trajectory_id=name,
+        trajectory_key=name,
+        revision=0,
+        rewards=rewards,
+        untrainable_steps=(),
+        trainable_tokens=1,
         place=Place(topic_id="id", partition=partition, first_offset=first, last_offset=last),
-    )  # fmt: skip
+    )
 
 
 def batch(*groups: BatchGroup, weights: dict[str, float] | None = None) -> ReadyBatch:
     return ReadyBatch(
-        run_id="r", channel="train", batch_seq=0, groups=groups, policy_version=0, sync_every=1, algorithm="grpo",
-        reward_weights=weights or {}, input_topic_id="id", input_partition=0, input_from=0, input_to=0,
-        content_hash="", trainable_tokens=0, created_at_event_time=0,
-    )  # fmt: skip
+        run_id="r",
+        channel="train",
+        batch_seq=0,
+        groups=groups,
+        policy_version=0,
+        sync_every=1,
+        algorithm="grpo",
+        reward_weights=weights or {},
+        input_topic_id="id",
+        input_partition=0,
+        input_from=0,
+        input_to=0,
+        content_hash="",
+        trainable_tokens=0,
+        created_at_event_time=0,
+    )
 
 
 def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
@@ -334,9 +372,13 @@ def test_grpo_refuses_groups_of_one() -> None:
 
 def sequence(length: int) -> TrainingSequence:
     return TrainingSequence(
-        trajectory_id="t", token_ids=(1,) * length, mask=(False, *(True,) * (length - 1)), logprobs=(0.0,) * length,
-        versions=(), advantage=0.0,
-    )  # fmt: skip
+        trajectory_id="t",
+        token_ids=(1,) * length,
+        mask=(False, *(True,) * (length - 1)),
+        logprobs=(0.0,) * length,
+        versions=(),
+        advantage=0.0,
+    )
 
 
 @given(

@@ -243,7 +243,9 @@ def test_differences_are_measured_before_the_first_update_only(model_dir: Path) 
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_dir: Path) -> None:
-    """The broken sequence is alone in its minibatch: the other minibatches train as if the batch did not have it."""
+    """The broken sequence is alone in its minibatch: the other minibatches train as if the batch
+    did not have it.
+    """
     policy, expected = (Policy(model_dir, settings(minibatches=2)) for _ in range(2))
     good, broken = (
         sequence((2, 9, 10, 11), "0011", -3.0, 1.0),
@@ -295,7 +297,9 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
 def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_gradient(
     model_dir: Path, micro_batch_tokens: int
 ) -> None:
-    """Against the computation that passes them: an advantage too small for any float32 sum is an advantage."""
+    """Against the computation that passes them: an advantage too small for any float32 sum is an
+    advantage.
+    """
     skipping, passing = (
         Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2)
     )
@@ -335,7 +339,9 @@ def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
 
 
 def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all weights with a gradient, in one vector: how an update changed them, and what they were."""
+    """Of all weights with a gradient, in one vector: how an update changed them, and what they
+    were.
+    """
     before = [p.detach().clone() for p in policy.model.parameters()]
     policy.update(ROWS, 0, truncated_is, lr, None)
     moved = [
@@ -350,7 +356,10 @@ def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_small_learning_rate_moves_every_weight_whatever_the_dtype(
     model_dir: Path, dtype: str
 ) -> None:
-    """A step of AdamW is about lr in each weight. In bfloat16 masters nearly all of them would be rounded away."""
+    """A step of AdamW is about lr in each weight.
+
+    In bfloat16 masters nearly all of them would be rounded away.
+    """
     policy = Policy(model_dir, settings(dtype=dtype, lr=1e-6))
     moved, were = change(policy, 1e-6)
     assert (moved != 0).float().mean() > 0.99
@@ -466,9 +475,16 @@ def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
 
 def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measured() -> None:
     first = StepStats(
-        tokens=4, passed_tokens=3, loss=1.0, grad_norm=2.0, skipped=None, truncated_tokens=1, now_at_zero=1, logp_diff=0.5,
+        tokens=4,
+        passed_tokens=3,
+        loss=1.0,
+        grad_norm=2.0,
+        skipped=None,
+        truncated_tokens=1,
+        now_at_zero=1,
+        logp_diff=0.5,
         logp_diff_same_version=None,
-    )  # fmt: skip
+    )
     then = replace(
         first, loss=3.0, grad_norm=4.0, truncated_tokens=0, now_at_zero=0, logp_diff=None
     )
@@ -476,9 +492,17 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
         then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan"
     )
     batch = BatchStats(
-        update=UpdateStats(steps=(first, then, lost), seconds=1.0), rewards=(0.0, 1.0), groups=1, sequences=2, tokens=8,
-        unrewarded=0, sequences_outside_vocabulary=0, sampled_at_zero=5, staleness=(4, 8), read_seconds=0.5,
-    )  # fmt: skip
+        update=UpdateStats(steps=(first, then, lost), seconds=1.0),
+        rewards=(0.0, 1.0),
+        groups=1,
+        sequences=2,
+        tokens=8,
+        unrewarded=0,
+        sequences_outside_vocabulary=0,
+        sampled_at_zero=5,
+        staleness=(4, 8),
+        read_seconds=0.5,
+    )
     metrics = version_metrics([batch, batch], 1e-3, 0.25)
     assert (
         metrics["loss"] == 2.0

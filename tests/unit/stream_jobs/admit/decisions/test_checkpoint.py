@@ -1,4 +1,6 @@
-"""The file that spares admission its journal: written seldom and whole, used only where it belongs, never needed."""
+"""The file that spares admission its journal: written seldom and whole, used only where it belongs,
+never needed.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,20 @@ def decided(many: int, state: DecisionState | None = None) -> DecisionState:
     ids = tuple(f"t{i}" for i in range(first, first + many))
     state.apply(
         Refused(
-            run_id="r", channel="train", group_id="g", trajectory_ids=ids, revisions=(0,) * many, whole_group=False,
-            reason="run_ended", n=0, input_topic_id="topic-1", input_from=1, input_to=2, event_time=3,
+            run_id="r",
+            channel="train",
+            group_id="g",
+            trajectory_ids=ids,
+            revisions=(0,) * many,
+            whole_group=False,
+            reason="run_ended",
+            n=0,
+            input_topic_id="topic-1",
+            input_from=1,
+            input_to=2,
+            event_time=3,
         )
-    )  # fmt: skip
+    )
     return state
 
 
