@@ -10,7 +10,7 @@ class StreamJobError(ForeseenError):
     """Root of all errors of `stream_jobs`."""
 
 
-class Overtaken(StreamJobError):
+class FencedOut(StreamJobError):
     """Another worker wrote to this partition's state log: the partition is not ours any more. End before any output, restart."""
 
 
@@ -18,7 +18,7 @@ class InputDisorder(StreamJobError):
     """An input was not delivered in the order of its log. Nothing of it was folded; the restart reads it again."""
 
 
-class UnreadableStateLog(StreamJobError, SourceTruncated):
+class UnreadableChangelog(StreamJobError, SourceTruncated):
     """The state log holds something that assemble has not written, or a record of it is missing.
 
     What was decided can't be known, and a restart would find the same: an operator must look. Run clawstream doctor.

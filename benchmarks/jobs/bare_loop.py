@@ -24,13 +24,12 @@ from schemas.codec.single_object import Codec
 from schemas.ids import key_of_trajectory
 from schemas.settings import Settings
 from stream_jobs.assemble import changelog
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, Entry
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, StateChange
 from stream_jobs.assemble.output_records import assembled, candidate, starts_of
-from stream_jobs.assemble.payload.cache import Kept
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.payload.cache import CachedPayload
+from stream_jobs.assemble.state import PartitionState
 
 Places = list[tuple[int, int]]
 """(partition, offset) of each part of a trajectory."""
@@ -42,10 +41,10 @@ class Partition:
     """State of one partition."""
 
     def __init__(self, number: int, settings: Settings) -> None:
-        self.number, self.state, self.seq = number, Assembly(), 0
-        self.fold = Fold(self.state, limits_of(settings))
-        self.payload: dict[int, Kept] = {}
-        self.carry: list[Entry] = []
+        self.number, self.state, self.seq = number, PartitionState(), 0
+        self.fold = AssemblyFold(self.state, limits_of(settings))
+        self.payload: dict[int, CachedPayload] = {}
+        self.unflushed: list[StateChange] = []
 
 
 class Loop:
@@ -81,8 +80,8 @@ class Loop:
             self._send_candidates(partition)
         self._flush()
         for partition in closing:
-            partition.state.apply([op.DONE])
-            partition.carry.insert(0, [op.DONE])
+            partition.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
+            partition.unflushed.insert(0, [ChangeKind.OUTPUTS_ACKNOWLEDGED])
 
     def _fold(self, messages: Iterable[Message]) -> list[Partition]:
         touched: dict[int, Partition] = {}
@@ -98,9 +97,9 @@ class Loop:
         return list(touched.values())
 
     def _append_delta(self, partition: Partition) -> None:
-        entries = [*partition.carry, *partition.fold.seal()]
+        entries = [*partition.unflushed, *partition.fold.finish_batch()]
         if entries:
-            partition.seq, partition.carry = partition.seq + 1, []
+            partition.seq, partition.unflushed = partition.seq + 1, []
             value = self._codec.encode(changelog.delta(0, partition.seq, partition.state, entries))
             self._produce(self._topics.assembly, value, None, partition=partition.number)
 
@@ -112,7 +111,9 @@ class Loop:
             for part in done.parts:
                 name = key_of_trajectory(key[1]).encode()
                 self._produce(self._topics.trajectories, self._codec.encode(part), name, places)
-            partition.carry.append([op.FACTS, *key, done.prompt_tokens, done.order])
+            partition.unflushed.append(
+                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order]
+            )
             for offset in starts_of(trajectory):
                 del partition.payload[offset]
             sent.append(places)
@@ -120,13 +121,13 @@ class Loop:
 
     def _note_places(self, partition: Partition, sent: Sequence[Places]) -> None:
         """What became known of the closed trajectories by sending them. It rides in the next delta."""
-        for entry, places in zip(partition.carry, sent, strict=True):
+        for entry, places in zip(partition.unflushed, sent, strict=True):
             entry.append([self._trajectories_id, places[0][0], places[0][1], places[-1][1]])
             partition.state.apply(entry)
 
     def _send_candidates(self, partition: Partition) -> None:
         state = partition.state
-        if state.pending.marks or state.pending.burials:
+        if state.pending.marks or state.pending.dead_letters:
             raise RuntimeError(f"nothing of the load is late or invalid, but: {state.pending}")
         for key in state.pending.revised:
             closed = state.closed[key]

@@ -16,13 +16,12 @@ from runtime.kafka import Record
 from schemas.codec.single_object import Codec
 from schemas.records import AssemblyDelta, SessionEvent, Step
 from schemas.settings import Settings
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import StateLog, snapshot, unpacked
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.changelog import ChangelogReader, snapshot, unpack_changes
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.partition import SNAPSHOT_BEHIND
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.model import STEPS, ChangeKind
+from stream_jobs.assemble.partition import SNAPSHOT_LOG_RATIO
+from stream_jobs.assemble.state import PartitionState
 
 BATCH = 20
 """Steps of one partition in a batch under load."""
@@ -73,7 +72,9 @@ def _steps(written: Written) -> list[Delta]:
     """Each delta that notes steps, all of its bytes shared among them: also those that say how a trajectory began and ended."""
     turns, deltas = Counter[tuple[int, int]](), list[Delta]()
     for record, delta in written:
-        noted = [(record.partition, e[1]) for e in unpacked(delta) if e[0] == op.STEP]
+        noted = [
+            (record.partition, e[1]) for e in unpack_changes(delta) if e[0] == ChangeKind.STEP_ADDED
+        ]
         numbers = []
         for key in noted:
             turns[key] += 1
@@ -90,14 +91,14 @@ def _with_snapshots(written: Written) -> int:
     """
     codec, total = Codec(), 0
     for _, records in groupby(written, key=lambda one: one[0].partition):
-        log = StateLog()
+        log = ChangelogReader()
         for record, delta in records:
             size = len(record.value or b"")
             log.read(record.offset, delta, size)
             total += size
             if (
                 not log.state.pending
-                and log.bytes_since_snapshot > SNAPSHOT_BEHIND * log.snapshot_bytes
+                and log.bytes_since_snapshot > SNAPSHOT_LOG_RATIO * log.snapshot_bytes
             ):
                 pieces = snapshot(delta.epoch, log.seq, log.state)
                 log.bytes_since_snapshot, log.snapshot_bytes = (
@@ -115,8 +116,8 @@ def _bytes_per_step(deltas: Sequence[Delta], counts: Callable[[int], bool]) -> f
 
 def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
     """CPU microseconds of the fold alone a KB of prompt ids, and KB of prompt ids a trajectory. Decoding is not in it."""
-    state = Assembly()
-    fold = Fold(state, limits_of(Settings()))
+    state = PartitionState()
+    fold = AssemblyFold(state, limits_of(Settings()))
     fed: list[Step | SessionEvent] = [e for e in events(shape, trajectories) if not _ends(e)]
     kept, seconds, offset = {}, 0.0, 0
     for first in range(0, len(fed), BATCH):
@@ -124,7 +125,7 @@ def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
         for event in fed[first : first + BATCH]:
             kept[offset] = fold.record(STEPS, offset, offset, event.trajectory_key.encode(), event)
             offset += 1
-        fold.seal()
+        fold.finish_batch()
         seconds += time.process_time() - began
     expect(
         "steps of the fold",

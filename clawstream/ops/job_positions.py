@@ -12,8 +12,8 @@ from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.decisions.journal import decode_journal_record
 from stream_jobs.admit.decisions.journal_start import first_offset
-from stream_jobs.assemble.changelog import StateLog, state_record
-from stream_jobs.errors import UnreadableJournal, UnreadableStateLog
+from stream_jobs.assemble.changelog import ChangelogReader, decode_record
+from stream_jobs.errors import UnreadableChangelog, UnreadableJournal
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
@@ -30,13 +30,13 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
     """What each partition of the state log has applied of its inputs."""
     topics = settings.kafka.topics
     for partition in range(cluster.topics(topics.assembly).get(topics.assembly, 0)):
-        log = StateLog()
+        log = ChangelogReader()
         flaw, at = None, 0
         for record in cluster.read_all(topics.assembly, partition):
             at = record.offset
             try:
-                log.read(at, state_record(decoder, record), len(record.value or b""))
-            except UnreadableStateLog as e:
+                log.read(at, decode_record(decoder, record), len(record.value or b""))
+            except UnreadableChangelog as e:
                 flaw = str(e)
                 break
         if flaw is not None:

@@ -18,26 +18,33 @@ from runtime.kafka import Record
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.model import Entry, StepEntry
-from stream_jobs.assemble.state import Assembly
-from stream_jobs.errors import UnreadableStateLog
+from stream_jobs.assemble.model import ChangeKind, OpenStep, StateChange
+from stream_jobs.assemble.state import PartitionState
+from stream_jobs.errors import UnreadableChangelog
 
-PIECE_BYTES = 900_000
+CHUNK_BYTES = 900_000
 LEVEL = 1
 FORMAT = 3
 """Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
 READ = (1, 2, FORMAT)
 """What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences,
 `messages` and `call_id`."""
-HASHES = tuple(
-    StepEntry._fields.index(name)
-    for name in ("end_hash", "asked", "idem", "leads", "repeats", "messages", "call_id")
+HASH_FIELDS = tuple(
+    OpenStep._fields.index(name)
+    for name in (
+        "end_hash",
+        "prompt_hash",
+        "idempotency_hash",
+        "reply_hash",
+        "last_turn_hash",
+        "messages_hash",
+        "call_id_hash",
+    )
 )
 """Places in the entry of a step."""
 
 
-class StateLog:
+class ChangelogReader:
     """Rebuilds the state from the records of one partition. `read` each in offset order; then `state`, `seq`.
 
     bytes_since_snapshot, snapshot_bytes: how long the log behind the newest complete snapshot is, and how large that was.
@@ -45,7 +52,7 @@ class StateLog:
     """
 
     def __init__(self) -> None:
-        self.state = Assembly()
+        self.state = PartitionState()
         self.seq = 0
         self.known = False
         self.bytes_since_snapshot = 0
@@ -54,11 +61,11 @@ class StateLog:
         self._pieces: list[AssemblySnapshot] = []
 
     def read(self, offset: int, record: object, size: int) -> None:
-        """Take the next record. size: its bytes. Raises UnreadableStateLog when a delta is missing."""
-        if not counts(offset, record, self._epoch):
+        """Take the next record. size: its bytes. Raises UnreadableChangelog when a delta is missing."""
+        if not accepts(offset, record, self._epoch):
             return
         if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format not in READ:
-            raise UnreadableStateLog(
+            raise UnreadableChangelog(
                 f"state log, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
                 f"run all assemble workers on {'the newer' if record.format > FORMAT else 'that older'} release"
             )
@@ -79,16 +86,16 @@ class StateLog:
         if (
             delta.seq != self.seq + 1
         ):  # the log is trimmed up to a complete snapshot, so its first delta is 1 or follows one
-            raise UnreadableStateLog(
+            raise UnreadableChangelog(
                 f"state log, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
             )
         self.known = True
         self.seq = delta.seq
         try:
-            for entry in unpacked(delta):
+            for entry in unpack_changes(delta):
                 self.state.apply(entry)
         except (LookupError, TypeError, ValueError, struct.error) as e:
-            raise UnreadableStateLog(
+            raise UnreadableChangelog(
                 f"state log, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
                 "if a newer release wrote it, upgrade all assemble workers"
             ) from e
@@ -106,41 +113,43 @@ class StateLog:
         self._pieces.append(piece)
         if len(self._pieces) == piece.count:
             packed = b"".join(p.data for p in self._pieces)
-            self.state = Assembly.load(bytes(cramjam.zstd.decompress(packed)))
+            self.state = PartitionState.load(bytes(cramjam.zstd.decompress(packed)))
             self.seq = piece.seq
             self.known = True
             self.bytes_since_snapshot, self.snapshot_bytes, self._pieces = 0, len(packed), []
 
 
-StateRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
+ChangelogRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
 
 
-def counts(offset: int, record: object, epoch: int) -> bool:
+def accepts(offset: int, record: object, epoch: int) -> bool:
     """Whether a reader takes the record at `offset`, when `epoch` is the highest one it has seen before it."""
     if isinstance(record, AssemblyMarker):
         return offset > epoch
     return isinstance(record, AssemblyDelta | AssemblySnapshot) and epoch <= record.epoch < offset
 
 
-def state_record(decoder: Decoder, record: Record) -> StateRecord:
-    """What a record of the state log says. Raises UnreadableStateLog: only assemble writes there, so poison is a broken invariant."""
+def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
+    """What a record of the state log says. Raises UnreadableChangelog: only assemble writes there, so poison is a broken invariant."""
     try:
         event = decoder.decode(record.value)
-        if isinstance(event, StateRecord):
+        if isinstance(event, ChangelogRecord):
             return event
         what = f"a {type(event).__name__} does not belong there"
     except (Undecodable, UnknownSchema) as e:
         what = str(e)
-    raise UnreadableStateLog(
+    raise UnreadableChangelog(
         f"state log {record.topic}-{record.partition}, offset {record.offset}: {what}; only assemble may write there; "
         "run clawstream doctor"
     )
 
 
-def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> AssemblyDelta:
+def delta(
+    epoch: int, seq: int, state: PartitionState, entries: Iterable[StateChange]
+) -> AssemblyDelta:
     """The delta that leads to `state`. How far its clocks are goes with how far it has read: what it read is not read again."""
     steps, rewards = state.applied
-    changes, hashes = _packed([[op.TIMES, *state.time], *entries])
+    changes, hashes = _packed([[ChangeKind.CLOCKS_ADVANCED, *state.time], *entries])
     return AssemblyDelta(
         epoch=epoch,
         seq=seq,
@@ -152,11 +161,11 @@ def delta(epoch: int, seq: int, state: Assembly, entries: Iterable[Entry]) -> As
     )
 
 
-def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
+def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapshot]:
     """The pieces of a snapshot of `state`, in which nothing is pending."""
     assert not state.pending, "a snapshot is taken when nothing is pending"
     data = bytes(cramjam.zstd.compress(state.dump(), LEVEL))
-    pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+    pieces = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
     return [
         AssemblySnapshot(
             epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(pieces), data=piece, format=FORMAT
@@ -165,16 +174,16 @@ def snapshot(epoch: int, seq: int, state: Assembly) -> list[AssemblySnapshot]:
     ]  # fmt: skip
 
 
-def unpacked(delta: AssemblyDelta) -> list[Entry]:
+def unpack_changes(delta: AssemblyDelta) -> list[StateChange]:
     """The entries of a delta. Raises LookupError, ValueError or struct.error when they are not what one holds."""
-    entries: list[Entry] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
+    entries: list[StateChange] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
     if delta.format == 1:
         return entries
     hashes, at = struct.unpack(f"<{len(delta.hashes) // 8}q", delta.hashes), 0
     for entry in entries:
-        if entry[0] == op.STEP:
+        if entry[0] == ChangeKind.STEP_ADDED:
             step = entry[2]
-            for i in HASHES:
+            for i in HASH_FIELDS:
                 if i < len(step) and step[i] is not None:
                     step[i] = hashes[at]
                     at += 1
@@ -183,21 +192,21 @@ def unpacked(delta: AssemblyDelta) -> list[Entry]:
     return entries
 
 
-def _packed(entries: Iterable[Entry]) -> tuple[bytes, bytes]:
+def _packed(entries: Iterable[StateChange]) -> tuple[bytes, bytes]:
     """Entries as zstd of JSON, and beside it the hashes of their steps, eight bytes each: as digits they are random text, which takes more."""
-    plain, hashes = list[Entry](), list[int]()
+    plain, hashes = list[StateChange](), list[int]()
     for entry in entries:
-        if entry[0] != op.STEP:
+        if entry[0] != ChangeKind.STEP_ADDED:
             plain.append(entry)
             continue
         step = entry[2].copy()
-        for i in HASHES:
+        for i in HASH_FIELDS:
             if step[i] is not None:
                 hashes.append(step[i])
                 step[i] = 0
         while step[-1] is None:  # up to `reply` at most, the first that may be left out
             step.pop()
-        plain.append([op.STEP, entry[1], step])
+        plain.append([ChangeKind.STEP_ADDED, entry[1], step])
     return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(
         f"<{len(hashes)}q", *hashes
     )

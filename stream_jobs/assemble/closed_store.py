@@ -11,73 +11,77 @@ from collections.abc import Iterable, Iterator
 
 import orjson
 
-from stream_jobs.assemble.model import Closed, Key
+from stream_jobs.assemble.model import ClosedTrajectory, RunTrajectory
 
-IN_HAND_MAX = 100_000
+DECODED_MAX = 100_000
 """Steps, rewards and marks that are in hand, roughly, before all are packed: a bound on memory, about 40 MB. Rewards of more steps than that
 which come mixed in one batch cost an unpacking each, 5 ms for 1,000 steps."""
 ONE_BYTES = 4096
 """Of a trajectory that counts as one, packed: some 40 steps, or 20 with a reward on each. A longer one counts as several."""
 
 
-class Archive:
+class ClosedStore:
     """By time of closing. `archive[key]` is for reading, `change(key)` for changing it there and then: neither is to be held across
     other calls."""
 
-    def __init__(self, packed: Iterable[tuple[Key, bytes]] = ()) -> None:
+    def __init__(self, packed: Iterable[tuple[RunTrajectory, bytes]] = ()) -> None:
         self._packed = OrderedDict(packed)
         self.counted = sum(map(_count, self._packed.values()))
         """How many trajectories these count as: a bound on it is one on memory."""
-        self._in_hand: dict[Key, Closed] = {}
-        self._changed: dict[Key, None] = {}
+        self._decoded: dict[RunTrajectory, ClosedTrajectory] = {}
+        self._changed: dict[RunTrajectory, None] = {}
         self._weight = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._packed
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[RunTrajectory]:
         return iter(self._packed)
 
     def __len__(self) -> int:
         return len(self._packed)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Archive):
+        if not isinstance(other, ClosedStore):
             return NotImplemented
         self.pack()
         other.pack()
         return self._packed == other._packed
 
-    def __getitem__(self, key: Key) -> Closed:
-        closed = self._in_hand.get(key)
-        return closed if closed is not None else self._hold(key, Closed.load(self._packed[key]))
+    def __getitem__(self, key: RunTrajectory) -> ClosedTrajectory:
+        closed = self._decoded.get(key)
+        return (
+            closed
+            if closed is not None
+            else self._hold(key, ClosedTrajectory.load(self._packed[key]))
+        )
 
-    def add(self, key: Key, closed: Closed) -> None:
+    def add(self, key: RunTrajectory, closed: ClosedTrajectory) -> None:
         """One more; it is the archive's own from now on."""
         self._hold(key, closed)
         self._put(key, b"")
         self._changed[key] = None
 
-    def change(self, key: Key) -> Closed:
+    def change(self, key: RunTrajectory) -> ClosedTrajectory:
         """To be changed at once."""
         closed = self[key]
         self._changed[key] = None
         self._weight += 1
         return closed
 
-    def pop(self, key: Key) -> Closed:
+    def pop(self, key: RunTrajectory) -> ClosedTrajectory:
         """Take one out. Raises KeyError."""
         closed = self[key]
         self.counted -= _count(self._packed.pop(key))
-        del self._in_hand[key]
+        del self._decoded[key]
         self._changed.pop(key, None)
         return closed
 
     def pack(self) -> None:
         """Have nothing in hand."""
         for key in self._changed:
-            self._put(key, self._in_hand[key].dump())
-        self._in_hand.clear()
+            self._put(key, self._decoded[key].dump())
+        self._decoded.clear()
         self._changed.clear()
         self._weight = 0
 
@@ -86,17 +90,17 @@ class Archive:
         self.pack()
         return [[*key, orjson.Fragment(packed)] for key, packed in self._packed.items()]
 
-    def _put(self, key: Key, packed: bytes) -> None:
+    def _put(self, key: RunTrajectory, packed: bytes) -> None:
         old = self._packed.get(key)
         self.counted += _count(packed) - (_count(old) if old is not None else 0)
         self._packed[key] = packed
 
-    def _hold(self, key: Key, closed: Closed) -> Closed:
-        if self._weight > IN_HAND_MAX:
+    def _hold(self, key: RunTrajectory, closed: ClosedTrajectory) -> ClosedTrajectory:
+        if self._weight > DECODED_MAX:
             self.pack()
-        folded = closed.folded
-        self._weight += 1 + len(closed.steps) + len(folded.rewards) + len(folded.seen)
-        self._in_hand[key] = closed
+        annotations = closed.annotations
+        self._weight += 1 + len(closed.steps) + len(annotations.rewards) + len(annotations.seen)
+        self._decoded[key] = closed
         return closed
 
 

@@ -28,29 +28,35 @@ from typing import Any
 from schemas.errors import InvalidId
 from schemas.ids import key_of_trajectory
 from schemas.records import FailedCall, Outcome, Tick
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.handlers import Judge, Limits, Refusal
-from stream_jobs.assemble.model import REWARDS, STEPS, Entry, Key, Source
-from stream_jobs.assemble.payload.cache import Kept
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.handlers import EventHandler, Limits, RejectedRecord
+from stream_jobs.assemble.model import (
+    REWARDS,
+    STEPS,
+    ChangeKind,
+    RunTrajectory,
+    SourceTopic,
+    StateChange,
+)
+from stream_jobs.assemble.payload.cache import CachedPayload
+from stream_jobs.assemble.state import PartitionState
 
 TRACE_CHARS = 4000
 
 
-class Fold:
+class AssemblyFold:
     """Folds records into a state, and collects the entries that say how. `record` for each, then `seal` for the batch."""
 
-    def __init__(self, state: Assembly, limits: Limits) -> None:
+    def __init__(self, state: PartitionState, limits: Limits) -> None:
         self.state = state
         self.limits = limits
-        self._judge = Judge(state, limits)
-        self._entries: list[Entry] = []
-        self._changed: dict[Key, None] = {}
-        self._oldest_closed: tuple[Key, int] | None = None
+        self._handler = EventHandler(state, limits)
+        self._entries: list[StateChange] = []
+        self._changed: dict[RunTrajectory, None] = {}
+        self._oldest_closed: tuple[RunTrajectory, int] | None = None
 
     def record(
-        self, source: Source, offset: int, timestamp: int, key: bytes | None, event: Any
-    ) -> Kept | None:
+        self, source: SourceTopic, offset: int, timestamp: int, key: bytes | None, event: Any
+    ) -> CachedPayload | None:
         """Fold one record. event: a record of `schemas.records`, or Bad. Returns the payload to keep for its trajectory.
 
         Offsets at or below what was applied fold to nothing.
@@ -63,39 +69,50 @@ class Fold:
         if isinstance(event, Tick) or (isinstance(event, FailedCall) and source == STEPS):
             return None  # a failed call is told in the lake only: nothing was sampled, and no trajectory waits for it
         try:
-            entries, kept = self._judge.changes(source, offset, key, event)
-        except (Refusal, InvalidId, ValueError) as e:
-            reason = e.reason if isinstance(e, Refusal) else "invalid"
-            entries, kept = [[op.BURIED, source, offset, reason, str(e)[:TRACE_CHARS]]], None
+            entries, payload = self._handler.handle(source, offset, key, event)
+        except (RejectedRecord, InvalidId, ValueError) as e:
+            reason = e.reason if isinstance(e, RejectedRecord) else "invalid"
+            entries, payload = (
+                [[ChangeKind.DEAD_LETTERED, source, offset, reason, str(e)[:TRACE_CHARS]]],
+                None,
+            )
         except MemoryError:
             raise  # the machine's fault, not the record's: the next process may have more
         except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
-            entries, kept = (
-                [[op.BURIED, source, offset, "invalid", traceback.format_exc()[-TRACE_CHARS:]]],
+            entries, payload = (
+                [
+                    [
+                        ChangeKind.DEAD_LETTERED,
+                        source,
+                        offset,
+                        "invalid",
+                        traceback.format_exc()[-TRACE_CHARS:],
+                    ]
+                ],
                 None,
             )
-        self._do(entries)
+        self._apply(entries)
         if source == STEPS and self.state.waiting_for:
-            self._meet(entries)
-        return kept
+            self._resolve_waiting(entries)
+        return payload
 
-    def tick(self, source: Source, timestamp: int) -> None:
+    def tick(self, source: SourceTopic, timestamp: int) -> None:
         """Time goes on, with a record or without one."""
         if source == STEPS:
-            self._note_silence(timestamp)
+            self._record_silence(timestamp)
         self.state.time[source] = max(self.state.time[source], timestamp)
         if source == STEPS:
-            self._pass_time()
-        self._forget()
+            self._expire()
+        self._evict_closed()
 
-    def seal(self) -> list[Entry]:
+    def finish_batch(self) -> list[StateChange]:
         """End the batch: each changed closed trajectory gets one new candidate revision. Returns the entries since the last seal."""
-        self._do([[op.REVISED, *key] for key in self._changed])
+        self._apply([[ChangeKind.REVISED, *key] for key in self._changed])
         self._changed.clear()
         entries, self._entries = self._entries, []
         return entries
 
-    def replaced(self, source: Source, topic_id: str, first: int) -> None:
+    def replace_source(self, source: SourceTopic, topic_id: str, first: int) -> None:
         """The input is another topic now, or known for the first time: read it from offset `first` on.
 
         With `claw.steps` the payload of everything that was open or not yet out is gone: it closes as lost.
@@ -103,21 +120,25 @@ class Fold:
         if source == STEPS:
             why = "claw.steps was replaced by a new topic"
             now = self.state.time[STEPS]
-            self._do([[op.LOST, *key, why] for key in self.state.pending.closings])
-            self._do([[op.CLOSED, *key, "lost", why, now] for key in list(self.state.opened)])
-        self._do([[op.NEW, source, topic_id, first - 1]])
+            self._apply(
+                [[ChangeKind.PAYLOAD_LOST, *key, why] for key in self.state.pending.closings]
+            )
+            self._apply(
+                [[ChangeKind.CLOSED, *key, "lost", why, now] for key in list(self.state.opened)]
+            )
+        self._apply([[ChangeKind.SOURCE_REPLACED, source, topic_id, first - 1]])
         self._oldest_closed = None
 
     # -- time
 
-    def _note_silence(self, timestamp: int) -> None:
+    def _record_silence(self, timestamp: int) -> None:
         """Before time goes on to the next record of `claw.steps`: whether the partition took nothing for too long."""
         before, limit = self.state.time[STEPS], self.limits.silent_after
         if limit is not None and before >= 0 and timestamp - before > limit:
             forget = self.state.silences.expired(before, self.limits.longest)
-            self._do([[op.SILENT, before + limit, timestamp, forget]])
+            self._apply([[ChangeKind.SILENCE_NOTED, before + limit, timestamp, forget]])
 
-    def _pass_time(self) -> None:
+    def _expire(self) -> None:
         """What is due on the clock of `claw.steps`, before the record that brought the time is folded."""
         state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
         for source in (STEPS, REWARDS):
@@ -127,27 +148,30 @@ class Fold:
                 and elapsed((waiting := next(iter(side.values()))).at, now)
                 > self.limits.orphan_after
             ):
-                self._do(
-                    self._judge.give_up(source, waiting.offset, "its target did not come in time")
+                self._apply(
+                    self._handler.expire(source, waiting.offset, "its target did not come in time")
                 )
         timeout = self.limits.trajectory_timeout
-        self._close_idle(
-            state.anonymous, min(self.limits.bucket_inactivity, timeout), "completed", "inactive"
+        self._close_inactive(
+            state.anonymous_open,
+            min(self.limits.bucket_inactivity, timeout),
+            "completed",
+            "inactive",
         )
-        self._close_idle(
-            state.agents, min(self.limits.agent_inactivity, timeout), "completed", "inactive"
+        self._close_inactive(
+            state.agent_open, min(self.limits.agent_inactivity, timeout), "completed", "inactive"
         )
-        self._close_idle(state.opened, timeout, "timed_out", None)
+        self._close_inactive(state.opened, timeout, "timed_out", None)
 
-    def _close_idle(
-        self, by_last: Mapping[Key, Any], limit: int, outcome: Outcome, reason: str | None
+    def _close_inactive(
+        self, by_last: Mapping[RunTrajectory, Any], limit: int, outcome: Outcome, reason: str | None
     ) -> None:
         """Close those whose last record is longer ago than `limit`. by_last: in the order of their last records."""
         now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
         while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
-            self._do([[op.CLOSED, *key, outcome, reason, now]])
+            self._apply([[ChangeKind.CLOSED, *key, outcome, reason, now]])
 
-    def _forget(self) -> None:
+    def _evict_closed(self) -> None:
         """Closed trajectories past the horizon, or too many of them."""
         state = self.state
         while state.closed:
@@ -166,45 +190,61 @@ class Fold:
                 or key in state.pending.revised
             ):
                 return
-            self._do([[op.FORGOTTEN, *key]])
+            self._apply([[ChangeKind.EVICTED, *key]])
             self._oldest_closed = None  # the same key may open and close once more
 
-    def _meet(self, entries: list[Entry]) -> None:
+    def _resolve_waiting(self, entries: list[StateChange]) -> None:
         """After a trajectory or step has come: rewards and marks that waited for it, in the order of their log."""
-        came = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.STEP)), None)
+        came = next(
+            (
+                e
+                for e in entries
+                if e[0] in (ChangeKind.OPENED, ChangeKind.ATTRIBUTED, ChangeKind.STEP_ADDED)
+            ),
+            None,
+        )
         if came is None:
             return
         # A step that fills its trajectory closes it.
-        named = next((e for e in entries if e[0] in (op.OPENED, op.ATTRIBUTES, op.CLOSED)), None)
-        key: Key = (named[1], named[2]) if named is not None else self.state.numbered[came[1]]
-        tails = [None, *(e[2][2] for e in entries if e[0] == op.STEP)]
+        named = next(
+            (
+                e
+                for e in entries
+                if e[0] in (ChangeKind.OPENED, ChangeKind.ATTRIBUTED, ChangeKind.CLOSED)
+            ),
+            None,
+        )
+        key: RunTrajectory = (
+            (named[1], named[2]) if named is not None else self.state.by_open_seq[came[1]]
+        )
+        by_suffix = [None, *(e[2][2] for e in entries if e[0] == ChangeKind.STEP_ADDED)]
         names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
         found = [
-            self.state.waiting_for.get((REWARDS, name, tail), ())
+            self.state.waiting_for.get((REWARDS, name, step_suffix), ())
             for name in names
-            for tail in tails
+            for step_suffix in by_suffix
         ]
         for offset in sorted(offset for offsets in found for offset in offsets):
             waiting = self.state.waiting[REWARDS][offset]
-            if self._judge.target(waiting.key, waiting.tail) == key:
-                self._try(REWARDS, offset)
+            if self._handler.target(waiting.key, waiting.step_suffix) == key:
+                self._resolve(REWARDS, offset)
 
-    def _try(self, source: Source, offset: int) -> None:
+    def _resolve(self, source: SourceTopic, offset: int) -> None:
         """A reward or mark whose trajectory is there: apply it, if what it is about is there too."""
         waiting = self.state.waiting[source][offset]
-        if self._judge.appeared(waiting.key, waiting.tail, waiting.at) is None:
+        if self._handler.appeared_at(waiting.key, waiting.step_suffix, waiting.at) is None:
             return
-        self._do([[op.WAITS_NO_MORE, source, offset]])
-        found = self._judge.target(waiting.key, waiting.tail)
+        self._apply([[ChangeKind.WAIT_ENDED, source, offset]])
+        found = self._handler.target(waiting.key, waiting.step_suffix)
         entry = [waiting.entry[0], *(found or waiting.key), *waiting.entry[3:]]
-        self._do(self._judge.applied(offset, entry))
+        self._apply(self._handler.annotate(offset, entry))
 
-    def _do(self, entries: Iterable[Entry]) -> None:
+    def _apply(self, entries: Iterable[StateChange]) -> None:
         for entry in entries:
             self.state.apply(entry)
             self._entries.append(entry)
-            if entry[0] == op.CLOSED or (
-                entry[0] in (op.REWARD, op.CURATED, op.ASSESSED)
+            if entry[0] == ChangeKind.CLOSED or (
+                entry[0] in (ChangeKind.REWARDED, ChangeKind.CURATED, ChangeKind.ASSESSED)
                 and (entry[1], entry[2]) in self.state.closed
             ):
                 self._changed[entry[1], entry[2]] = None

@@ -12,8 +12,8 @@ from schemas.records import Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.partition import Owner, Shared, Situation
-from stream_jobs.errors import Overtaken
+from stream_jobs.assemble.partition import PartitionContext, PartitionProcessor, TopicSnapshot
+from stream_jobs.errors import FencedOut
 from stream_jobs.worker.member_name import worker_name
 
 SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
@@ -46,7 +46,7 @@ class Assembler:
         self.tick_interval_s = jobs.tick_interval_s
         self._write_ticks = jobs.write_ticks
         self.decoder = Decoder(cluster, topics.schemas)
-        self._shared = Shared(
+        self._shared = PartitionContext(
             cluster=cluster,
             producer=cluster.producer(),
             decoder=self.decoder,
@@ -56,44 +56,44 @@ class Assembler:
             cache_bytes=(jobs.cache_mb << 20) // settings.kafka.partitions,
             snapshot_min_bytes=jobs.snapshot_min_bytes,
         )
-        self._owners: dict[int, Owner] = {}
+        self._processors: dict[int, PartitionProcessor] = {}
         self._ticking = self._clock_told = False
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Take the partitions over; returns where to read on. Raises Overtaken only when nothing else was wrong."""
-        situations = await asyncio.to_thread(self._situations, partitions)
-        owners = {p: Owner(p, self._shared, s) for p, s in situations.items()}
+        """Take the partitions over; returns where to read on. Raises FencedOut only when nothing else was wrong."""
+        situations = await asyncio.to_thread(self._topic_snapshots, partitions)
+        owners = {p: PartitionProcessor(p, self._shared, s) for p, s in situations.items()}
         taken = await asyncio.gather(
             *(owner.take_over() for owner in owners.values()), return_exceptions=True
         )
         for failed in taken:  # all have ended: none writes on while it is decided what that means
-            if isinstance(failed, BaseException) and not isinstance(failed, Overtaken):
+            if isinstance(failed, BaseException) and not isinstance(failed, FencedOut):
                 raise failed
         for failed in taken:
-            if isinstance(failed, Overtaken):
+            if isinstance(failed, FencedOut):
                 raise failed
-        self._owners = owners
+        self._processors = owners
         return {
             place: offset for owner in owners.values() for place, offset in owner.positions.items()
         }
 
-    def _situations(self, partitions: Sequence[int]) -> dict[int, Situation]:
+    def _topic_snapshots(self, partitions: Sequence[int]) -> dict[int, TopicSnapshot]:
         """Today's topic ids and ends (blocking), once for all partitions."""
         topics, cluster = self._shared.topics, self._shared.cluster
         ids = cluster.topic_ids(
             [topics.steps, topics.rewards, topics.assembly, topics.trajectories]
         )
         ends = {t: cluster.watermarks(t, partitions) for t in self.inputs}
-        return {p: Situation(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
+        return {p: TopicSnapshot(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
 
     async def revoked(self) -> None:
         """Give all partitions up, each after the batch in hand."""
-        owners, self._owners = self._owners, {}
+        owners, self._processors = self._processors, {}
         await asyncio.gather(*(owner.release() for owner in owners.values()))
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
         """Process a batch; returns topic to the last offset that is done."""
-        owner = self._owners.get(partition)
+        owner = self._processors.get(partition)
         if owner is None:
             return {}
         async with owner.lock:
@@ -105,7 +105,7 @@ class Assembler:
             self._watch_clock(owner)
         return {r.topic: r.offset for r in records}
 
-    def _watch_clock(self, owner: Owner) -> None:
+    def _watch_clock(self, owner: PartitionProcessor) -> None:
         """Say once when log time is far ahead of this machine's: nothing times out until real time is there."""
         ahead = owner.time - now_micros() // 1000
         if ahead > CLOCK_AHEAD_MS and not self._clock_told:
@@ -120,7 +120,7 @@ class Assembler:
         if self._ticking or not self._write_ticks:
             return  # when Kafka is away: no pile of ticks
         codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
-        places = [(topic, p) for p in self._owners for topic in self.inputs]
+        places = [(topic, p) for p in self._processors for topic in self.inputs]
         self._ticking = True
         results = await asyncio.gather(
             *(

@@ -14,16 +14,16 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from schemas.records import Channel, Outcome, RewardSource, StepMarkKind, StepStatus
-from stream_jobs.assemble.payload.segment_tree import WIDTH
+from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
-Entry = list[Any]
+StateChange = list[Any]
 """A change of the state: `[op, ...]`, JSON values."""
-Key = tuple[str, str]
+RunTrajectory = tuple[str, str]
 """(run id, trajectory id): the id is the trajectory key, except in a bucket or an agent's session."""
-Source = Literal[0, 1]
-STEPS: Source = 0
-REWARDS: Source = 1
-Awaited = tuple[Source, Key, str | int | None]
+SourceTopic = Literal[0, 1]
+STEPS: SourceTopic = 0
+REWARDS: SourceTopic = 1
+AwaitedTarget = tuple[SourceTopic, RunTrajectory, str | int | None]
 """What is waited for on an input: of a reward or mark the key and the tail of the step, of a completion the key and the hash of its event id."""
 
 
@@ -36,16 +36,39 @@ PAYLOAD_MAX = 256 << 20
 """Bytes of payload a trajectory has: all of it is in memory when it closes, and a few times as much while it is sent."""
 STEP_BYTES = 400
 """Upper bound of what a step takes besides its tokens and its reply."""
-REWARD, CURATED = "r", "q"
-"""The entries of the state log that bring one."""
 
 
-def call_of(tail: str) -> str:
+class ChangeKind:
+    """Kinds of state changes: the first element of a `StateChange`, as stored in the changelog."""
+
+    OPENED = "o"
+    ATTRIBUTED = "a"
+    STEP_ADDED = "s"
+    RETRIED = "y"
+    CLOSED = "c"
+    PAYLOAD_LOST = "l"
+    PAYLOAD_WRITTEN = "f"
+    REVISED = "v"
+    EVICTED = "z"
+    REWARDED = "r"
+    CURATED = "q"
+    ASSESSED = "e"
+    TARGET_AWAITED = "w"
+    WAIT_ENDED = "x"
+    STEP_MARKED = "m"
+    DEAD_LETTERED = "d"
+    OUTPUTS_ACKNOWLEDGED = "D"
+    CLOCKS_ADVANCED = "t"
+    SILENCE_NOTED = "h"
+    SOURCE_REPLACED = "n"
+
+
+def call_suffix(step_suffix: str) -> str:
     """The call of a step, from the part of its id behind the trajectory key."""
-    return tail.partition(".")[0]
+    return step_suffix.partition(".")[0]
 
 
-class StepEntry(NamedTuple):
+class OpenStep(NamedTuple):
     """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
 
     end_hash: of prompt and response, None without tokens. base: position, in log order, of the step whose prompt and response were the
@@ -59,7 +82,7 @@ class StepEntry(NamedTuple):
 
     offset: int
     at: int
-    tail: str
+    step_suffix: str
     prompt: int
     response: int
     base: int | None
@@ -69,15 +92,15 @@ class StepEntry(NamedTuple):
     oldest: str | None
     newest: str | None
     reply: int = 0
-    asked: int | None = None
-    idem: int | None = None
-    leads: int | None = None
+    prompt_hash: int | None = None
+    idempotency_hash: int | None = None
+    reply_hash: int | None = None
     after: int | None = None
     retried: int | None = None
     tags: list[str] | None = None
-    repeats: int | None = None
-    messages: int | None = None
-    call_id: int | None = None
+    last_turn_hash: int | None = None
+    messages_hash: int | None = None
+    call_id_hash: int | None = None
 
     @property
     def end(self) -> int:
@@ -87,10 +110,10 @@ class StepEntry(NamedTuple):
     @property
     def choice(self) -> str:
         """Which choice of its call it is."""
-        return self.tail.rpartition(".")[2]
+        return self.step_suffix.rpartition(".")[2]
 
 
-class Steps(list[StepEntry]):
+class OpenSteps(list[OpenStep]):
     """The steps of an open trajectory in log order, and what is looked up in them: a step must not cost a look at all before it. The
     look-ups follow from the steps and are not stored.
 
@@ -101,61 +124,61 @@ class Steps(list[StepEntry]):
     """
 
     __slots__ = (
-        "asked",
+        "by_suffix",
         "continued",
         "ended",
         "ends",
         "failed",
+        "failed_untokenized",
         "keyed",
-        "prompts",
+        "prompt_hashes",
+        "prompt_lengths",
         "size",
-        "tails",
-        "unread",
     )
 
-    def __init__(self, entries: Iterable[StepEntry] = ()) -> None:
+    def __init__(self, entries: Iterable[OpenStep] = ()) -> None:
         super().__init__()
-        self.tails: dict[str, int] = {}
-        self.ends, self.prompts = array("q"), array("q")
+        self.by_suffix: dict[str, int] = {}
+        self.ends, self.prompt_lengths = array("q"), array("q")
         self.ended: dict[int, int] = {}
-        self.asked: set[int | None] = set()
+        self.prompt_hashes: set[int | None] = set()
         self.continued = bytearray()
         self.failed: dict[int | None, list[int]] = {}
-        self.unread: dict[int | None, list[int]] = {}
+        self.failed_untokenized: dict[int | None, list[int]] = {}
         self.keyed: dict[int, list[int]] = {}
         self.size = 0
         for entry in entries:
             self.append(entry)
 
-    def append(self, entry: StepEntry) -> None:
+    def append(self, entry: OpenStep) -> None:
         """One more. What is put in another's place later may differ in `retried` and `reason` only."""
         at = len(self)
-        self.tails[entry.tail] = at
+        self.by_suffix[entry.step_suffix] = at
         if entry.end_hash is not None and entry.response:
             _insert(self.ends, entry.end)
-            _insert(self.prompts, entry.prompt)
+            _insert(self.prompt_lengths, entry.prompt)
             self.ended[entry.end_hash] = at
-            self.asked.add(entry.asked)
+            self.prompt_hashes.add(entry.prompt_hash)
         self.continued.append(0)
         for i in (entry.base, entry.after):
             if i is not None:
                 self.continued[i] = 1
         if entry.status != "ok":
-            failed = self.unread if entry.end_hash is None else self.failed
-            failed.setdefault(entry.asked, []).append(at)
-        if entry.idem is not None:
-            self.keyed.setdefault(entry.idem, []).append(at)
+            failed = self.failed_untokenized if entry.end_hash is None else self.failed
+            failed.setdefault(entry.prompt_hash, []).append(at)
+        if entry.idempotency_hash is not None:
+            self.keyed.setdefault(entry.idempotency_hash, []).append(at)
         self.size += self.size_of(entry)
         super().append(entry)
 
-    def start_of(self, entry: StepEntry) -> int:
+    def start_of(self, entry: OpenStep) -> int:
         """How many tokens of the prompt are its base's, which is kept already; of a step that is one of them or comes next."""
         return self[entry.base].end if entry.base is not None else 0
 
-    def size_of(self, entry: StepEntry) -> int:
+    def size_of(self, entry: OpenStep) -> int:
         """About how many bytes the payload of a step has, that is one of them or comes next."""
         return (
-            WIDTH * (entry.prompt - self.start_of(entry) + 2 * entry.response)
+            TOKEN_BYTES * (entry.prompt - self.start_of(entry) + 2 * entry.response)
             + (entry.reply << 10)
             + STEP_BYTES
         )
@@ -168,13 +191,13 @@ def _insert(numbers: array[int], number: int) -> None:
         numbers.insert(at, number)
 
 
-class RewardEntry(NamedTuple):
+class CurrentReward(NamedTuple):
     """A reward as it counts. tail: of the step; None: the whole trajectory. offset: on `claw.rewards`; -1: on one that is no more."""
 
     source: RewardSource
     name: str
     version: str
-    tail: str | None
+    step_suffix: str | None
     value: float | None
     reason: str | None
     revision: int
@@ -182,11 +205,11 @@ class RewardEntry(NamedTuple):
 
     @property
     def slot(self) -> str:
-        return f"{self.source}\x1f{self.name}\x1f{self.tail or ''}"
+        return f"{self.source}\x1f{self.name}\x1f{self.step_suffix or ''}"
 
 
 @dataclass(slots=True)
-class Marks:
+class CurationState:
     """Curation of one target, field by field; the last one on the log counts. offsets: which one that is, by field."""
 
     quality: float | None = None
@@ -194,7 +217,7 @@ class Marks:
     tags: list[str] | None = None
     offsets: dict[str, int] = field(default_factory=dict)
 
-    def take(self, fields: Mapping[str, Any], offset: int) -> None:
+    def apply(self, fields: Mapping[str, Any], offset: int) -> None:
         """What the curation at `offset` of `claw.rewards` says. It may come behind a later one: it waited for another step."""
         for name, value in fields.items():
             if offset >= self.offsets.get(name, -1):
@@ -202,7 +225,7 @@ class Marks:
                 self.offsets[name] = offset
 
 
-class Assessed(NamedTuple):
+class AssessmentState(NamedTuple):
     """What the rules say: quality of the whole, and of each step by its index in the closed trajectory."""
 
     revision: int
@@ -211,19 +234,19 @@ class Assessed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Folded:
+class Annotations:
     """Rewards, curation and assessment of a trajectory, folded. seen: hashes of curation events, so that a re-sent one changes nothing."""
 
-    rewards: dict[str, RewardEntry] = field(default_factory=dict)
-    marks: dict[str, Marks] = field(default_factory=dict)
+    rewards: dict[str, CurrentReward] = field(default_factory=dict)
+    marks: dict[str, CurationState] = field(default_factory=dict)
     seen: dict[int, None] = field(default_factory=dict)
-    assessed: Assessed | None = None
+    assessed: AssessmentState | None = None
 
-    def supersedes(self, assessed: list[Any]) -> bool:
+    def accepts_assessment(self, assessed: list[Any]) -> bool:
         """Whether an assessment changes the state: highest revision, among equals the first."""
         return self.assessed is None or assessed[0] > self.assessed.revision
 
-    def beats(self, reward: RewardEntry) -> bool:
+    def accepts_reward(self, reward: CurrentReward) -> bool:
         """Whether the reward changes the state: highest revision, among equals the first on the log.
 
         Not the first to be applied: rewards of one bucket's trajectory may name different steps of it, and wait for them.
@@ -231,17 +254,17 @@ class Folded:
         old = self.rewards.get(reward.slot)
         return old is None or (reward.revision, -reward.offset) > (old.revision, -old.offset)
 
-    def full(self, entry: Entry) -> str | None:
+    def limit_reached(self, entry: StateChange) -> str | None:
         """What there is too much of for the reward or mark of an entry; None: there is room. What replaces another always has room."""
         if (
             len(self.rewards) >= REWARDS_MAX
-            and entry[0] == REWARD
-            and RewardEntry(*entry[3]).slot not in self.rewards
+            and entry[0] == ChangeKind.REWARDED
+            and CurrentReward(*entry[3]).slot not in self.rewards
         ):
             return f"{REWARDS_MAX} rewards by source, name and step"
         return (
             f"{MARKS_MAX} curation marks"
-            if len(self.seen) >= MARKS_MAX and entry[0] == CURATED
+            if len(self.seen) >= MARKS_MAX and entry[0] == ChangeKind.CURATED
             else None
         )
 
@@ -260,20 +283,20 @@ class Folded:
         ]
 
     @classmethod
-    def load(cls, plain: Any) -> Folded:
-        rewards = (RewardEntry(*r) for r in plain[0])
-        marks = {target: Marks(*said) for target, *said in plain[1]}
-        assessed = Assessed(*plain[3]) if len(plain) > 3 else None
+    def load(cls, plain: Any) -> Annotations:
+        rewards = (CurrentReward(*r) for r in plain[0])
+        marks = {target: CurationState(*said) for target, *said in plain[1]}
+        assessed = AssessmentState(*plain[3]) if len(plain) > 3 else None
         return cls({r.slot: r for r in rewards}, marks, dict.fromkeys(plain[2]), assessed)
 
 
 @dataclass(slots=True)
-class Open:
+class OpenTrajectory:
     """A trajectory that goes on. number: offset on `claw.steps` of the record that opened it; the state log calls it by that. last: time of
     its last record. meta: offset of the opened event with metadata.
     """
 
-    number: int
+    open_seq: int
     opened_at: int
     channel: Channel
     last: int
@@ -281,26 +304,26 @@ class Open:
     group_size: int | None = None
     round: int | None = None
     meta: int | None = None
-    steps: Steps = field(default_factory=Steps)
-    folded: Folded = field(default_factory=Folded)
+    steps: OpenSteps = field(default_factory=OpenSteps)
+    annotations: Annotations = field(default_factory=Annotations)
 
     def dump(self) -> Any:
         return [
-            self.number, self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
-            [list(s) for s in self.steps], self.folded.dump(),
+            self.open_seq, self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
+            [list(s) for s in self.steps], self.annotations.dump(),
         ]  # fmt: skip
 
     @classmethod
-    def load(cls, plain: Any) -> Open:
-        plain[8] = Steps(StepEntry(*s) for s in plain[8])
-        plain[9] = Folded.load(plain[9])
+    def load(cls, plain: Any) -> OpenTrajectory:
+        plain[8] = OpenSteps(OpenStep(*s) for s in plain[8])
+        plain[9] = Annotations.load(plain[9])
         return cls(*plain)
 
 
 class ClosedStep(NamedTuple):
     """What later candidate revisions need of a step."""
 
-    tail: str
+    step_suffix: str
     at: int
     response: int
     reason: str | None
@@ -310,7 +333,7 @@ class ClosedStep(NamedTuple):
 
 
 @dataclass(slots=True)
-class Closed:
+class ClosedTrajectory:
     """A closed trajectory, as small as later rewards and marks allow. steps: in log order until `facts`, then by index.
 
     prompt_tokens: environment tokens, each once. place: topic id, partition, first and last offset of its payload; None before the
@@ -326,82 +349,82 @@ class Closed:
     group_size: int | None
     round: int | None
     steps: list[ClosedStep]
-    folded: Folded
+    annotations: Annotations
     prompt_tokens: int = 0
     place: tuple[str, int, int, int] | None = None
     revision: int = -1
     late: list[int] = field(default_factory=list)
     _times: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def came(self, tail: str) -> int | None:
+    def step_time(self, step_suffix: str) -> int | None:
         """When a step of it came; None: it has no such step. Of many questions the first one costs a look at all steps."""
         if len(self._times) != len(self.steps):
-            self._times = {s.tail: s.at for s in self.steps}
-        return self._times.get(tail)
+            self._times = {s.step_suffix: s.at for s in self.steps}
+        return self._times.get(step_suffix)
 
     def dump(self) -> bytes:
         return orjson.dumps([
             self.opened_at, self.closed_at, self.outcome, self.reason, self.channel, self.group_id, self.group_size, self.round,
-            [list(s) for s in self.steps], self.folded.dump(), self.prompt_tokens, self.place, self.revision, self.late,
+            [list(s) for s in self.steps], self.annotations.dump(), self.prompt_tokens, self.place, self.revision, self.late,
         ])  # fmt: skip
 
     @classmethod
-    def load(cls, packed: bytes) -> Closed:
+    def load(cls, packed: bytes) -> ClosedTrajectory:
         plain = orjson.loads(packed)
         plain[8] = [ClosedStep(*s) for s in plain[8]]
-        plain[9] = Folded.load(plain[9])
+        plain[9] = Annotations.load(plain[9])
         plain[11] = tuple(plain[11]) if plain[11] else None
         return cls(*plain)
 
 
 @dataclass(slots=True)
-class Waiting:
+class PendingTarget:
     """A reward, mark or completion whose target is not known yet.
 
     key: of the trajectory or of the bucket. tail: of the step it waits for; None: the trajectory. entry: of a reward or mark, the one
     that is applied to the trajectory when the target comes; of a completion, [kind, reason, hash of its event id].
     """
 
-    source: Source
+    source: SourceTopic
     offset: int
     at: int
-    key: Key
-    tail: str | None
-    entry: Entry
+    key: RunTrajectory
+    step_suffix: str | None
+    entry: StateChange
 
     @property
-    def awaited(self) -> Awaited:
+    def awaited(self) -> AwaitedTarget:
         """What it is found by. Of a completion that is what makes it one with another: it is never met, its time runs out."""
-        return self.source, self.key, self.tail if self.source == REWARDS else self.entry[2]
+        return self.source, self.key, self.step_suffix if self.source == REWARDS else self.entry[2]
 
 
-class Mark(NamedTuple):
+class StepMarkDecision(NamedTuple):
     """A decided StepMark."""
 
-    key: Key
+    key: RunTrajectory
     step_id: str
     kind: StepMarkKind
     evidence: str | None
     offset: int
 
 
-class Burial(NamedTuple):
+class DeadLetterDecision(NamedTuple):
     """A decided dead letter: the record at `offset` of an input."""
 
-    source: Source
+    source: SourceTopic
     offset: int
     reason: str
     detail: str
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingOutputs:
     """Decided, not yet known to be acknowledged. closings: what closed, with its index. revised: keys with a new revision."""
 
-    closings: dict[Key, Open] = field(default_factory=dict)
-    revised: dict[Key, None] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
-    burials: list[Burial] = field(default_factory=list)
+    closings: dict[RunTrajectory, OpenTrajectory] = field(default_factory=dict)
+    revised: dict[RunTrajectory, None] = field(default_factory=dict)
+    marks: list[StepMarkDecision] = field(default_factory=list)
+    dead_letters: list[DeadLetterDecision] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.closings or self.revised or self.marks or self.burials)
+        return bool(self.closings or self.revised or self.marks or self.dead_letters)

@@ -22,13 +22,21 @@ from schemas.records import (
     TrajectoryStep,
 )
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.assemble.matching.conversation import reply_of, said_in
-from stream_jobs.assemble.model import STEP_BYTES, Closed, Key, Mark, Marks, Open, StepEntry
-from stream_jobs.assemble.payload.cache import Kept, Payload
-from stream_jobs.assemble.payload.segment_tree import Sampled, build
+from stream_jobs.assemble.matching.conversation import reply_of, turn_hash
+from stream_jobs.assemble.model import (
+    STEP_BYTES,
+    ClosedTrajectory,
+    CurationState,
+    OpenStep,
+    OpenTrajectory,
+    RunTrajectory,
+    StepMarkDecision,
+)
+from stream_jobs.assemble.payload.cache import CachedPayload, StepPayload
+from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
 
 T = TypeVar("T")
-_UNMARKED = Marks()
+_UNMARKED = CurationState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +50,20 @@ class Assembled:
     prompt_tokens: int
 
 
-def starts_of(trajectory: Open) -> dict[int, int]:
+def starts_of(trajectory: OpenTrajectory) -> dict[int, int]:
     """Offsets on `claw.steps` whose payload the trajectory needs, each with the `start` of `payload_of`."""
     starts = {s.offset: trajectory.steps.start_of(s) for s in trajectory.steps}
     return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
 
 
-def payload_bytes(trajectory: Open) -> int:
+def payload_bytes(trajectory: OpenTrajectory) -> int:
     """About how many bytes its payload has; metadata left out."""
     return trajectory.steps.size
 
 
-def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
+def slices(sizes: Mapping[RunTrajectory, int], limit: int) -> Iterator[list[RunTrajectory]]:
     """The keys in order, in runs of at most `limit` bytes; one that is larger is alone."""
-    run, used = list[Key](), 0
+    run, used = list[RunTrajectory](), 0
     for key, size in sizes.items():
         if run and used + size > limit:
             yield run
@@ -66,7 +74,12 @@ def slices(sizes: Mapping[Key, int], limit: int) -> Iterator[list[Key]]:
         yield run
 
 
-def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, Kept]) -> Assembled:
+def assembled(
+    key: RunTrajectory,
+    trajectory: OpenTrajectory,
+    closed: ClosedTrajectory,
+    payload: Mapping[int, CachedPayload],
+) -> Assembled:
     """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
     kept = (
         [None] * len(trajectory.steps)
@@ -81,7 +94,7 @@ def assembled(key: Key, trajectory: Open, closed: Closed, payload: Mapping[int, 
     steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
     for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
         steps[node.index] = TrajectoryStep(
-            step_id=f"{name}~{entry.tail}",
+            step_id=f"{name}~{entry.step_suffix}",
             index=node.index,
             parent=node.parent,
             segment=node.segment,
@@ -162,10 +175,10 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
         )
 
 
-def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
+def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Candidate:
     """What admission has to know, at the revision that `closed` has come to. At most MAX_RECORD_BYTES when encoded."""
-    folded = closed.folded
-    whole, assessed = folded.marks.get("", _UNMARKED), folded.assessed
+    annotations = closed.annotations
+    whole, assessed = annotations.marks.get("", _UNMARKED), annotations.assessed
     name = key_of_trajectory(key[1])
     steps, synced = list[CandidateStep](), set[int]()
     scores = (
@@ -174,13 +187,13 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
         else None
     )
     for index, s in enumerate(closed.steps):
-        marks = folded.marks.get(s.tail, _UNMARKED)
+        marks = annotations.marks.get(s.step_suffix, _UNMARKED)
         reason = s.reason or ("curation" if marks.trainable is False else None)
         score = scores[index] if scores is not None else None
         found = _sync_indexes(s.oldest, s.newest) if reason is None else ()
         synced.update(found)
         steps.append(CandidateStep(
-            step_id=f"{name}~{s.tail}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
+            step_id=f"{name}~{s.step_suffix}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
             quality=score if marks.quality is None else marks.quality,
             tags=(*(s.tags or ()), *[t for t in marks.tags or () if t not in (s.tags or ())]),
             assessed_quality=score, oldest_sync_index=min(found, default=None),
@@ -216,7 +229,7 @@ def candidate(key: Key, closed: Closed, codec: Codec) -> Candidate:
     return _small(record, codec)
 
 
-def step_mark(mark: Mark) -> StepMark:
+def step_mark(mark: StepMarkDecision) -> StepMark:
     """The record of a mark on a step that came after its trajectory had closed."""
     run, key = mark.key
     return StepMark(
@@ -278,7 +291,7 @@ def at_most(record: Candidate) -> int:
     )
 
 
-def _why_not(closed: Closed, marks: Marks, some_step: bool) -> str | None:
+def _why_not(closed: ClosedTrajectory, marks: CurationState, some_step: bool) -> str | None:
     if closed.outcome == "lost":
         return closed.reason or "payload lost"
     if marks.trainable is False:
@@ -286,43 +299,45 @@ def _why_not(closed: Closed, marks: Marks, some_step: bool) -> str | None:
     return None if some_step else "no trainable step"
 
 
-def _rewards(key: Key, closed: Closed) -> tuple[RewardValue, ...]:
+def _rewards(key: RunTrajectory, closed: ClosedTrajectory) -> tuple[RewardValue, ...]:
     values = (
         RewardValue(
             source=r.source, name=r.name, function_version=r.version, value=r.value, reason=r.reason, reward_revision=r.revision,
-            step_id=f"{key_of_trajectory(key[1])}~{r.tail}" if r.tail is not None else None,
+            step_id=f"{key_of_trajectory(key[1])}~{r.step_suffix}" if r.step_suffix is not None else None,
         )
-        for r in closed.folded.rewards.values()
+        for r in closed.annotations.rewards.values()
     )  # fmt: skip
     return tuple(sorted(values, key=lambda r: (r.source, r.name, r.step_id or "")))
 
 
-def _payloads(trajectory: Open, payload: Mapping[int, Kept]) -> list[Payload | None]:
-    kept: list[Payload | None] = []
+def _payloads(
+    trajectory: OpenTrajectory, payload: Mapping[int, CachedPayload]
+) -> list[StepPayload | None]:
+    kept: list[StepPayload | None] = []
     for entry in trajectory.steps:
         what = payload[entry.offset]
-        assert isinstance(what, Payload), f"offset {entry.offset} is no step"
+        assert isinstance(what, StepPayload), f"offset {entry.offset} is no step"
         kept.append(what)
     return kept
 
 
-def _sampled(entry: StepEntry, what: Payload | None) -> Sampled | None:
+def _sampled(entry: OpenStep, what: StepPayload | None) -> SampledTokens | None:
     """What a step's payload leaves out is the prompt and response of its base."""
     if what is None or not what.tokens:
         return None
     base = entry.base if what.start else None
     # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
-    return Sampled(
+    return SampledTokens(
         what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None
     )
 
 
-def _repeats(step: StepEntry, earlier: Payload | None) -> bool:
+def _repeats(step: OpenStep, earlier: StepPayload | None) -> bool:
     """Whether the model's last turn in a step's request is the reply of an earlier one."""
-    if step.repeats is None or earlier is None:
+    if step.last_turn_hash is None or earlier is None:
         return False
     reply = reply_of(earlier.response_json)
-    return reply is not None and said_in(reply) == step.repeats
+    return reply is not None and turn_hash(reply) == step.last_turn_hash
 
 
 def _segment_size(s: Segment) -> int:

@@ -16,11 +16,19 @@ from schemas.ids import key_of_trajectory
 from schemas.records import AssemblyMarker, Tick
 from schemas.topics import CANDIDATE_PARTITIONS, Topics
 from stream_jobs.assemble import changelog
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import StateLog, counts, state_record
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.changelog import ChangelogReader, accepts, decode_record
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS, Burial, Entry, Key, Open, Source
+from stream_jobs.assemble.model import (
+    REWARDS,
+    STEPS,
+    ChangeKind,
+    DeadLetterDecision,
+    OpenTrajectory,
+    RunTrajectory,
+    SourceTopic,
+    StateChange,
+)
 from stream_jobs.assemble.output_records import (
     assembled,
     candidate,
@@ -29,16 +37,16 @@ from stream_jobs.assemble.output_records import (
     starts_of,
     step_mark,
 )
-from stream_jobs.assemble.payload.cache import Kept, PayloadCache
-from stream_jobs.assemble.payload.input_log import InputLog, decoded
-from stream_jobs.errors import InputDisorder, Overtaken, UnreadableStateLog
+from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
+from stream_jobs.assemble.payload.input_log import InputLog, decode_event
+from stream_jobs.errors import FencedOut, InputDisorder, UnreadableChangelog
 
 PROCESS = "assemble"
 COLD_AFTER_MS = 600_000
 """An older step is not put into the cache of a new owner, but read when its trajectory closes."""
 DELTA_AT_LEAST_EVERY_MS = 60_000
 """Ticks alone change nothing that must be kept; this bounds how many are read again."""
-SNAPSHOT_BEHIND = 2
+SNAPSHOT_LOG_RATIO = 2
 """The next snapshot comes behind so many times the last one's bytes: then snapshots add a half to what is written, and a new owner reads at
 most three times the state. What is behind the snapshot takes it longest: 6 to 8 µs a step."""
 CANDIDATE_TICK_S = 1.0
@@ -49,7 +57,7 @@ READ_LOG_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class PartitionContext:
     """What the owners of a worker have in common. cache_bytes: for each partition. slice_bytes: see `SLICE_BYTES`."""
 
     cluster: Cluster
@@ -62,43 +70,43 @@ class Shared:
     snapshot_min_bytes: int
     slice_bytes: int = SLICE_BYTES
 
-    def input(self, source: Source) -> str:
+    def input(self, source: SourceTopic) -> str:
         return self.topics.steps if source == STEPS else self.topics.rewards
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class TopicSnapshot:
     """Today's topics, as a new owner finds them: ids by name; (first, end) offsets of the partition by topic name."""
 
     topic_ids: Mapping[str, str]
     watermarks: Mapping[str, tuple[int, int]]
 
 
-class Owner:
+class PartitionProcessor:
     """Owns one partition from `take_over` to `release`. One batch at a time; any exception must end the process."""
 
-    def __init__(self, partition: int, shared: Shared, situation: Situation) -> None:
+    def __init__(self, partition: int, shared: PartitionContext, situation: TopicSnapshot) -> None:
         self.partition = partition
         self.lock = asyncio.Lock()
         self.released = False
         self._shared = shared
-        self._situation = situation
+        self._topics_at_start = situation
         self._encode = shared.decoder.codec.encode
         inputs = (shared.topics.steps, shared.topics.rewards)
         self._inputs = tuple(
             InputLog(shared.cluster, shared.decoder, topic, partition) for topic in inputs
         )
         self._cache = PayloadCache(shared.cache_bytes)
-        self._log = StateLog()
-        self._fold = Fold(self._log.state, shared.limits)
+        self._log = ChangelogReader()
+        self._fold = AssemblyFold(self._log.state, shared.limits)
         self._epoch = self._last = -1
-        self._carry: list[
-            Entry
+        self._unflushed_changes: list[
+            StateChange
         ] = []  # what the acknowledged outputs changed: rides in the next delta
         self._delta_at = 0
-        self._batch: dict[tuple[Source, int], Record] = {}
-        self._came = [-1, -1]  # the last offset that was delivered, of each input
-        self._ticked: tuple[int, float] = (-1, 0.0)
+        self._batch: dict[tuple[SourceTopic, int], Record] = {}
+        self._last_delivered = [-1, -1]  # the last offset that was delivered, of each input
+        self._last_tick: tuple[int, float] = (-1, 0.0)
 
     @property
     def positions(self) -> dict[tuple[str, int], int]:
@@ -116,10 +124,10 @@ class Owner:
     async def take_over(self) -> None:
         """Become the owner: marker, state, payload, what was decided but not done.
 
-        Raises SourceTruncated, UnreadableStateLog, Overtaken.
+        Raises SourceTruncated, UnreadableChangelog, FencedOut.
         """
         begun = time.monotonic()
-        shared, ids = self._shared, self._situation.topic_ids
+        shared, ids = self._shared, self._topics_at_start.topic_ids
         marker = AssemblyMarker(
             worker=shared.worker, steps_topic_id=ids[shared.topics.steps], rewards_topic_id=ids[shared.topics.rewards],
             created_at=now_micros(),
@@ -129,11 +137,11 @@ class Owner:
         )
         self._epoch = self._last = ack.offset
         await asyncio.to_thread(self._read_log)
-        self._fold = Fold(self._log.state, shared.limits)
+        self._fold = AssemblyFold(self._log.state, shared.limits)
         for source in (STEPS, REWARDS):
             await self._check_position(source)
         await asyncio.to_thread(self._refill)
-        if entries := self._fold.seal():
+        if entries := self._fold.finish_batch():
             await self._append_delta(entries)
         again = len(self._log.state.pending.closings) + len(self._log.state.pending.revised)
         await self._emit()
@@ -148,26 +156,26 @@ class Owner:
         topic, left = self._shared.topics.assembly, READ_LOG_TRIES
         while left:
             left -= 1
-            self._log = StateLog()
+            self._log = ChangelogReader()
             try:
                 for record in self._shared.cluster.read_range(
                     topic, self.partition, BEGINNING, self._epoch
                 ):
                     self._log.read(
                         record.offset,
-                        state_record(self._shared.decoder, record),
+                        decode_record(self._shared.decoder, record),
                         len(record.value or b""),
                     )
                 return
             except SourceTruncated as e:
-                if isinstance(e, UnreadableStateLog) or not left:
+                if isinstance(e, UnreadableChangelog) or not left:
                     raise
 
-    async def _check_position(self, source: Source) -> None:
+    async def _check_position(self, source: SourceTopic) -> None:
         """A position is of one topic id: another id is a new position; the same id must still have it."""
         topic, state = self._shared.input(source), self._log.state
-        today = self._situation.topic_ids[topic]
-        low, high = self._situation.watermarks[topic]
+        today = self._topics_at_start.topic_ids[topic]
+        low, high = self._topics_at_start.watermarks[topic]
         if state.topic_ids[source] == today and state.applied[source] + 1 > high:
             # The owner before us may have gone on until our marker: only an end asked for after that can be held against it.
             ends = await asyncio.to_thread(self._shared.cluster.watermarks, topic, [self.partition])
@@ -177,7 +185,7 @@ class Owner:
                 logger().warning(
                     "source_replaced", topic=topic, partition=self.partition, open=len(state.opened)
                 )
-            self._fold.replaced(source, today, low)
+            self._fold.replace_source(source, today, low)
         elif not low <= state.applied[source] + 1 <= high:
             raise SourceTruncated(
                 f"source truncated: {topic}-{self.partition} holds offsets {low} to {high - 1}, position "
@@ -200,34 +208,38 @@ class Owner:
         """Own it no more, after the batch in hand. What is done is noted, so that the next owner does not send it again."""
         async with self.lock:
             self.released = True
-            if self._carry:
+            if self._unflushed_changes:
                 with suppress(
-                    Overtaken
+                    FencedOut
                 ):  # then there is an owner already, and it has sent it again
                     await self._append_delta([])
 
     # -- 2 to 5: a batch
 
-    async def process(self, records: Iterable[tuple[Source, Record]]) -> None:
+    async def process(self, records: Iterable[tuple[SourceTopic, Record]]) -> None:
         """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged.
 
         No schema is looked up: the records have waited for theirs (`stream_jobs.worker.schema_wait`).
         """
         codec = self._shared.decoder.codec
         for source, record in records:
-            if not self._came[source] < record.offset <= self._log.state.applied[source] + 1:
+            if (
+                not self._last_delivered[source]
+                < record.offset
+                <= self._log.state.applied[source] + 1
+            ):
                 await self._refuse_disorder(source, record)
-            self._came[source] = record.offset
+            self._last_delivered[source] = record.offset
             self._batch[source, record.offset] = record
             kept = self._fold.record(
-                source, record.offset, record.timestamp_ms, record.key, decoded(codec, record)
+                source, record.offset, record.timestamp_ms, record.key, decode_event(codec, record)
             )
             if kept is not None:
                 self._cache.put(record.offset, kept)
-        entries = self._fold.seal()
+        entries = self._fold.finish_batch()
         if (
             entries
-            or self._carry
+            or self._unflushed_changes
             or self._log.state.time[STEPS] - self._delta_at > DELTA_AT_LEAST_EVERY_MS
         ):
             await self._append_delta(entries)
@@ -235,18 +247,18 @@ class Owner:
         self._batch.clear()
         await self._tick_candidates()
         if self._log.bytes_since_snapshot > max(
-            self._shared.snapshot_min_bytes, SNAPSHOT_BEHIND * self._log.snapshot_bytes
+            self._shared.snapshot_min_bytes, SNAPSHOT_LOG_RATIO * self._log.snapshot_bytes
         ):
             await self._append_snapshot()
 
-    async def _refuse_disorder(self, source: Source, record: Record) -> None:
+    async def _refuse_disorder(self, source: SourceTopic, record: Record) -> None:
         """Never fold past an offset that was skipped on its way to us though it is there. (Control records leave holes, too.)
 
         One that comes again is of a topic that was made anew under us: it would fold to nothing. Raises SourceTruncated as well.
         """
-        if record.offset <= self._came[source]:
+        if record.offset <= self._last_delivered[source]:
             raise InputDisorder(
-                f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._came[source]}; restart"
+                f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._last_delivered[source]}; restart"
             )
         expected = self._log.state.applied[source] + 1
         if record.offset <= expected:
@@ -266,8 +278,8 @@ class Owner:
                 f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
             )
 
-    async def _append_delta(self, entries: list[Entry]) -> None:
-        entries, self._carry = [*self._carry, *entries], []
+    async def _append_delta(self, entries: list[StateChange]) -> None:
+        entries, self._unflushed_changes = [*self._unflushed_changes, *entries], []
         log = self._log
         log.seq += 1
         log.known = True
@@ -281,7 +293,7 @@ class Owner:
             self._encode(p) for p in changelog.snapshot(self._epoch, self._log.seq, self._log.state)
         ]
         first = await self._append(pieces)
-        self._carry = []  # the snapshot has it
+        self._unflushed_changes = []  # the snapshot has it
         self._log.bytes_since_snapshot, self._log.snapshot_bytes = 0, sum(map(len, pieces))
         topic = self._shared.topics.assembly
         await asyncio.to_thread(self._shared.cluster.delete_records, topic, self.partition, first)
@@ -290,7 +302,7 @@ class Owner:
         )
 
     async def _append(self, values: Sequence[bytes]) -> int:
-        """Append to the state log; returns the first offset. Raises Overtaken unless each lands right behind our last record.
+        """Append to the state log; returns the first offset. Raises FencedOut unless each lands right behind our last record.
 
         Only what a worker wrote that we have fenced may lie between: no reader takes it. In a log that was made anew ours lands before our last.
         """
@@ -306,7 +318,7 @@ class Owner:
                 ack.offset > due
                 and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
             ):
-                raise Overtaken(
+                raise FencedOut(
                     f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {due}: another worker owns the "
                     "partition, or the topic was made anew"
                 )
@@ -319,7 +331,7 @@ class Owner:
             self._shared.topics.assembly, self.partition, first, last
         )
         return not any(
-            counts(r.offset, state_record(self._shared.decoder, r), self._epoch) for r in records
+            accepts(r.offset, decode_record(self._shared.decoder, r), self._epoch) for r in records
         )
 
     # -- 4: outputs
@@ -330,7 +342,7 @@ class Owner:
         pending = state.pending
         if not pending:
             return
-        facts: list[Entry] = []
+        facts: list[StateChange] = []
         for keys in slices(
             {k: payload_bytes(t) for k, t in pending.closings.items()}, self._shared.slice_bytes
         ):
@@ -344,14 +356,14 @@ class Owner:
             for mark in pending.marks
         ]
         await asyncio.gather(*acks)
-        for first in range(0, len(pending.burials), SLICE_RECORDS):
-            letters = await self._dead_letters(pending.burials[first : first + SLICE_RECORDS])
+        for first in range(0, len(pending.dead_letters), SLICE_RECORDS):
+            letters = await self._dead_letters(pending.dead_letters[first : first + SLICE_RECORDS])
             await asyncio.gather(*(send(topics.dead_letters, key, value) for key, value in letters))
         await self._send_candidates(pending.revised)
-        state.apply([op.DONE])
-        self._carry = [[op.DONE], *facts]
+        state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
+        self._unflushed_changes = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
-    async def _send_closings(self, keys: Sequence[Key]) -> list[Entry]:
+    async def _send_closings(self, keys: Sequence[RunTrajectory]) -> list[StateChange]:
         """Send some of the trajectories that close; returns what became known of them by that."""
         state, topic, send = (
             self._log.state,
@@ -361,7 +373,7 @@ class Owner:
         closings = {k: state.pending.closings[k] for k in keys}
         payload = await self._payload(closings)
         sent: list[list[asyncio.Future[Ack]]] = []
-        facts: list[Entry] = []
+        facts: list[StateChange] = []
         for key, trajectory in closings.items():
             done = assembled(key, trajectory, state.closed[key], payload)
             sent.append(
@@ -370,12 +382,12 @@ class Owner:
                     for part in done.parts
                 ]
             )
-            facts.append([op.FACTS, *key, done.prompt_tokens, done.order])
+            facts.append([ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order])
         for entry, futures in zip(facts, sent, strict=True):
             places = await asyncio.gather(*futures)
             entry.append(
                 [
-                    self._situation.topic_ids[topic],
+                    self._topics_at_start.topic_ids[topic],
                     places[0].partition,
                     places[0].offset,
                     places[-1].offset,
@@ -386,7 +398,7 @@ class Owner:
             self._cache.drop(offset)
         return facts
 
-    async def _send_candidates(self, keys: Iterable[Key]) -> None:
+    async def _send_candidates(self, keys: Iterable[RunTrajectory]) -> None:
         """Send the candidates, so many at once that they stay within bounds: one of 5,000 steps has a megabyte."""
         sent, size = list[asyncio.Future[Ack]](), 0
         for key in keys:
@@ -402,7 +414,7 @@ class Owner:
                 sent, size = [], 0
         await asyncio.gather(*sent)
 
-    def _candidate(self, key: Key) -> tuple[bytes, dict[str, bytes]]:
+    def _candidate(self, key: RunTrajectory) -> tuple[bytes, dict[str, bytes]]:
         """Value and headers of the record."""
         closed = self._log.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
@@ -410,7 +422,9 @@ class Owner:
         headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
         return self._encode(candidate(key, closed, self._shared.decoder.codec)), headers
 
-    async def _payload(self, closings: Mapping[Key, Open]) -> dict[int, Kept]:
+    async def _payload(
+        self, closings: Mapping[RunTrajectory, OpenTrajectory]
+    ) -> dict[int, CachedPayload]:
         """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
         state = self._log.state
         whole = {k: starts_of(t) for k, t in closings.items() if state.closed[k].outcome != "lost"}
@@ -430,31 +444,39 @@ class Owner:
         lost = [k for k, starts in whole.items() if any(o not in found for o in starts)]
         if lost:
             logger().error("payload_lost", partition=self.partition, trajectories=len(lost))
-            entries: list[Entry] = [[op.LOST, *k, "payload lost to retention"] for k in lost]
+            entries: list[StateChange] = [
+                [ChangeKind.PAYLOAD_LOST, *k, "payload lost to retention"] for k in lost
+            ]
             for entry in entries:
                 state.apply(entry)
             await self._append_delta(entries)
         return found
 
-    async def _dead_letters(self, burials: Sequence[Burial]) -> list[tuple[bytes | None, bytes]]:
+    async def _dead_letters(
+        self, dead_letters: Sequence[DeadLetterDecision]
+    ) -> list[tuple[bytes | None, bytes]]:
         """Key and value of each dead letter. The record itself is read from its topic again when it is not of this batch."""
         out = []
         records = dict(self._batch)
         for source in (STEPS, REWARDS):
             missing = [
                 b.offset
-                for b in burials
+                for b in dead_letters
                 if b.source == source and (source, b.offset) not in records
             ]
             again = self._inputs[source].records(sorted(set(missing)))
             records.update({(source, r.offset): r for r in await asyncio.to_thread(list, again)})
-        for burial in burials:
+        for burial in dead_letters:
             topic = self._shared.input(burial.source)
             record = records.get((burial.source, burial.offset))
             if record is None:
                 record = Record(topic, self.partition, burial.offset, 0, None, None, {})
             letter = dead_letter(
-                record, self._situation.topic_ids[topic], PROCESS, burial.reason, burial.detail
+                record,
+                self._topics_at_start.topic_ids[topic],
+                PROCESS,
+                burial.reason,
+                burial.detail,
             )
             # Not the clock: a dead letter that is sent again has the same bytes.
             out.append(
@@ -471,10 +493,10 @@ class Owner:
 
     async def _tick_candidates(self) -> None:
         """Tell admission how far event time is, behind the outputs that belong to it; about once a second."""
-        event_time, (last, at) = self._log.state.event_time, self._ticked
+        event_time, (last, at) = self._log.state.event_time, self._last_tick
         if event_time <= last or time.monotonic() - at < CANDIDATE_TICK_S:
             return
-        self._ticked = (event_time, time.monotonic())
+        self._last_tick = (event_time, time.monotonic())
         value = self._encode(Tick(partition=self.partition, event_time=event_time))
         topic, send = self._shared.topics.candidates, self._shared.producer.send_soon
         await asyncio.gather(

@@ -1,7 +1,7 @@
 """What assemble knows of one partition, and how the entries of its state log change it. Pure; all times are log timestamps in ms.
 
-The state is a fold over entries, small JSON arrays `[op, ...]`. `assemble.Fold` makes them while it reads the inputs, and applies them by
-the same `Assembly.apply` by which a new owner rebuilds the state from the log. Payload (tokens, replies, metadata) is not in here:
+The state is a fold over entries, small JSON arrays `[kind, ...]`. `assemble.Fold` makes them while it reads the inputs, and applies them by
+the same `PartitionState.apply` by which a new owner rebuilds the state from the log. Payload (tokens, replies, metadata) is not in here:
 only its offsets on `claw.steps`.
 """
 
@@ -16,35 +16,30 @@ import orjson
 
 from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
 from schemas.records import Channel, Outcome, StepMarkKind
-from stream_jobs.assemble.closed_store import Archive
+from stream_jobs.assemble.closed_store import ClosedStore
 from stream_jobs.assemble.log_time import Silences
-from stream_jobs.assemble.matching.anonymous_sessions import Bucket
+from stream_jobs.assemble.matching.anonymous_sessions import SessionIndex
 from stream_jobs.assemble.matching.retries import why_retried
 from stream_jobs.assemble.model import (
-    CURATED as CURATED,
-)
-from stream_jobs.assemble.model import (
-    REWARD as REWARD,
-)
-from stream_jobs.assemble.model import (
     STEPS,
-    Assessed,
-    Awaited,
-    Burial,
-    Closed,
+    Annotations,
+    AssessmentState,
+    AwaitedTarget,
+    ChangeKind,
     ClosedStep,
-    Entry,
-    Folded,
-    Key,
-    Mark,
-    Marks,
-    Open,
-    Pending,
-    RewardEntry,
-    Source,
-    StepEntry,
-    Waiting,
-    call_of,
+    ClosedTrajectory,
+    CurationState,
+    CurrentReward,
+    DeadLetterDecision,
+    OpenStep,
+    OpenTrajectory,
+    PendingOutputs,
+    PendingTarget,
+    RunTrajectory,
+    SourceTopic,
+    StateChange,
+    StepMarkDecision,
+    call_suffix,
 )
 
 LATE_MAX = 1000
@@ -52,99 +47,109 @@ LATE_MAX = 1000
 
 
 @dataclass(slots=True)
-class Assembly:
+class PartitionState:
     """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`. silences: of `claw.steps`.
 
-    opened: by time of the last record; numbered: their keys by their numbers; anonymous: those of them that are in a bucket; agents: in an agent's session. closed: by time of
+    opened: by time of the last record; numbered: their keys by their numbers; anonymous_open: those of them that are in a index; agent_open: in an agent's session. closed: by time of
     closing. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
-    numbered, buckets (agents' sessions too), anonymous, agents and waiting_for follow from the rest and are not stored.
+    numbered, buckets (agents' sessions too), anonymous_open, agent_open and waiting_for follow from the rest and are not stored.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
     time: list[int] = field(default_factory=lambda: [-1, -1])
     topic_ids: list[str] = field(default_factory=lambda: ["", ""])
     silences: Silences = field(default_factory=Silences)
-    opened: OrderedDict[Key, Open] = field(default_factory=OrderedDict)
-    numbered: dict[int, Key] = field(default_factory=dict)
-    closed: Archive = field(default_factory=Archive)
-    waiting: tuple[OrderedDict[int, Waiting], OrderedDict[int, Waiting]] = field(
+    opened: OrderedDict[RunTrajectory, OpenTrajectory] = field(default_factory=OrderedDict)
+    by_open_seq: dict[int, RunTrajectory] = field(default_factory=dict)
+    closed: ClosedStore = field(default_factory=ClosedStore)
+    waiting: tuple[OrderedDict[int, PendingTarget], OrderedDict[int, PendingTarget]] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict())
     )
-    pending: Pending = field(default_factory=Pending)
-    waiting_for: dict[Awaited, dict[int, None]] = field(default_factory=dict)
-    buckets: dict[Key, Bucket] = field(default_factory=dict)
-    anonymous: OrderedDict[Key, None] = field(default_factory=OrderedDict)
-    agents: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+    pending: PendingOutputs = field(default_factory=PendingOutputs)
+    waiting_for: dict[AwaitedTarget, dict[int, None]] = field(default_factory=dict)
+    session_indexes: dict[RunTrajectory, SessionIndex] = field(default_factory=dict)
+    anonymous_open: OrderedDict[RunTrajectory, None] = field(default_factory=OrderedDict)
+    agent_open: OrderedDict[RunTrajectory, None] = field(default_factory=OrderedDict)
 
     @property
     def event_time(self) -> int:
         """Event time of the partition: the minimum over its inputs; -1 before both have begun."""
         return min(self.time)
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: StateChange) -> None:
         """Change the state by one entry."""
-        op, *args = entry
-        _APPLY[op](self, *args)
+        kind, *args = entry
+        _APPLY[kind](self, *args)
 
-    # -- one method for each kind of entry; the constant beside it is its op
+    # -- one method for each kind of entry; the constant beside it is its kind
 
-    def _opened(self, run: str, key: str, at: int, channel: Channel, number: int) -> None:
-        self.opened[run, key] = Open(number, at, channel, at)
-        self.numbered[number] = (run, key)
+    def _opened(self, run: str, key: str, at: int, channel: Channel, open_seq: int) -> None:
+        self.opened[run, key] = OpenTrajectory(open_seq, at, channel, at)
+        self.by_open_seq[open_seq] = (run, key)
 
-    def _attributes(self, run: str, key: str, at: int, given: Mapping[str, Any]) -> None:
-        trajectory = self._touch((run, key), at)
+    def _attributed(self, run: str, key: str, at: int, given: Mapping[str, Any]) -> None:
+        trajectory = self._record_activity((run, key), at)
         for name, value in given.items():
             if getattr(trajectory, name) is None:
                 setattr(trajectory, name, value)
 
-    def _step(self, number: int, step: list[Any]) -> None:
-        entry, key = StepEntry(*step), self.numbered[number]
-        steps = self._touch(key, entry.at).steps
+    def _step_added(self, open_seq: int, step: list[Any]) -> None:
+        entry, key = OpenStep(*step), self.by_open_seq[open_seq]
+        steps = self._record_activity(key, entry.at).steps
         steps.append(entry)
-        if (bucket := self._bucket(key)) is not None:
-            bucket.add(key[1], len(steps) - 1, entry)
+        if (index := self._session_index(key)) is not None:
+            index.add(key[1], len(steps) - 1, entry)
 
-    def _retried(self, run: str, key: str, gone: int, counts: int) -> None:
+    def _retried(self, run: str, key: str, replaced: int, counted: int) -> None:
         steps = self.opened[run, key].steps
-        steps[gone] = steps[gone]._replace(retried=counts)
-        steps[counts] = steps[counts]._replace(retried=None)
+        steps[replaced] = steps[replaced]._replace(retried=counted)
+        steps[counted] = steps[counted]._replace(retried=None)
 
-    def _touch(self, key: Key, at: int) -> Open:
+    def _record_activity(self, key: RunTrajectory, at: int) -> OpenTrajectory:
         trajectory = self.opened[key]
         trajectory.last = at
         self.opened.move_to_end(key)
-        if (idle := self._idle(key)) is not None:
-            idle[key] = None
-            idle.move_to_end(key)
+        if (timed := self._inactivity_timed(key)) is not None:
+            timed[key] = None
+            timed.move_to_end(key)
         return trajectory
 
-    def _idle(self, key: Key) -> OrderedDict[Key, None] | None:
+    def _inactivity_timed(self, key: RunTrajectory) -> OrderedDict[RunTrajectory, None] | None:
         """Where a trajectory is that ends by inactivity; None: it does not."""
         name = key_of_trajectory(key[1])
-        return None if not is_unnamed(name) else self.anonymous if is_bucket(name) else self.agents
+        return (
+            None
+            if not is_unnamed(name)
+            else self.anonymous_open
+            if is_bucket(name)
+            else self.agent_open
+        )
 
-    def _bucket(self, key: Key) -> Bucket | None:
-        """The bucket or agent's session that a trajectory is in; None: it is in none."""
+    def _session_index(self, key: RunTrajectory) -> SessionIndex | None:
+        """The index or agent's session that a trajectory is in; None: it is in none."""
         name = key_of_trajectory(key[1])
-        return self.buckets.setdefault((key[0], name), Bucket()) if is_unnamed(name) else None
+        return (
+            self.session_indexes.setdefault((key[0], name), SessionIndex())
+            if is_unnamed(name)
+            else None
+        )
 
     def _closed(self, run: str, key: str, outcome: Outcome, reason: str | None, at: int) -> None:
         was = self.opened.pop((run, key))
-        del self.numbered[was.number]
-        if (idle := self._idle((run, key))) is not None:
-            idle.pop((run, key), None)
-        if (bucket := self._bucket((run, key))) is not None:
-            bucket.close(key, was.steps)
+        del self.by_open_seq[was.open_seq]
+        if (timed := self._inactivity_timed((run, key))) is not None:
+            timed.pop((run, key), None)
+        if (index := self._session_index((run, key))) is not None:
+            index.close(key, was.steps)
         for i, s in enumerate(was.steps):
             if s.retried is not None:
                 was.steps[i] = s._replace(reason=why_retried(was.steps, i))
         self.pending.closings[run, key] = was
         steps = [
-            ClosedStep(s.tail, s.at, s.response, s.reason, s.oldest, s.newest, s.tags)
+            ClosedStep(s.step_suffix, s.at, s.response, s.reason, s.oldest, s.newest, s.tags)
             for s in was.steps
         ]
-        closed = Closed(
+        closed = ClosedTrajectory(
             was.opened_at,
             at,
             outcome,
@@ -154,15 +159,15 @@ class Assembly:
             was.group_size,
             was.round,
             steps,
-            was.folded,
+            was.annotations,
         )
         self.closed.add((run, key), closed)
 
-    def _lost(self, run: str, key: str, reason: str) -> None:
+    def _payload_lost(self, run: str, key: str, reason: str) -> None:
         closed = self.closed.change((run, key))
         closed.outcome, closed.reason = "lost", reason
 
-    def _facts(
+    def _payload_written(
         self, run: str, key: str, prompt_tokens: int, order: list[int], place: list[Any]
     ) -> None:
         closed = self.closed.change((run, key))
@@ -175,18 +180,18 @@ class Assembly:
         self.closed.change((run, key)).revision += 1
         self.pending.revised[run, key] = None
 
-    def _forgotten(self, run: str, key: str) -> None:
+    def _evicted(self, run: str, key: str) -> None:
         closed = self.closed.pop((run, key))
-        if (bucket := self._bucket((run, key))) is not None:
-            bucket.forget(s.tail for s in closed.steps)
-            if not bucket:
-                del self.buckets[run, key_of_trajectory(key)]
+        if (index := self._session_index((run, key))) is not None:
+            index.forget(s.step_suffix for s in closed.steps)
+            if not index:
+                del self.session_indexes[run, key_of_trajectory(key)]
 
-    def _reward(self, run: str, key: str, reward: list[Any]) -> None:
-        entry = RewardEntry(*reward)
-        folded = self._folded((run, key))
-        if folded.beats(entry):
-            folded.rewards[entry.slot] = entry
+    def _rewarded(self, run: str, key: str, reward: list[Any]) -> None:
+        entry = CurrentReward(*reward)
+        annotations = self._annotations((run, key))
+        if annotations.accepts_reward(entry):
+            annotations.rewards[entry.slot] = entry
 
     def _curated(
         self,
@@ -197,39 +202,39 @@ class Assembly:
         fields: Mapping[str, Any],
         offset: int = -1,
     ) -> None:
-        folded = self._folded((run, key))
-        if event not in folded.seen:
-            folded.seen[event] = None
-            folded.marks.setdefault(target, Marks()).take(fields, offset)
+        annotations = self._annotations((run, key))
+        if event not in annotations.seen:
+            annotations.seen[event] = None
+            annotations.marks.setdefault(target, CurationState()).apply(fields, offset)
 
     def _assessed(self, run: str, key: str, assessed: list[Any]) -> None:
-        folded = self._folded((run, key))
-        if folded.supersedes(assessed):
-            folded.assessed = Assessed(*assessed)
+        annotations = self._annotations((run, key))
+        if annotations.accepts_assessment(assessed):
+            annotations.assessed = AssessmentState(*assessed)
 
-    def _waits(
+    def _target_awaited(
         self,
-        source: Source,
+        source: SourceTopic,
         offset: int,
         at: int,
         run: str,
         key: str,
-        tail: str | None,
-        entry: Entry,
+        step_suffix: str | None,
+        entry: StateChange,
     ) -> None:
-        self.waiting[source][offset] = waiting = Waiting(
-            source, offset, at, (run, key), tail, entry
+        self.waiting[source][offset] = waiting = PendingTarget(
+            source, offset, at, (run, key), step_suffix, entry
         )
         self.waiting_for.setdefault(waiting.awaited, {})[offset] = None
 
-    def _waits_no_more(self, source: Source, offset: int) -> None:
+    def _wait_ended(self, source: SourceTopic, offset: int) -> None:
         awaited = self.waiting[source].pop(offset).awaited
         left = self.waiting_for[awaited]
         del left[offset]
         if not left:
             del self.waiting_for[awaited]
 
-    def _marked(
+    def _step_marked(
         self,
         run: str,
         key: str,
@@ -239,60 +244,66 @@ class Assembly:
         offset: int,
         hashed: int,
     ) -> None:
-        self.pending.marks.append(Mark((run, key), step_id, kind, why, offset))
+        self.pending.marks.append(StepMarkDecision((run, key), step_id, kind, why, offset))
         closed = self.closed.change((run, key))
         if len(closed.late) < LATE_MAX:
             closed.late.append(hashed)
 
-    def _buried(self, source: Source, offset: int, reason: str, detail: str) -> None:
-        self.pending.burials.append(Burial(source, offset, reason, detail))
+    def _dead_lettered(self, source: SourceTopic, offset: int, reason: str, detail: str) -> None:
+        self.pending.dead_letters.append(DeadLetterDecision(source, offset, reason, detail))
 
-    def _done(self) -> None:
-        self.pending = Pending()
+    def _outputs_acknowledged(self) -> None:
+        self.pending = PendingOutputs()
         self.closed.pack()
 
-    def _times(self, steps: int, rewards: int) -> None:
+    def _clocks_advanced(self, steps: int, rewards: int) -> None:
         self.time = [steps, rewards]
 
-    def _silent(self, start: int, end: int, forget: int) -> None:
+    def _silence_noted(self, start: int, end: int, forget: int) -> None:
         self.silences.add(start, end, forget)
 
-    def _new_position(self, source: Source, topic_id: str, applied: int) -> None:
-        """Another topic of that name: nothing before counts for it. Without its steps no closed trajectory can be told from a new one."""
+    def _source_replaced(self, source: SourceTopic, topic_id: str, applied: int) -> None:
+        """Another topic of that name: nothing before counted for it. Without its steps no closed trajectory can be told from a new one."""
         self.topic_ids[source] = topic_id
         self.applied[source] = applied
         self.time[source] = -1
         for offset in list(self.waiting[source]):
-            self._waits_no_more(source, offset)
+            self._wait_ended(source, offset)
         # An offset of the former topic: in this one another record lies there.
-        self.pending.burials = [b for b in self.pending.burials if b.source != source]
+        self.pending.dead_letters = [b for b in self.pending.dead_letters if b.source != source]
         if source == STEPS:
             for key in [
                 k
                 for k in self.closed
                 if k not in self.pending.closings and k not in self.pending.revised
             ]:
-                self._forgotten(*key)
+                self._evicted(*key)
         else:
             for key in [*self.opened, *self.closed]:
-                self._folded(key).forget_offsets()
+                self._annotations(key).forget_offsets()
 
-    def _find_buckets(self) -> None:
+    def _derive_indexes(self) -> None:
         """What is derived from the trajectories."""
         for run, key in self.closed:
-            if (bucket := self._bucket((run, key))) is not None:
-                bucket.calls.update((call_of(s.tail), key) for s in self.closed[run, key].steps)
+            if (index := self._session_index((run, key))) is not None:
+                index.calls.update(
+                    (call_suffix(s.step_suffix), key) for s in self.closed[run, key].steps
+                )
         for (run, key), trajectory in self.opened.items():
-            bucket, idle = self._bucket((run, key)), self._idle((run, key))
-            if bucket is not None and idle is not None:
-                idle[run, key] = None
+            index, timed = self._session_index((run, key)), self._inactivity_timed((run, key))
+            if index is not None and timed is not None:
+                timed[run, key] = None
                 for at, step in enumerate(trajectory.steps):
-                    bucket.add(key, at, step)
+                    index.add(key, at, step)
 
-    def _folded(self, key: Key) -> Folded:
+    def _annotations(self, key: RunTrajectory) -> Annotations:
         """Of an open or closed trajectory, to be changed at once."""
         trajectory = self.opened.get(key)
-        return trajectory.folded if trajectory is not None else self.closed.change(key).folded
+        return (
+            trajectory.annotations
+            if trajectory is not None
+            else self.closed.change(key).annotations
+        )
 
     # -- snapshots
 
@@ -302,11 +313,11 @@ class Assembly:
             "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids, "silences": self.silences.dump(),
             "opened": [[*k, v.dump()] for k, v in self.opened.items()],
             "closed": self.closed.dump(),
-            "waiting": [[w.source, w.offset, w.at, *w.key, w.tail, w.entry] for side in self.waiting for w in side.values()],
+            "waiting": [[w.source, w.offset, w.at, *w.key, w.step_suffix, w.entry] for side in self.waiting for w in side.values()],
         })  # fmt: skip
 
     @classmethod
-    def load(cls, packed: bytes) -> Assembly:
+    def load(cls, packed: bytes) -> PartitionState:
         """The state of `dump`."""
         plain = orjson.loads(packed)
         state = cls(
@@ -316,34 +327,36 @@ class Assembly:
             Silences.load(plain.get("silences", [[], [], []])),
         )
         for run, key, trajectory in plain["opened"]:
-            state.opened[run, key] = opened = Open.load(trajectory)
-            state.numbered[opened.number] = (run, key)
-        state.closed = Archive(
+            state.opened[run, key] = opened = OpenTrajectory.load(trajectory)
+            state.by_open_seq[opened.open_seq] = (run, key)
+        state.closed = ClosedStore(
             ((run, key), orjson.dumps(trajectory)) for run, key, trajectory in plain["closed"]
         )
-        state._find_buckets()
+        state._derive_indexes()
         for w in plain["waiting"]:
-            state._waits(*w)
+            state._target_awaited(*w)
         return state
 
 
-OPENED, ATTRIBUTES, STEP, CLOSED, LOST, FACTS, REVISED, FORGOTTEN = (
-    "o",
-    "a",
-    "s",
-    "c",
-    "l",
-    "f",
-    "v",
-    "z",
-)
-RETRIED, ASSESSED, SILENT = "y", "e", "h"
-WAITS, WAITS_NO_MORE, MARKED, BURIED, DONE, TIMES, NEW = "w", "x", "m", "d", "D", "t", "n"
-
 _APPLY: Mapping[str, Any] = {
-    OPENED: Assembly._opened, ATTRIBUTES: Assembly._attributes, STEP: Assembly._step, CLOSED: Assembly._closed,
-    LOST: Assembly._lost, FACTS: Assembly._facts, REVISED: Assembly._revised, FORGOTTEN: Assembly._forgotten,
-    REWARD: Assembly._reward, CURATED: Assembly._curated, WAITS: Assembly._waits, WAITS_NO_MORE: Assembly._waits_no_more,
-    MARKED: Assembly._marked, BURIED: Assembly._buried, DONE: Assembly._done, TIMES: Assembly._times,
-    NEW: Assembly._new_position, SILENT: Assembly._silent, RETRIED: Assembly._retried, ASSESSED: Assembly._assessed,
-}  # fmt: skip
+    ChangeKind.OPENED: PartitionState._opened,
+    ChangeKind.ATTRIBUTED: PartitionState._attributed,
+    ChangeKind.STEP_ADDED: PartitionState._step_added,
+    ChangeKind.RETRIED: PartitionState._retried,
+    ChangeKind.CLOSED: PartitionState._closed,
+    ChangeKind.PAYLOAD_LOST: PartitionState._payload_lost,
+    ChangeKind.PAYLOAD_WRITTEN: PartitionState._payload_written,
+    ChangeKind.REVISED: PartitionState._revised,
+    ChangeKind.EVICTED: PartitionState._evicted,
+    ChangeKind.REWARDED: PartitionState._rewarded,
+    ChangeKind.CURATED: PartitionState._curated,
+    ChangeKind.ASSESSED: PartitionState._assessed,
+    ChangeKind.TARGET_AWAITED: PartitionState._target_awaited,
+    ChangeKind.WAIT_ENDED: PartitionState._wait_ended,
+    ChangeKind.STEP_MARKED: PartitionState._step_marked,
+    ChangeKind.DEAD_LETTERED: PartitionState._dead_lettered,
+    ChangeKind.OUTPUTS_ACKNOWLEDGED: PartitionState._outputs_acknowledged,
+    ChangeKind.CLOCKS_ADVANCED: PartitionState._clocks_advanced,
+    ChangeKind.SILENCE_NOTED: PartitionState._silence_noted,
+    ChangeKind.SOURCE_REPLACED: PartitionState._source_replaced,
+}

@@ -24,14 +24,13 @@ from schemas.replies import texts_of
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import StateLog
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import Burial, Mark, Source
+from stream_jobs.assemble.model import ChangeKind, DeadLetterDecision, SourceTopic, StepMarkDecision
 from stream_jobs.assemble.output_records import assembled, candidate
-from stream_jobs.assemble.payload.cache import Kept
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.payload.cache import CachedPayload
+from stream_jobs.assemble.state import PartitionState
 
 CODEC = Codec()
 LIMITS = Limits(
@@ -39,7 +38,7 @@ LIMITS = Limits(
 )
 
 
-BUCKET = "bucket-" + "0" * 32
+ANONYMOUS_KEY = "bucket-" + "0" * 32
 
 
 def step(
@@ -56,11 +55,11 @@ def step(
     return Step(**(given | more))
 
 
-def spoken(
+def chat_step(
     n: int,
     messages: Sequence[Mapping[str, Any]],
     reply: Mapping[str, Any],
-    key: str = BUCKET,
+    key: str = ANONYMOUS_KEY,
     tokens: bool = True,
     **more: Any,
 ) -> Step:
@@ -145,52 +144,52 @@ def assessment(key: str, quality: float | None, *steps: float, revision: int = 1
 
 
 @dataclass
-class Worker:
+class InMemoryPartition:
     """A partition's owner without Kafka: folds, writes deltas to a list, puts out what was decided."""
 
     limits: Limits = LIMITS
-    state: Assembly = field(default_factory=Assembly)
+    state: PartitionState = field(default_factory=PartitionState)
     log: list[bytes] = field(default_factory=list)
-    payload: dict[int, Kept] = field(default_factory=dict)
+    payload: dict[int, CachedPayload] = field(default_factory=dict)
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     candidates: dict[tuple[str, int], Candidate] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
-    burials: list[Burial] = field(default_factory=list)
+    marks: list[StepMarkDecision] = field(default_factory=list)
+    dead_letters: list[DeadLetterDecision] = field(default_factory=list)
     seq: int = 0
     next: list[int] = field(default_factory=lambda: [0, 0])
-    carry: list[Any] = field(default_factory=list)
+    unflushed: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.fold = Fold(self.state, self.limits)
+        self.fold = AssemblyFold(self.state, self.limits)
 
-    def feed(self, *records: tuple[Source, int, Any]) -> Worker:
+    def feed(self, *records: tuple[SourceTopic, int, Any]) -> InMemoryPartition:
         """One batch of (source, timestamp, event); offsets are given in order."""
         return self.batch([(s, self._offset(s), t, e) for s, t, e in records])
 
-    def _offset(self, source: Source) -> int:
+    def _offset(self, source: SourceTopic) -> int:
         self.next[source] += 1
         return self.next[source] - 1
 
-    def batch(self, records: Sequence[tuple[Source, int, int, Any]]) -> Worker:
+    def batch(self, records: Sequence[tuple[SourceTopic, int, int, Any]]) -> InMemoryPartition:
         """Fold and put out."""
         self.decide(records)
         self.emit()
         return self
 
-    def decide(self, records: Sequence[tuple[Source, int, int, Any]]) -> None:
+    def decide(self, records: Sequence[tuple[SourceTopic, int, int, Any]]) -> None:
         """Fold and make durable."""
         for source, offset, timestamp, event in records:
             key = (getattr(event, "trajectory_key", None) or "").encode()
             kept = self.fold.record(source, offset, timestamp, key, event)
             if kept is not None:
                 self.payload[offset] = kept
-        entries = self.fold.seal()
-        if entries or self.carry:
+        entries = self.fold.finish_batch()
+        if entries or self.unflushed:
             self.seq += 1
             self.log.append(
-                CODEC.encode(changelog.delta(0, self.seq, self.state, [*self.carry, *entries]))
+                CODEC.encode(changelog.delta(0, self.seq, self.state, [*self.unflushed, *entries]))
             )
-            self.carry = []
+            self.unflushed = []
 
     def emit(self) -> None:
         """Put out what is decided and not done."""
@@ -201,7 +200,9 @@ class Worker:
             assert self.trajectories.setdefault(key[1], whole) == whole, (
                 "sent again with other content"
             )
-            facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
+            facts.append(
+                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]]
+            )
             self.state.apply(facts[-1])
         for key in self.state.pending.revised:
             made = candidate(key, self.state.closed[key], CODEC)
@@ -209,23 +210,23 @@ class Worker:
                 "sent again with other content"
             )
         self.marks += self.state.pending.marks
-        self.burials += self.state.pending.burials
+        self.dead_letters += self.state.pending.dead_letters
         if self.state.pending:
-            self.state.apply([op.DONE])
-            self.carry = [[op.DONE], *facts]
+            self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
+            self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
     def snapshot(self) -> None:
         """Append a snapshot to the state log."""
         self.log += [CODEC.encode(p) for p in changelog.snapshot(0, self.seq, self.state)]
-        self.carry = []
+        self.unflushed = []
 
     def crash(self) -> None:
         """Lose everything but the log, the payload (it is on `claw.steps`) and what was put out; start again from the log."""
-        log = StateLog()
+        log = ChangelogReader()
         for offset, value in enumerate(self.log, 1):  # behind a marker
             log.read(offset, CODEC.decode(value), len(value))
-        self.state, self.seq, self.carry = log.state, log.seq, []
-        self.fold = Fold(self.state, self.limits)
+        self.state, self.seq, self.unflushed = log.state, log.seq, []
+        self.fold = AssemblyFold(self.state, self.limits)
         self.emit()
 
     def last(self, key: str) -> Candidate:
@@ -233,7 +234,7 @@ class Worker:
         return self.candidates[max(k for k in self.candidates if k[0] == key)]
 
 
-def content(w: Worker) -> tuple[dict[str, Trajectory], dict[str, Candidate]]:
+def content(w: InMemoryPartition) -> tuple[dict[str, Trajectory], dict[str, Candidate]]:
     """What must not depend on interleaving, duplicates or crashes: trajectories without places, the last candidates without number."""
     trajectories = {
         k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps))

@@ -18,7 +18,7 @@ Fetched = Mapping[Any, Sequence[Any]]
 """aiokafka's records by its topic and partition."""
 
 
-class Inbox:
+class FetchBuffer:
     """One puts, one takes. records: how many make a batch. batch_bytes: as many bytes make one, too, and as many may wait."""
 
     def __init__(

@@ -27,9 +27,9 @@ from runtime.process.lifecycle import die
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
-from stream_jobs.errors import NotCoPartitioned, Overtaken, StreamJobError
+from stream_jobs.errors import FencedOut, NotCoPartitioned, StreamJobError
 from stream_jobs.worker.faust_consumer import Consumer, make_app, record_of
-from stream_jobs.worker.fetch_buffer import Fetched, Inbox
+from stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
 from stream_jobs.worker.schema_wait import SchemaWait
 
 FETCH_PAUSE_S = 0.02
@@ -91,7 +91,7 @@ class Shell:
         self._job = job
         self._positions: Mapping[tuple[str, int], int] = {}
         self._batch_records = settings.jobs.batch_records
-        self._inbox = Inbox(self._batch_records)
+        self._inbox = FetchBuffer(self._batch_records)
         self._done: dict[TP, int] = {}
         self._revokes = 0
         self._busy = asyncio.Lock()
@@ -198,7 +198,7 @@ class Shell:
             self._done = {}
             try:
                 positions = await self._job.assigned(partitions)
-            except Overtaken:
+            except FencedOut:
                 # Who overtakes us in a rebalance has the partition by right. In no rebalance it is another group's worker, or we were dead.
                 if before == (self._app.consumer_generation_id, self._revokes):
                     raise

@@ -19,8 +19,8 @@ from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark,
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.partition import Owner, Shared, Situation
-from stream_jobs.assemble.testing import LIMITS, reward, session, spoken, step
+from stream_jobs.assemble.partition import PartitionContext, PartitionProcessor, TopicSnapshot
+from stream_jobs.assemble.testing import LIMITS, chat_step, reward, session, step
 
 TASK = [
     {"role": "system", "content": "You are an agent."},
@@ -36,10 +36,10 @@ def said(text: str) -> dict[str, Any]:
 def rollout(number: int, turns: int = 3) -> list[Any]:
     """The calls of one agent that names no trajectory; the first was aborted and asked again."""
     history: list[dict[str, Any]] = list(TASK)
-    steps: list[Any] = [spoken(100 * number + 99, TASK, said("Hm"), BUCKET, status="aborted")]
+    steps: list[Any] = [chat_step(100 * number + 99, TASK, said("Hm"), BUCKET, status="aborted")]
     for turn in range(turns):
         reply = said(f"rollout {number}, turn {turn}")
-        steps.append(spoken(100 * number + turn, history, reply, BUCKET))
+        steps.append(chat_step(100 * number + turn, history, reply, BUCKET))
         history += [reply, {"role": "user", "content": "go on"}]
     return steps
 
@@ -136,10 +136,10 @@ def hurried(settings: Settings) -> Hurried:
     return Hurried(settings.bootstrap_servers)
 
 
-def owner_of(settings: Settings, cluster: Cluster, partition: int) -> Owner:
+def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionProcessor:
     """An owner in this process that keeps no payload and sends one trajectory at a time."""
     topics = settings.kafka.topics
-    shared = Shared(
+    shared = PartitionContext(
         cluster, cluster.producer(), Decoder(cluster, topics.schemas), topics, replace(LIMITS, trajectory_timeout=10**9),
         "0", cache_bytes=0, snapshot_min_bytes=1 << 20, slice_bytes=1,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def owner_of(settings: Settings, cluster: Cluster, partition: int) -> Owner:
     ends = {
         t: cluster.watermarks(t, [partition])[partition] for t in (topics.steps, topics.rewards)
     }
-    return Owner(partition, shared, Situation(ids, ends))
+    return PartitionProcessor(partition, shared, TopicSnapshot(ids, ends))
 
 
 def test_a_wave_of_closings_is_read_slice_by_slice_and_what_retention_took_meanwhile_is_lost(

@@ -25,9 +25,9 @@ from schemas.codec.single_object import Codec
 from schemas.records import AssemblyMarker, Refused, Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.assemble import state as op
 from stream_jobs.assemble.changelog import delta
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.model import ChangeKind
+from stream_jobs.assemble.state import PartitionState
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import catalog
 from trainer.position import Position
@@ -243,10 +243,14 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     producer.put(topics.ready_batches("r", "val"), b"r", b"no decision")
     # assemble: partition 1 has applied nothing yet, partition 2 was written to by somebody else
     inputs = [cluster.topic_id(topics.steps), cluster.topic_id(topics.rewards)]
-    entries = [[op.NEW, source, topic_id, -1] for source, topic_id in enumerate(inputs)]
+    entries = [
+        [ChangeKind.SOURCE_REPLACED, source, topic_id, -1] for source, topic_id in enumerate(inputs)
+    ]
     marker = AssemblyMarker(worker="0", steps_topic_id="s", rewards_topic_id="r", created_at=0)
     producer.put(topics.assembly, None, CODEC.encode(marker), partition=1)
-    producer.put(topics.assembly, None, CODEC.encode(delta(0, 1, Assembly(), entries)), partition=1)
+    producer.put(
+        topics.assembly, None, CODEC.encode(delta(0, 1, PartitionState(), entries)), partition=1
+    )
     producer.put(topics.assembly, None, CODEC.encode(marker), partition=2)
     producer.put(topics.assembly, None, b"garbage", partition=2)
     producer.flush()

@@ -57,7 +57,7 @@ from schemas import engine_frames
 from schemas.records import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.assemble.testing import step
 from trainer.data.sequences import TemperatureSpan, TrainingSequence
 from trainer.model.policy import Policy
@@ -149,7 +149,7 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
             response_logprobs=pack_logprobs(tokens.logprobs),
             sampling=tokens.sampling,
         )
-        found = provenance(sampled)
+        found = trainability(sampled)
         assert found.reason is None and found.logprobs_temperature is not None
         start, end = len(tokens.prompt_ids), len(tokens.prompt_ids) + len(tokens.ids)
         row = TrainingSequence(

@@ -41,11 +41,10 @@ from schemas.trajectory_parts import joined
 from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.main import payload_place
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import counts, state_record, unpacked
+from stream_jobs.assemble.changelog import accepts, decode_record, unpack_changes
 from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, Source
-from stream_jobs.assemble.testing import Worker
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic
+from stream_jobs.assemble.testing import InMemoryPartition
 from stream_jobs.lake.main import dataset, open_table
 
 FOLD_RECORDS = 500
@@ -114,7 +113,7 @@ class Logs:
     settings: Settings
     inputs: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Type to name to how often it is there."""
-    folds: list[Worker] = field(default_factory=list)
+    folds: list[InMemoryPartition] = field(default_factory=list)
     """What a fold in memory makes of each partition of the inputs."""
     payload: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     """Records of a trajectory's part."""
@@ -151,7 +150,7 @@ class Logs:
                 yield record, event
 
         for p in range(settings.kafka.partitions):
-            sources: Iterable[tuple[Source, str]] = (
+            sources: Iterable[tuple[SourceTopic, str]] = (
                 (STEPS, topics.steps),
                 (REWARDS, topics.rewards),
             )
@@ -195,8 +194,8 @@ class Logs:
             assert time.monotonic() < deadline, f"admission has not read {at} to {end}"
             time.sleep(0.1)
 
-    def _inputs(self, records: Iterable[tuple[Source, Record, Any]]) -> None:
-        fold, batch = Worker(limits=limits_of(self.settings)), []
+    def _inputs(self, records: Iterable[tuple[SourceTopic, Record, Any]]) -> None:
+        fold, batch = InMemoryPartition(limits=limits_of(self.settings)), []
         for source, record, event in records:
             if isinstance(event, Step | SessionEvent | Reward | Curation):
                 self.inputs[type(event).__name__][name_of(event)] += 1
@@ -263,7 +262,7 @@ class Logs:
             marks |= {(m.step_id, m.kind) for m in fold.marks}
             letters |= {
                 (topics.steps if b.source == STEPS else topics.rewards, p, b.offset)
-                for b in fold.burials
+                for b in fold.dead_letters
             }
         found: dict[str, list[Trajectory]] = defaultdict(list)
         for (_, _), values in sorted(self.payload.items()):
@@ -330,17 +329,17 @@ class Logs:
         for p in range(self.settings.kafka.partitions):
             epoch, seq = -1, 0
             for record in cluster.read_all(topic, p):
-                event = state_record(decoder, record)
-                if not counts(record.offset, event, epoch):
+                event = decode_record(decoder, record)
+                if not accepts(record.offset, event, epoch):
                     fenced += 1
                     continue
                 epoch = record.offset if isinstance(event, AssemblyMarker) else event.epoch
                 if isinstance(event, AssemblyDelta) and event.seq > seq:
                     assert event.seq == seq + 1, f"{topic}-{p} is not whole"
                     seq = event.seq
-                    for entry in unpacked(event):
-                        if entry[0] in (op.CLOSED, op.REVISED):
-                            (closed if entry[0] == op.CLOSED else revised)[entry[2]] += 1
+                    for entry in unpack_changes(event):
+                        if entry[0] in (ChangeKind.CLOSED, ChangeKind.REVISED):
+                            (closed if entry[0] == ChangeKind.CLOSED else revised)[entry[2]] += 1
         assert closed == Counter({t for t, _ in self.payload}), (
             "others are closed, or oftener, than was decided"
         )

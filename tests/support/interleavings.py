@@ -24,15 +24,22 @@ from schemas.records import (
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import StateLog
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS, Key, Source
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, RunTrajectory, SourceTopic
 from stream_jobs.assemble.output_records import assembled, candidate
-from stream_jobs.assemble.payload.cache import Kept, payload_of
-from stream_jobs.assemble.payload.trainability import provenance
-from stream_jobs.assemble.testing import BUCKET, CODEC, curation, reward, session, spoken, step
+from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.testing import (
+    ANONYMOUS_KEY,
+    CODEC,
+    chat_step,
+    curation,
+    reward,
+    session,
+    step,
+)
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(
@@ -57,11 +64,11 @@ class Rig:
     limits: Limits = LIMITS
     log: list[bytes] = field(default_factory=list)
     trimmed: int = 0
-    trajectories: dict[Key, Trajectory] = field(default_factory=dict)
-    revisions: dict[Key, dict[int, Candidate]] = field(default_factory=dict)
+    trajectories: dict[RunTrajectory, Trajectory] = field(default_factory=dict)
+    revisions: dict[RunTrajectory, dict[int, Candidate]] = field(default_factory=dict)
     sent: list[Candidate] = field(default_factory=list)
-    marks: set[tuple[Key, str, str, int]] = field(default_factory=set)
-    burials: set[tuple[Source, int, str]] = field(default_factory=set)
+    marks: set[tuple[RunTrajectory, str, str, int]] = field(default_factory=set)
+    burials: set[tuple[SourceTopic, int, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.take_over()
@@ -74,19 +81,19 @@ class Rig:
             )
         )
         self.epoch = len(self.log) - 1
-        read = StateLog()
+        read = ChangelogReader()
         for offset in range(self.trimmed, len(self.log)):
             read.read(offset, CODEC.decode(self.log[offset]), len(self.log[offset]))
-        self.state, self.seq, self.carry = read.state, read.seq, list[Any]()
-        self.fold = Fold(self.state, self.limits)
-        self.payload: dict[int, Kept] = {}
+        self.state, self.seq, self.unflushed = read.state, read.seq, list[Any]()
+        self.fold = AssemblyFold(self.state, self.limits)
+        self.payload: dict[int, CachedPayload] = {}
         self.emit(None)
 
-    def left(self, source: Source) -> int:
+    def left(self, source: SourceTopic) -> int:
         """Records that it has not read."""
         return len(self.logs[source]) - self.state.applied[source] - 1
 
-    def read(self, source: Source) -> None:
+    def read(self, source: SourceTopic) -> None:
         """Fold the next record."""
         offset = self.state.applied[source] + 1
         timestamp, event = self.logs[source][offset]
@@ -97,12 +104,12 @@ class Rig:
 
     def delta(self) -> bytes | None:
         """The record that makes the batch durable; None: nothing was decided."""
-        entries = self.fold.seal()
-        if not entries and not self.carry:
+        entries = self.fold.finish_batch()
+        if not entries and not self.unflushed:
             return None
         self.seq += 1
         return CODEC.encode(
-            changelog.delta(self.epoch, self.seq, self.state, [*self.carry, *entries])
+            changelog.delta(self.epoch, self.seq, self.state, [*self.unflushed, *entries])
         )
 
     def emit(self, most: int | None) -> None:
@@ -118,7 +125,9 @@ class Rig:
                 )
             done = assembled(key, trajectory, self.state.closed[key], self.payload)
             outputs.append((self.trajectories, key, joined(done.parts)))
-            facts.append([op.FACTS, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]])
+            facts.append(
+                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]]
+            )
             self.state.apply(facts[-1])
         for key in self.state.pending.revised:
             made = candidate(key, self.state.closed[key], CODEC)
@@ -130,15 +139,17 @@ class Rig:
             if isinstance(value, Candidate):
                 self.sent.append(value)
         self.marks |= {(m.key, m.step_id, m.kind, m.offset) for m in self.state.pending.marks}
-        self.burials |= {(b.source, b.offset, b.reason) for b in self.state.pending.burials}
+        self.dead_letters |= {
+            (b.source, b.offset, b.reason) for b in self.state.pending.dead_letters
+        }
         if self.state.pending:
-            self.state.apply([op.DONE])
-            self.carry = [[op.DONE], *facts]
+            self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
+            self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
-    def _again(self, offset: int) -> Kept:
+    def _again(self, offset: int) -> CachedPayload:
         """Payload read from `claw.steps` once more, whole: what a new owner does."""
         event = self.logs[STEPS][offset][1]
-        return payload_of(event, provenance(event))
+        return payload_of(event, trainability(event))
 
     def snapshot(self, whole: bool) -> None:
         """Snapshot and trim; or killed before its last piece."""
@@ -146,7 +157,7 @@ class Rig:
         first = len(self.log)
         self.log += pieces if whole else pieces[:-1]
         if whole:
-            self.carry = []
+            self.unflushed = []
             self.trimmed = first
 
     def batch(self, size: int, rng: Random, prefers: float, ends: str) -> None:
@@ -159,12 +170,12 @@ class Rig:
         if ends == "before delta":
             return self.take_over()
         if delta is not None and ends == "fenced":
-            stale, self.carry = delta, []
+            stale, self.unflushed = delta, []
             self.take_over()
             return self.log.append(stale)  # it lands behind its successor's marker
         if delta is not None:
             self.log.append(delta)
-            self.carry = []
+            self.unflushed = []
         try:
             self.emit(rng.randrange(3) if ends == "amid outputs" else None)
         except Killed:
@@ -175,7 +186,7 @@ class Rig:
             self.take_over()
         return None
 
-    def last(self) -> dict[Key, Candidate]:
+    def last(self) -> dict[RunTrajectory, Candidate]:
         """The last revision of each trajectory, without its number."""
         return {
             key: replace(found[max(found)], revision=0) for key, found in self.revisions.items()
@@ -228,7 +239,7 @@ def with_gaps(logs: Logs, rng: Random, count: int) -> tuple[Logs, tuple[list[int
 
 
 def duplicated(
-    logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[Source, int]], rng: Random
+    logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[SourceTopic, int]], rng: Random
 ) -> Logs:
     """Some of the gaps hold a record that was sent before. never: what was buried; sent again later it may well find its target."""
     out: Logs = (list(logs[0]), list(logs[1]))
@@ -253,7 +264,7 @@ class Story:
     def __init__(self, rng: Random, runs: Sequence[str] = ("r", "s"), whole: bool = False) -> None:
         self.rng, self.runs, self.whole, self.now, self.count = rng, runs, whole, 0, 0
         self._events: tuple[list[tuple[int, int, Any]], list[tuple[int, int, Any]]] = ([], [])
-        self.said: dict[Key, list[tuple[int, list[Any], list[Any]]]] = {}
+        self.said: dict[RunTrajectory, list[tuple[int, list[Any], list[Any]]]] = {}
         """Of each run and key: number, prompt (or messages) and what came next, for each call."""
 
     def put(self, event: Any, delay: int = 0) -> None:
@@ -281,7 +292,7 @@ class Story:
         more = {"run_id": run, "version_first": f"{run}/3.0", "version_last": f"{run}/3.0", **more}
         how = rng.choice(["on", "on", "on", "on", "fork", "anew", "again"]) if said else "anew"
         _, asked, answered = rng.choice(said[-2:]) if said else (0, [], [])
-        make = self._spoken if key == BUCKET else self._plain
+        make = self._spoken if key == ANONYMOUS_KEY else self._plain
         if how == "again":
             more |= rng.choice([{"retry_count": 1}, {"idempotency_key": "i"}, {}])
         elif rng.random() < 0.2:
@@ -331,7 +342,7 @@ class Story:
         if rng.random() < 0.3:
             made = {"name": "look", "arguments": rng.choice(['{"a": 1}', '{"a": 2}'])}
             reply = {"tool_calls": [{"id": rng.choice(["call_1", f"call_{n}"]), "function": made}]}
-        made_step = spoken(
+        made_step = chat_step(
             n, messages, reply, key, tokens=self.whole or rng.random() < 0.85, **more
         )
         return made_step, list(messages), [{"role": "assistant", **reply}]
@@ -346,7 +357,7 @@ class Story:
         )
         choice = rng.choice(["0", "0", "0", "1"])
         target = {"step_id": f"{key}~C{n}.{choice}"}
-        unnamed = key in (BUCKET, AGENT)
+        unnamed = key in (ANONYMOUS_KEY, AGENT)
         about = rng.choice(["step", "whole", "whole"])
         if about == "whole":
             target = (
@@ -371,7 +382,9 @@ def chaos(rng: Random, length: int) -> Logs:
     """Anything, in any order: late steps, ends before beginnings, rewards for nothing."""
     story = Story(rng, rng.choice([("r",), ("r", "s")]))
     pace = rng.choice([[0, 1, 20], [0, 0, 5, 50, 200, 400], [0, 50, 400, 1000]])
-    keys = rng.choice([["a"], [BUCKET], [AGENT], ["a", "b", BUCKET, BUCKET, AGENT]])
+    keys = rng.choice(
+        [["a"], [ANONYMOUS_KEY], [AGENT], ["a", "b", ANONYMOUS_KEY, ANONYMOUS_KEY, AGENT]]
+    )
     for _ in range(length):
         story.now += rng.choice(pace)
         run, key = rng.choice(story.runs), rng.choice(keys)
@@ -443,7 +456,7 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
         if rng.random() < 0.5:
             story.judged(run, key, rng.choice([-1000, 0, 2000]), [0.0, 1.0])
         if rng.random() < 0.3:
-            unnamed = rng.choice([BUCKET, AGENT])
+            unnamed = rng.choice([ANONYMOUS_KEY, AGENT])
             other = stories[partition_of(unnamed.encode(), 2)]
             n = other.call(run, unnamed)
             _rewarded(

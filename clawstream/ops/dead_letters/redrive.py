@@ -41,11 +41,10 @@ from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
 from stream_jobs.admit.main import payload_place
 from stream_jobs.admit.policy import policy_rejection
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind
+from stream_jobs.assemble.state import PartitionState
 
 TRANSACTION_MS = 10_000
 """Transaction time-out: an open transaction of a killed command blocks readers at most this long.
@@ -144,10 +143,10 @@ def check(
 
 def _check_fold(settings: Settings, source: int, key: bytes | None, event: Event) -> None:
     """Let assemble's own fold judge it, on an empty partition."""
-    fold = Fold(Assembly(), limits_of(settings))
+    fold = AssemblyFold(PartitionState(), limits_of(settings))
     fold.record(STEPS if source == STEPS else REWARDS, 0, 0, key, event)
-    for entry in fold.seal():
-        if entry[0] == op.BURIED:
+    for entry in fold.finish_batch():
+        if entry[0] == ChangeKind.DEAD_LETTERED:
             raise NotSendable(str(entry[4]))
 
 

@@ -21,13 +21,21 @@ from schemas.ids import key_of_trajectory, parse_version
 from schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from schemas.trajectory_parts import joined
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.fold import Fold
+from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS, Closed, Entry, Key, Open, Source
+from stream_jobs.assemble.model import (
+    REWARDS,
+    STEPS,
+    ChangeKind,
+    ClosedTrajectory,
+    OpenTrajectory,
+    RunTrajectory,
+    SourceTopic,
+    StateChange,
+)
 from stream_jobs.assemble.output_records import assembled, candidate, starts_of, step_mark
-from stream_jobs.assemble.payload.cache import Kept, PayloadCache
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
+from stream_jobs.assemble.state import PartitionState
 
 Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
 """What the reward functions and quality rules say of a whole trajectory."""
@@ -42,7 +50,7 @@ class ReplayEvent(NamedTuple):
 
     time: int
     partition: int
-    source: Source
+    source: SourceTopic
     offset: int
     key: bytes | None
     record: Any
@@ -59,7 +67,9 @@ class ReplaySource(Protocol):
     def events(self) -> Iterator[ReplayEvent]:
         """All records and ticks of one run, in order."""
 
-    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+    def payload(
+        self, partition: int, starts: Mapping[int, int]
+    ) -> Iterable[tuple[int, CachedPayload]]:
         """As `InputLog.payload`: what is not in memory any more."""
 
 
@@ -123,7 +133,7 @@ class Replay:
 
     def __init__(
         self, run_id: str, partitions: int, limits: Limits, codec: Codec, rules: Rules, trajectories_id: str, cache_bytes: int,
-        again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, Kept]]],
+        again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPayload]]],
     ) -> None:  # fmt: skip
         self.stats = ReplayStats()
         self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
@@ -134,7 +144,7 @@ class Replay:
         self._parts = [
             _Partition(p, self, limits, cache_bytes // partitions) for p in range(partitions)
         ]
-        self._ticked = -1
+        self._last_tick = -1
 
     def take(self, event: ReplayEvent) -> list[OutputRecord]:
         """What one record brings about."""
@@ -143,9 +153,9 @@ class Replay:
 
     def tick(self, time: int) -> list[OutputRecord]:
         """Before a candidate: time goes on for admission, in all partitions at once."""
-        if time <= self._ticked:
+        if time <= self._last_tick:
             return []
-        self._ticked = time
+        self._last_tick = time
         ticks = (Tick(partition=p, event_time=time) for p in range(len(self._parts)))
         return [
             OutputRecord("candidates", self.candidates_at, None, tick, None, time) for tick in ticks
@@ -166,9 +176,9 @@ class _Partition:
     """One partition of assemble without a changelog: a killed replay starts over."""
 
     def __init__(self, partition: int, replay: Replay, limits: Limits, cache_bytes: int) -> None:
-        self.state = Assembly()
+        self.state = PartitionState()
         self._partition, self._replay = partition, replay
-        self._fold = Fold(self.state, limits)
+        self._fold = AssemblyFold(self.state, limits)
         self._cache = PayloadCache(cache_bytes)
         self._rewards = 0  # numbers the records of `claw.rewards`, recorded or made here
 
@@ -201,20 +211,22 @@ class _Partition:
         out, pending = list[OutputRecord](), self.state.pending
         for key, trajectory in list(pending.closings.items()):
             out += self._closing(key, trajectory, time)
-        self._fold.seal()
+        self._fold.finish_batch()
         if not pending:
             return out
         for mark in pending.marks:
             name = key_of_trajectory(mark.key[1]).encode()
             out.append(self._trajectory_record(name, step_mark(mark), time))
             self._replay.stats.marks += 1
-        self._replay.stats.buried.update(b.reason for b in pending.burials)
+        self._replay.stats.buried.update(b.reason for b in pending.dead_letters)
         for key in pending.revised:
             out.append(self._candidate(key, time))
-        self.state.apply([op.DONE])
+        self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
         return out
 
-    def _closing(self, key: Key, trajectory: Open, time: int) -> Iterator[OutputRecord]:
+    def _closing(
+        self, key: RunTrajectory, trajectory: OpenTrajectory, time: int
+    ) -> Iterator[OutputRecord]:
         replay, state = self._replay, self.state
         payload = self._payload(key, trajectory, state.closed[key])
         closed = state.closed[key]
@@ -223,7 +235,7 @@ class _Partition:
         for part in done.parts:
             yield self._trajectory_record(name, part, time)
         place = [replay.trajectories_id, self._partition, first, replay.ends[self._partition] - 1]
-        state.apply([op.FACTS, *key, done.prompt_tokens, done.order, place])
+        state.apply([ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, place])
         for offset in starts_of(trajectory):
             self._cache.drop(offset)
         replay.stats.trajectories[closed.outcome] += 1
@@ -234,7 +246,9 @@ class _Partition:
             if isinstance(reward, Reward) and reward.value is None:
                 replay.stats.no_rewards[reward.reason or "no reason"] += 1
 
-    def _payload(self, key: Key, trajectory: Open, closed: Closed) -> dict[int, Kept]:
+    def _payload(
+        self, key: RunTrajectory, trajectory: OpenTrajectory, closed: ClosedTrajectory
+    ) -> dict[int, CachedPayload]:
         """Return the trajectory's payload; if retention has removed some, it closes as lost."""
         if closed.outcome == "lost":
             return {}
@@ -244,7 +258,7 @@ class _Partition:
         if missing:
             found.update(self._replay.again(self._partition, missing))
         if any(o not in found for o in starts):
-            lost: Entry = [op.LOST, *key, "payload lost to retention"]
+            lost: StateChange = [ChangeKind.PAYLOAD_LOST, *key, "payload lost to retention"]
             self.state.apply(lost)
         return found
 
@@ -254,7 +268,7 @@ class _Partition:
         self._replay.ends[self._partition] += 1
         return OutputRecord("trajectories", self._partition, key, event, None, time)
 
-    def _candidate(self, key: Key, time: int) -> OutputRecord:
+    def _candidate(self, key: RunTrajectory, time: int) -> OutputRecord:
         replay, closed = self._replay, self.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")

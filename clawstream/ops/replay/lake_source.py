@@ -21,9 +21,9 @@ from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.topics.copy import RecordFilter
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from schemas.settings import Settings
-from stream_jobs.assemble.model import REWARDS, STEPS, Source
-from stream_jobs.assemble.payload.cache import Kept, metadata_of, payload_of
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.payload.cache import CachedPayload, metadata_of, payload_of
+from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake.tables.row_events import events_of
 
@@ -33,7 +33,7 @@ _EPOCH = 1 << 40
 """Offsets of a topic that was made anew come behind all of the one before."""
 _PLACE = ("kafka_topic_id", "kafka_partition", "kafka_offset", "kafka_timestamp")
 CLOSINGS = "trajectories"
-READ: Mapping[Source, Mapping[str, type]] = {
+READ: Mapping[SourceTopic, Mapping[str, type]] = {
     STEPS: {"steps": Step, "session_events": SessionEvent},
     REWARDS: {"rewards": Reward, "curation": Curation, "assessments": Assessment},
 }
@@ -92,7 +92,7 @@ class _Ref(NamedTuple):
 
     time: int
     partition: int
-    source: Source
+    source: SourceTopic
     offset: int
     table: str
     timestamp: int
@@ -144,7 +144,7 @@ class LakeReplaySource:
         since = [at >= _instant(span.since_ms)] if span.since_ms is not None else []
         return since + ([at < _instant(span.until_ms)] if span.until_ms is not None else [])
 
-    def _index(self, source: Source) -> Iterator[_Ref]:
+    def _index(self, source: SourceTopic) -> Iterator[_Ref]:
         """All records of one input, without what they say: about 220 bytes of memory each."""
         parts = []
         for name in READ[source]:
@@ -236,7 +236,9 @@ class LakeReplaySource:
             if topic_id in self._epochs:
                 yield (p, o + _EPOCH * self._epochs[topic_id]), event
 
-    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+    def payload(
+        self, partition: int, starts: Mapping[int, int]
+    ) -> Iterable[tuple[int, CachedPayload]]:
         """As `InputLog.payload`. Of the lake only files of the trajectory's own time are read."""
         offsets, stamps = self._stamps[partition]
         times = [stamps[bisect_left(offsets, offset)] for offset in starts]
@@ -251,7 +253,7 @@ class LakeReplaySource:
                 for (_, offset), event in self._events(name, where):
                     chosen = self._record_filter.apply(event) if offset in starts else None
                     if isinstance(chosen, Step):
-                        yield offset, payload_of(chosen, provenance(chosen), starts[offset])
+                        yield offset, payload_of(chosen, trainability(chosen), starts[offset])
                     elif isinstance(chosen, SessionEvent):
                         yield offset, metadata_of(chosen)
 

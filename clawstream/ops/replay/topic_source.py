@@ -12,8 +12,8 @@ from runtime.kafka.window import Window, in_order
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import FailedCall, Tick
-from stream_jobs.assemble.model import REWARDS, STEPS, Source
-from stream_jobs.assemble.payload.cache import Kept
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.payload.cache import CachedPayload
 from stream_jobs.assemble.payload.input_log import InputLog
 
 
@@ -31,14 +31,14 @@ class TopicReplaySource:
         self.end = 0
         self.unreadable = 0
         self._cluster, self._decoder, self._record_filter = cluster, decoder, record_filter
-        self._windows: dict[Source, Window] = {STEPS: steps, REWARDS: rewards}
+        self._windows: dict[SourceTopic, Window] = {STEPS: steps, REWARDS: rewards}
 
     def events(self) -> Iterator[ReplayEvent]:
         """As `ReplaySource.events`. Ticks on rewards say nothing: the order does."""
         steps = self._windows[STEPS].topic
         for time, record in in_order(self._cluster, [self._windows[STEPS], self._windows[REWARDS]]):
             self.end = time
-            source: Source = STEPS if record.topic == steps else REWARDS
+            source: SourceTopic = STEPS if record.topic == steps else REWARDS
             event = self._chosen(record)
             if event is not None:
                 yield ReplayEvent(time, record.partition, source, record.offset, record.key, event)
@@ -60,7 +60,9 @@ class TopicReplaySource:
             return None
         return self._record_filter.apply(event)
 
-    def payload(self, partition: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+    def payload(
+        self, partition: int, starts: Mapping[int, int]
+    ) -> Iterable[tuple[int, CachedPayload]]:
         """As `InputLog.payload`."""
         return InputLog(
             self._cluster, self._decoder, self._windows[STEPS].topic, partition

@@ -38,22 +38,22 @@ from stream_jobs.assemble.matching.conversation import (
     call_id_of,
     call_ids_in,
     conversation_of,
-    links_of,
+    reply_hashes,
     reply_of,
 )
 from stream_jobs.assemble.matching.retries import (
-    as_long,
     ended_badly,
     idempotency_hash,
+    may_be_equal,
     request_hash,
 )
 from stream_jobs.assemble.matching.token_prefix import hash_of, hashes_at
-from stream_jobs.assemble.model import StepEntry, Steps, call_of
-from stream_jobs.assemble.payload.segment_tree import WIDTH
+from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
+from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
-Place = tuple[str, int]
+StepPosition = tuple[str, int]
 """Trajectory id and position of a step in it."""
-StepsOf = Callable[[str], Steps]
+StepsOf = Callable[[str], OpenSteps]
 FEW = 8
 """Steps that are looked at one by one."""
 STALE_MAX = 64
@@ -61,62 +61,62 @@ STALE_MAX = 64
 
 
 @dataclass(slots=True)
-class Places:
-    """Steps that fit a request equally well: thousands, when rollouts have said the same. offsets: of each; fresh: a heap of those that
+class StepMatches:
+    """Steps that fit a request equally well: thousands, when rollouts have said the same. offsets: of each; unclaimed: a heap of those that
     nobody has gone on from, and some that are taken or gone, which are noticed when they come to its top. Neither ever reverses: a
     step that no longer counts as retried does so because the client has gone on from it.
     """
 
-    offsets: dict[Place, int] = field(default_factory=dict)
-    fresh: list[tuple[int, Place]] = field(default_factory=list, compare=False)
+    offsets: dict[StepPosition, int] = field(default_factory=dict)
+    unclaimed: list[tuple[int, StepPosition]] = field(default_factory=list, compare=False)
 
-    def add(self, place: Place, offset: int) -> None:
+    def add(self, place: StepPosition, offset: int) -> None:
         """One more."""
         self.offsets[place] = offset
-        heappush(self.fresh, (offset, place))
+        heappush(self.unclaimed, (offset, place))
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: StepPosition) -> None:
         """Of one that was added. The heap is made anew when most of it is gone: those that nobody asks for never come to its top."""
         del self.offsets[place]
-        if len(self.fresh) > 2 * len(self.offsets) + STALE_MAX:
-            self.fresh = [(offset, left) for left, offset in self.offsets.items()]
-            heapify(self.fresh)
+        if len(self.unclaimed) > 2 * len(self.offsets) + STALE_MAX:
+            self.unclaimed = [(offset, left) for left, offset in self.offsets.items()]
+            heapify(self.unclaimed)
 
-    def best(self, steps_of: StepsOf) -> Place:
+    def best(self, steps_of: StepsOf) -> StepPosition:
         """The one that counts: one that no retry has replaced, then one that nobody has gone on from, then the first on the log."""
         if len(self.offsets) == 1:
             return next(iter(self.offsets))
-        while self.fresh:
-            place = self.fresh[0][1]
+        while self.unclaimed:
+            place = self.unclaimed[0][1]
             if place in self.offsets and _rank(place, steps_of)[:2] == (False, False):
                 return place
-            heappop(self.fresh)
+            heappop(self.unclaimed)
         return min(self.offsets, key=lambda place: _rank(place, steps_of))
 
 
-def _rank(place: Place, steps_of: StepsOf) -> tuple[bool, bool, int]:
+def _rank(place: StepPosition, steps_of: StepsOf) -> tuple[bool, bool, int]:
     """Whether a retry has replaced it, whether somebody has gone on from it, where it is on the log."""
     steps, at = steps_of(place[0]), place[1]
     return steps[at].retried is not None, bool(steps.continued[at]), steps[at].offset
 
 
 @dataclass(slots=True)
-class Ends:
+class PrefixIndex:
     """Where steps end, by length of prompt and response in tokens, then by their hash. So a step costs one look a length, not a step."""
 
-    by_length: dict[int, dict[int, Places]] = field(default_factory=dict)
+    by_length: dict[int, dict[int, StepMatches]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
-    def add(self, place: Place, step: StepEntry) -> None:
+    def add(self, place: StepPosition, step: OpenStep) -> None:
         """A step that sampled something."""
         if step.response and step.end_hash is not None:
             if step.end not in self.by_length:
                 insort(self.lengths, step.end)
-            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, Places()).add(
+            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, StepMatches()).add(
                 place, step.offset
             )
 
-    def remove(self, place: Place, step: StepEntry) -> None:
+    def remove(self, place: StepPosition, step: OpenStep) -> None:
         """Of a step that was added."""
         if step.response and step.end_hash is not None:
             by_hash = self.by_length[step.end]
@@ -127,7 +127,7 @@ class Ends:
                 del self.by_length[step.end]
                 self.lengths.remove(step.end)
 
-    def longest(self, prompt: bytes) -> Places | None:
+    def longest(self, prompt: bytes) -> StepMatches | None:
         """The steps whose prompt and response are the longest beginning of a prompt; None: there are none."""
         for length, hashed in reversed(hashes_at(prompt, self.lengths)[0]):
             if found := self.by_length[length].get(hashed):
@@ -136,155 +136,161 @@ class Ends:
 
 
 @dataclass(slots=True)
-class Linked:
+class ReplyMatches:
     """The steps that one link leads to, all and by where they end."""
 
-    every: Places = field(default_factory=Places)
-    ends: Ends = field(default_factory=Ends)
+    matches: StepMatches = field(default_factory=StepMatches)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
 
 @dataclass(slots=True)
-class Bucket:
-    """What is known of one bucket. calls: call to trajectory id, closed ones too. opened: ids. links: steps by what a request shows that goes on
+class SessionIndex:
+    """What is known of one index. calls: call to trajectory id, closed ones too. opened: ids. reply_index: steps by what a request shows that goes on
     from them; evidence: places by what shows that a call is a retry of them; ends: where steps end; messages, call_ids: steps by
-    what `StepEntry` has under these names. All of open trajectories.
+    what `OpenStep` has under these names. All of open trajectories.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
     opened: dict[str, None] = field(default_factory=dict)
-    links: dict[int, Linked] = field(default_factory=dict)
-    evidence: dict[int, dict[Place, None]] = field(default_factory=dict)
-    ends: Ends = field(default_factory=Ends)
-    messages: dict[int, Places] = field(default_factory=dict)
-    call_ids: dict[int, Places] = field(default_factory=dict)
+    reply_index: dict[int, ReplyMatches] = field(default_factory=dict)
+    evidence: dict[int, dict[StepPosition, None]] = field(default_factory=dict)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    by_messages: dict[int, StepMatches] = field(default_factory=dict)
+    by_call_id: dict[int, StepMatches] = field(default_factory=dict)
     failed: int = 0
 
-    def add(self, trajectory: str, at: int, step: StepEntry) -> None:
+    def add(self, trajectory: str, at: int, step: OpenStep) -> None:
         """A step of an open trajectory."""
-        self.calls[call_of(step.tail)] = trajectory
+        self.calls[call_suffix(step.step_suffix)] = trajectory
         self.opened[trajectory] = None
         self.failed += ended_badly(step)
         for number in _evidence(step):
             self.evidence.setdefault(number, {})[trajectory, at] = None
-        if step.leads is not None:
-            linked = self.links.setdefault(step.leads, Linked())
-            linked.every.add((trajectory, at), step.offset)
-            linked.ends.add((trajectory, at), step)
-        self.ends.add((trajectory, at), step)
+        if step.reply_hash is not None:
+            linked = self.reply_index.setdefault(step.reply_hash, ReplyMatches())
+            linked.matches.add((trajectory, at), step.offset)
+            linked.prefixes.add((trajectory, at), step)
+        self.prefixes.add((trajectory, at), step)
         for places, key in self._forms(step):
-            places.setdefault(key, Places()).add((trajectory, at), step.offset)
+            places.setdefault(key, StepMatches()).add((trajectory, at), step.offset)
 
-    def _forms(self, step: StepEntry) -> Iterator[tuple[dict[int, Places], int]]:
+    def _forms(self, step: OpenStep) -> Iterator[tuple[dict[int, StepMatches], int]]:
         """What finds a step whose reply comes back in another form."""
-        if step.messages is not None:
-            yield self.messages, step.messages
-        if step.call_id is not None:
-            yield self.call_ids, step.call_id
+        if step.messages_hash is not None:
+            yield self.by_messages, step.messages_hash
+        if step.call_id_hash is not None:
+            yield self.by_call_id, step.call_id_hash
 
-    def close(self, trajectory: str, steps: Sequence[StepEntry]) -> None:
+    def close(self, trajectory: str, steps: Sequence[OpenStep]) -> None:
         """Nothing goes on there any more."""
         self.opened.pop(trajectory, None)
         for at, step in enumerate(steps):
             self.failed -= ended_badly(step)
             for number in _evidence(step):
-                _take(self.evidence, number, (trajectory, at))
-            if step.leads is not None:
-                linked = self.links[step.leads]
-                linked.every.remove((trajectory, at))
-                linked.ends.remove((trajectory, at), step)
-                if not linked.every.offsets:
-                    del self.links[step.leads]
-            self.ends.remove((trajectory, at), step)
+                _remove_evidence(self.evidence, number, (trajectory, at))
+            if step.reply_hash is not None:
+                linked = self.reply_index[step.reply_hash]
+                linked.matches.remove((trajectory, at))
+                linked.prefixes.remove((trajectory, at), step)
+                if not linked.matches.offsets:
+                    del self.reply_index[step.reply_hash]
+            self.prefixes.remove((trajectory, at), step)
             for places, key in self._forms(step):
                 places[key].remove((trajectory, at))
                 if not places[key].offsets:
                     del places[key]
 
-    def forget(self, tails: Iterable[str]) -> None:
+    def forget(self, by_suffix: Iterable[str]) -> None:
         """Steps of a closed trajectory that is remembered no more."""
-        for tail in tails:
-            self.calls.pop(call_of(tail), None)
+        for step_suffix in by_suffix:
+            self.calls.pop(call_suffix(step_suffix), None)
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.opened)
 
 
-class Choice(NamedTuple):
+class Placement(NamedTuple):
     """Where a step belongs.
 
     Attributes:
         trajectory: None: it begins one.
         after: Position of the step it goes on from.
-        leads, messages, call_id: As in `StepEntry`.
+        leads, messages, call_id: As in `OpenStep`.
     """
 
     trajectory: str | None
     after: int | None
-    leads: int | None = None
-    messages: int | None = None
-    call_id: int | None = None
+    reply_hash: int | None = None
+    messages_hash: int | None = None
+    call_id_hash: int | None = None
 
 
-NAMED = Choice(None, None)
+EXPLICIT = Placement(None, None)
 """Of a step whose request names its trajectory."""
 
 
-def choose(bucket: Bucket, steps_of: StepsOf, tail: str, step: Step) -> Choice:
+def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: Step) -> Placement:
     """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
     asked, reply = conversation_of(step.request_json), reply_of(step.response_json)
-    shown, leads = links_of(asked.turns, reply)
-    begins = Choice(None, None, leads, asked.messages, call_id_of(reply))
-    if (known := bucket.calls.get(call_of(tail))) is not None:
+    shown, reply_hash = reply_hashes(asked.turns, reply)
+    begins = Placement(None, None, reply_hash, asked.messages, call_id_of(reply))
+    if (known := index.calls.get(call_suffix(step_suffix))) is not None:
         return begins._replace(trajectory=known)
-    if (retried := _asked_before(bucket, steps_of, step)) is not None:
+    if (retried := _retried_trajectory(index, steps_of, step)) is not None:
         return begins._replace(trajectory=retried)
     if asked.turns == []:
         return begins
     prompt = step.prompt_token_ids
-    linked = bucket.links.get(shown) if shown is not None else None
-    ends = linked.ends if linked is not None else bucket.ends
+    linked = index.reply_index.get(shown) if shown is not None else None
+    ends = linked.prefixes if linked is not None else index.prefixes
     places = ends.longest(prompt) if prompt is not None else None
     if places is None and linked is not None:
-        places = linked.every
+        places = linked.matches
     place = (
-        places.best(steps_of) if places is not None else _in_another_form(bucket, steps_of, asked)
+        places.best(steps_of) if places is not None else _by_rewritten_reply(index, steps_of, asked)
     )
     return begins if place is None else begins._replace(trajectory=place[0], after=place[1])
 
 
-def _in_another_form(bucket: Bucket, steps_of: StepsOf, asked: Conversation) -> Place | None:
+def _by_rewritten_reply(
+    index: SessionIndex, steps_of: StepsOf, asked: Conversation
+) -> StepPosition | None:
     """The step that a request goes on from, whose history repeats the reply in another form."""
     if not asked.turns:
         return None
     for call_id in call_ids_in(asked.turns[-1]):
-        if (places := bucket.call_ids.get(call_id)) is not None:
+        if (places := index.by_call_id.get(call_id)) is not None:
             if len(places.offsets) == 1:
                 return places.best(steps_of)
             break  # ids that are counted in each conversation: the messages must tell
     for prefix in reversed(asked.prefixes):
-        if (places := bucket.messages.get(prefix)) is not None:
+        if (places := index.by_messages.get(prefix)) is not None:
             return _only(places, steps_of)
     return None
 
 
-def _only(places: Places, steps_of: StepsOf) -> Place | None:
+def _only(places: StepMatches, steps_of: StepsOf) -> StepPosition | None:
     """The step of the only trajectory in which nothing has gone on from it; None when there are several, or none."""
     if len(places.offsets) > FEW:
         return None
-    fresh = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
+    unclaimed = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
     return (
-        min(fresh, key=lambda place: places.offsets[place])
-        if len({t for t, _ in fresh}) == 1
+        min(unclaimed, key=lambda place: places.offsets[place])
+        if len({t for t, _ in unclaimed}) == 1
         else None
     )
 
 
-def in_session(session: Bucket, tail: str) -> Choice:
+def place_in_agent_session(session: SessionIndex, step_suffix: str) -> Placement:
     """Where in its agent's session a step belongs: to the open trajectory, whatever it says. Sub-agents are branches of its tree."""
-    return Choice(session.calls.get(call_of(tail)) or next(iter(session.opened), None), None)
+    return Placement(
+        session.calls.get(call_suffix(step_suffix)) or next(iter(session.opened), None), None
+    )
 
 
-def _take(places: dict[int, dict[Place, None]], number: int, place: Place) -> None:
+def _remove_evidence(
+    places: dict[int, dict[StepPosition, None]], number: int, place: StepPosition
+) -> None:
     """A place is no longer led to by a number. It may be led to twice: equal numbers of one step."""
     left = places.get(number, {})
     left.pop(place, None)
@@ -292,37 +298,37 @@ def _take(places: dict[int, dict[Place, None]], number: int, place: Place) -> No
         places.pop(number, None)
 
 
-def _evidence(step: StepEntry) -> list[int]:
-    numbers = [step.idem, step.asked if ended_badly(step) else None]
+def _evidence(step: OpenStep) -> list[int]:
+    numbers = [step.idempotency_hash, step.prompt_hash if ended_badly(step) else None]
     return [n for n in numbers if n is not None]
 
 
-def _asked_before(bucket: Bucket, steps_of: StepsOf, step: Step) -> str | None:
+def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> str | None:
     """The trajectory of the step whose retry this is, by looking numbers up: a bucket may have thousands of steps.
 
     Not `retries.retry_of`, which then decides in that trajectory which step it is: here one that was retried before counts too, for a
     third try belongs there as well, and what the client says of its tries doesn't, for that names no conversation.
     """
     by_key = idempotency_hash(step)
-    length = len(step.prompt_token_ids or b"") // WIDTH
+    length = len(step.prompt_token_ids or b"") // TOKEN_BYTES
     same = [
-        (t, i) for t, i in (bucket.evidence.get(by_key, ()) if by_key is not None else ())
-        if as_long(steps_of(t)[i].prompt, length)
+        (t, i) for t, i in (index.evidence.get(by_key, ()) if by_key is not None else ())
+        if may_be_equal(steps_of(t)[i].prompt, length)
     ]  # fmt: skip
     if same:
         return _first(same, steps_of)
-    if not bucket.failed:
+    if not index.failed:
         return None
     asked = [request_hash(step)]
     if step.prompt_token_ids is not None and step.response_token_ids is not None:
         asked.insert(0, hash_of(step.prompt_token_ids))
     places = [
-        (t, i) for number in asked for t, i in bucket.evidence.get(number, ())
-        if ended_badly(steps_of(t)[i]) and steps_of(t)[i].retried is None and steps_of(t)[i].asked == number
+        (t, i) for number in asked for t, i in index.evidence.get(number, ())
+        if ended_badly(steps_of(t)[i]) and steps_of(t)[i].retried is None and steps_of(t)[i].prompt_hash == number
     ]  # fmt: skip
     return _first(places, steps_of) if places else None
 
 
-def _first(places: Sequence[Place], steps_of: StepsOf) -> str:
+def _first(places: Sequence[StepPosition], steps_of: StepsOf) -> str:
     """The trajectory of the first of some steps on the log. Not of the first that is led to: that order is another after a snapshot."""
     return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from schemas.replies import CALL_ITEMS, TEXT_BLOCKS, Call, calls_of, items_of, loaded, texts_of
-from stream_jobs.assemble.matching.token_prefix import hash_of, number
+from stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
 
 MARSHAL_VERSION = 2
 """The last one whose bytes are a function of the value alone."""
@@ -67,11 +67,11 @@ def conversation_of(request_json: bytes) -> Conversation:
             item.get("role") == "assistant" or item.get("type") in CALL_ITEMS
         )
         if is_model and not before:
-            prefixes.append(number(hashed.digest()))
+            prefixes.append(digest_hash(hashed.digest()))
         before = is_model
         said = _message(item)
         hashed.update(len(said).to_bytes(8, "little") + said)
-    return Conversation(list(_turns(items)), number(hashed.digest()), prefixes)
+    return Conversation(list(_turns(items)), digest_hash(hashed.digest()), prefixes)
 
 
 def call_id_of(turn: Turn | None) -> int | None:
@@ -103,7 +103,7 @@ def reply_of(response_json: bytes) -> Turn | None:
     return turns[-1] if turns else None
 
 
-def call_in(turn: Turn) -> bytes | None:
+def last_call_in(turn: Turn) -> bytes | None:
     """The last call of a tool in a turn; None without one."""
     for item in reversed(turn):
         named = [call for call in calls_of(item) if call.call_id or call.name]
@@ -112,37 +112,37 @@ def call_in(turn: Turn) -> bytes | None:
     return None
 
 
-def said_in(turn: Turn) -> int:
+def turn_hash(turn: Turn) -> int:
     """Hash of the text and the last call of a turn: equal for a reply and for the same turn in a later request."""
-    said = (_text(turn).encode("utf-8", "surrogatepass"), call_in(turn) or b"")
+    said = (_text(turn).encode("utf-8", "surrogatepass"), last_call_in(turn) or b"")
     return hash_of(b"turn", len(said[0]).to_bytes(8, "little"), *said)
 
 
-class Links(NamedTuple):
+class ReplyHashes(NamedTuple):
     """shown: by a request. leads: what a request will show that goes on from its reply. None: nothing was said, or it can't be read."""
 
     shown: int | None
-    leads: int | None
+    reply_hash: int | None
 
 
-def links_of(turns: Sequence[Turn] | None, reply: Turn | None) -> Links:
+def reply_hashes(turns: Sequence[Turn] | None, reply: Turn | None) -> ReplyHashes:
     """The links of a request with these turns of the model, and of the reply to it."""
     last = turns[-1] if turns else None
-    shown = _of_call(call_in(last)) if last is not None else None
-    leads = _of_call(call_in(reply)) if reply is not None else None
+    shown = _of_call(last_call_in(last)) if last is not None else None
+    reply_hash = _of_call(last_call_in(reply)) if reply is not None else None
     if turns is None or (
-        (last is None or shown is not None) and (reply is None or leads is not None)
+        (last is None or shown is not None) and (reply is None or reply_hash is not None)
     ):
-        return Links(shown, leads)
+        return ReplyHashes(shown, reply_hash)
     hashed = hashlib.sha256(b"said")
     for turn in turns:
         _add(hashed, turn)
     if last is not None and shown is None:
-        shown = number(hashed.digest())
-    if reply is not None and leads is None:
+        shown = digest_hash(hashed.digest())
+    if reply is not None and reply_hash is None:
         _add(hashed, reply)
-        leads = number(hashed.digest())
-    return Links(shown, leads)
+        reply_hash = digest_hash(hashed.digest())
+    return ReplyHashes(shown, reply_hash)
 
 
 def _of_call(call: bytes | None) -> int | None:
@@ -150,7 +150,7 @@ def _of_call(call: bytes | None) -> int | None:
 
 
 def _add(hashed: hashlib._Hash, turn: Turn) -> None:
-    said = call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
+    said = last_call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
     hashed.update(len(said).to_bytes(8, "little") + said)
 
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from schemas.records import Step
 from stream_jobs.assemble.matching.token_prefix import hash_of
-from stream_jobs.assemble.model import StepEntry, Steps, call_of
+from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
 
 
 class Retry(NamedTuple):
     """Positions of the step that is never trained, and of the one that counts."""
 
-    gone: int
-    counts: int
+    replaced: int
+    counted: int
 
 
 def idempotency_hash(step: Step) -> int | None:
@@ -41,20 +41,20 @@ def request_hash(step: Step) -> int:
     return hash_of(b"request\x1f", step.request_json)
 
 
-def as_long(prompt: int, other: int) -> bool:
+def may_be_equal(prompt: int, other: int) -> bool:
     """Whether two prompts may be the same, by their tokens; 0 is not known. Some clients send one idempotency key with every call."""
     return 0 in (prompt, other) or prompt == other
 
 
-def ended_badly(entry: StepEntry) -> bool:
+def ended_badly(entry: OpenStep) -> bool:
     """Whether the client has no whole answer from this step: asking again is what it would do."""
     return entry.status != "ok"
 
 
-def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
+def retry_of(steps: OpenSteps, entry: OpenStep, step: Step) -> Retry | None:
     """Whether the step that comes next, with its entry, is an earlier one's retry."""
     new = len(steps)
-    old = _twin(steps, entry, step)
+    old = _retried_step(steps, entry, step)
     if old is None:
         return None
     if _continued(steps, old, entry) or (ended_badly(entry) and not ended_badly(steps[old])):
@@ -62,7 +62,7 @@ def retry_of(steps: Steps, entry: StepEntry, step: Step) -> Retry | None:
     return Retry(old, new)
 
 
-def mended(steps: Steps, at: int) -> Retry | None:
+def undo_retry(steps: OpenSteps, at: int) -> Retry | None:
     """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
     other = steps[at].retried
     if (
@@ -75,44 +75,48 @@ def mended(steps: Steps, at: int) -> Retry | None:
     return Retry(other, at)
 
 
-def why_retried(steps: Sequence[StepEntry], at: int) -> str:
+def why_retried(steps: Sequence[OpenStep], at: int) -> str:
     """Evidence for the mark on step `at`."""
     step, other = steps[at], steps[steps[at].retried or 0]
-    if step.idem is not None and step.idem == other.idem:
+    if step.idempotency_hash is not None and step.idempotency_hash == other.idempotency_hash:
         how = "same idempotency key"
     elif ended_badly(step):
         how = f"{step.status}, then asked again"
     else:
         how = "the client said that it tried again"
-    return f"retried as {other.tail}: {how}"
+    return f"retried as {other.step_suffix}: {how}"
 
 
-def _twin(steps: Steps, entry: StepEntry, step: Step) -> int | None:
+def _retried_step(steps: OpenSteps, entry: OpenStep, step: Step) -> int | None:
     """The earlier step that the next one asks for again; of several the latest."""
-    call = call_of(entry.tail)
+    call = call_suffix(entry.step_suffix)
 
     def may_be(at: int) -> bool:
         other = steps[at]
         return (
-            other.retried is None and other.choice == entry.choice and call_of(other.tail) != call
+            other.retried is None
+            and other.choice == entry.choice
+            and call_suffix(other.step_suffix) != call
         )
 
-    for i in reversed(steps.keyed.get(entry.idem, ()) if entry.idem is not None else ()):
-        if as_long(steps[i].prompt, entry.prompt) and may_be(i):
+    for i in reversed(
+        steps.keyed.get(entry.idempotency_hash, ()) if entry.idempotency_hash is not None else ()
+    ):
+        if may_be_equal(steps[i].prompt, entry.prompt) and may_be(i):
             return i
-    identical = list(steps.failed.get(entry.asked, ()))
-    if steps.unread:
-        identical += steps.unread.get(request_hash(step), ())
+    identical = list(steps.failed.get(entry.prompt_hash, ()))
+    if steps.failed_untokenized:
+        identical += steps.failed_untokenized.get(request_hash(step), ())
     found = max(filter(may_be, identical), default=None)
     if (step.retry_count or 0) > 0:
         body = request_hash(step)
         for i in range(len(steps) - 1, -1 if found is None else found, -1):
-            asked = entry.asked if steps[i].end_hash is not None else body
-            if steps[i].asked == asked and may_be(i) and not _continued(steps, i, entry):
+            wanted = entry.prompt_hash if steps[i].end_hash is not None else body
+            if steps[i].prompt_hash == wanted and may_be(i) and not _continued(steps, i, entry):
                 return i
     return found
 
 
-def _continued(steps: Steps, at: int, entry: StepEntry) -> bool:
+def _continued(steps: OpenSteps, at: int, entry: OpenStep) -> bool:
     """Whether the client has gone on from a step, at the latest with the next one."""
     return bool(steps.continued[at]) or at in (entry.base, entry.after)

@@ -8,32 +8,32 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from schemas.records import Step
-from stream_jobs.assemble.model import StepEntry, Steps
-from stream_jobs.assemble.payload.segment_tree import WIDTH
+from stream_jobs.assemble.model import OpenStep, OpenSteps
+from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
 RECENT = 16
 """Steps that a drifted prompt is held against first: as a rule it goes on from one of the last, in one of a few branches."""
 
 
-class Measure(NamedTuple):
-    """A step against those before it. base, end_hash: as in `StepEntry`. asked: hash of the whole prompt. None: no tokens.
+class PrefixMatch(NamedTuple):
+    """A step against those before it. base, end_hash: as in `OpenStep`. asked: hash of the whole prompt. None: no tokens.
 
     leaves: whether it goes on from an earlier step's prompt otherwise than was sampled there. Not looked at where it goes on from the
     last step, as a conversation does.
     """
 
     base: int | None
-    asked: int | None
+    prompt_hash: int | None
     end_hash: int | None
-    leaves: bool = False
+    diverges: bool = False
 
 
-def measure(steps: Steps, step: Step) -> Measure:
+def match_prefix(steps: OpenSteps, step: Step) -> PrefixMatch:
     """Where a step goes on from, of those of its trajectory. As a rule it reads the prompt once."""
     prompt, response = step.prompt_token_ids, step.response_token_ids
     if prompt is None or response is None:
-        return Measure(None, None, None)
-    limit = len(prompt) // WIDTH
+        return PrefixMatch(None, None, None)
+    limit = len(prompt) // TOKEN_BYTES
     longest = _at_most(steps.ends, limit)
     hashes, hashed = hashes_at(prompt, [longest])
     # Each end costs a digest. A conversation goes on from its last step, so as a rule one is enough.
@@ -42,10 +42,12 @@ def measure(steps: Steps, step: Step) -> Measure:
     if longest and base is None:
         left = _left(steps, prompt)
         base = _shorter(steps, prompt, longest, left)
-    hashed.update(memoryview(prompt)[longest * WIDTH :])
-    asked = number(hashed.digest())
+    hashed.update(memoryview(prompt)[longest * TOKEN_BYTES :])
+    prompt_hash = digest_hash(hashed.digest())
     hashed.update(response)
-    return Measure(base, asked, number(hashed.digest()), _leaves(steps, prompt, base, left))
+    return PrefixMatch(
+        base, prompt_hash, digest_hash(hashed.digest()), _diverges(steps, prompt, base, left)
+    )
 
 
 def _at_most(ascending: Sequence[int], limit: int) -> int:
@@ -54,20 +56,20 @@ def _at_most(ascending: Sequence[int], limit: int) -> int:
     return ascending[at - 1] if at else 0
 
 
-def _left(steps: Steps, prompt: bytes) -> int | None:
+def _left(steps: OpenSteps, prompt: bytes) -> int | None:
     """Of the last steps the one with the longest prompt that this one begins with, of equal ones the latest."""
-    limit, first = len(prompt) // WIDTH, max(len(steps) - RECENT, 0)
+    limit, first = len(prompt) // TOKEN_BYTES, max(len(steps) - RECENT, 0)
     recent = [
         i
         for i in range(first, len(steps))
         if steps[i].end_hash is not None and steps[i].prompt <= limit
     ]
     found = set(hashes_at(prompt, sorted({steps[i].prompt for i in recent}))[0])
-    same = [i for i in recent if (steps[i].prompt, steps[i].asked) in found]
+    same = [i for i in recent if (steps[i].prompt, steps[i].prompt_hash) in found]
     return max(same, key=lambda i: (steps[i].prompt, i), default=None)
 
 
-def _shorter(steps: Steps, prompt: bytes, longest: int, left: int | None) -> int | None:
+def _shorter(steps: OpenSteps, prompt: bytes, longest: int, left: int | None) -> int | None:
     """The base of a prompt that does not go on from the step that ends at `longest` tokens, the last it could go on from.
 
     left: a step with whose prompt it begins. Up to there they are the same, so what was the base of that one is its base too, unless a
@@ -94,7 +96,7 @@ def _shorter(steps: Steps, prompt: bytes, longest: int, left: int | None) -> int
     return _ending(steps, ended) if ended is not None else None
 
 
-def _ending(steps: Steps, hashed: int) -> int | None:
+def _ending(steps: OpenSteps, hashed: int) -> int | None:
     """The step whose prompt and response have a hash: of equal ones the one that counts, then the latest."""
     latest = steps.ended.get(hashed)
     if latest is None or steps[latest].retried is None:
@@ -102,21 +104,23 @@ def _ending(steps: Steps, hashed: int) -> int | None:
     return next((i for i in range(latest - 1, -1, -1) if _counts(steps[i], hashed)), latest)
 
 
-def _counts(entry: StepEntry, hashed: int) -> bool:
+def _counts(entry: OpenStep, hashed: int) -> bool:
     return entry.end_hash == hashed and bool(entry.response) and entry.retried is None
 
 
-def _leaves(steps: Steps, prompt: bytes, base: int | None, left: int | None) -> bool:
+def _diverges(steps: OpenSteps, prompt: bytes, base: int | None, left: int | None) -> bool:
     """As in `Measure`."""
     if base == len(steps) - 1:
         return False
-    begin, end = steps[base].end if base is not None else 1, len(prompt) // WIDTH
-    lengths = steps.prompts[bisect_left(steps.prompts, begin) : bisect_left(steps.prompts, end)]
+    begin, end = steps[base].end if base is not None else 1, len(prompt) // TOKEN_BYTES
+    lengths = steps.prompt_lengths[
+        bisect_left(steps.prompt_lengths, begin) : bisect_left(steps.prompt_lengths, end)
+    ]
     if not lengths:
         return False
     if left is not None and begin <= steps[left].prompt < end and steps[left].response:
         return True
-    return any(hashed in steps.asked for _, hashed in hashes_at(prompt, lengths)[0])
+    return any(hashed in steps.prompt_hashes for _, hashed in hashes_at(prompt, lengths)[0])
 
 
 def hash_of(*parts: bytes) -> int:
@@ -124,10 +128,10 @@ def hash_of(*parts: bytes) -> int:
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)
-    return number(hashed.digest())
+    return digest_hash(hashed.digest())
 
 
-def number(digest: bytes) -> int:
+def digest_hash(digest: bytes) -> int:
     """63 bits of a digest: JSON integers are signed."""
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -138,9 +142,9 @@ def hashes_at(prompt: bytes, lengths: Iterable[int]) -> tuple[list[tuple[int, in
     view, hashed, at = memoryview(prompt), hashlib.sha256(), 0
     found: list[tuple[int, int]] = []
     for length in lengths:
-        if length * WIDTH > len(prompt):
+        if length * TOKEN_BYTES > len(prompt):
             break
-        hashed.update(view[at : length * WIDTH])
-        at = length * WIDTH
-        found.append((length, number(hashed.digest())))
+        hashed.update(view[at : length * TOKEN_BYTES])
+        at = length * TOKEN_BYTES
+        found.append((length, digest_hash(hashed.digest())))
     return found, hashed

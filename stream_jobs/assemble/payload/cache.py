@@ -6,11 +6,11 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from schemas.records import SessionEvent, Step, Tag, VersionSpan
-from stream_jobs.assemble.payload.segment_tree import WIDTH
-from stream_jobs.assemble.payload.trainability import Provenance
+from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from stream_jobs.assemble.payload.trainability import Trainability
 
 
-class Payload(NamedTuple):
+class StepPayload(NamedTuple):
     """What is kept of a step. prompt: packed ids from token `start` on; what is before it are the parent's prompt and response.
 
     tokens: False when prompt or response ids are not known.
@@ -39,18 +39,18 @@ class Payload(NamedTuple):
         )
 
 
-Kept = Payload | bytes
+CachedPayload = StepPayload | bytes
 """A step's payload, or the metadata of an opened event."""
 
 
-def payload_of(step: Step, origin: Provenance, start: int = 0) -> Payload:
+def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
     """The payload of a step without the first `start` prompt tokens."""
     known = step.prompt_token_ids is not None and step.response_token_ids is not None
     response = step.response_token_ids or b""
     logprobs = step.response_logprobs
-    return Payload(
+    return StepPayload(
         start=start if known else 0,
-        prompt=(step.prompt_token_ids or b"")[start * WIDTH :] if known else b"",
+        prompt=(step.prompt_token_ids or b"")[start * TOKEN_BYTES :] if known else b"",
         response=response if known else b"",
         tokens=known,
         logprobs=logprobs
@@ -74,10 +74,10 @@ class PayloadCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept: OrderedDict[int, CachedPayload] = OrderedDict()
         self.bytes = 0
 
-    def put(self, offset: int, kept: Kept) -> None:
+    def put(self, offset: int, kept: CachedPayload) -> None:
         """Keep it; may push out the oldest."""
         self.drop(offset)
         self._kept[offset] = kept
@@ -86,7 +86,7 @@ class PayloadCache:
             _, old = self._kept.popitem(last=False)
             self.bytes -= _size(old)
 
-    def get(self, offset: int) -> Kept | None:
+    def get(self, offset: int) -> CachedPayload | None:
         """What was kept, None when it was not or is not any more."""
         return self._kept.get(offset)
 
@@ -100,5 +100,5 @@ class PayloadCache:
         return len(self._kept)
 
 
-def _size(kept: Kept) -> int:
-    return kept.size if isinstance(kept, Payload) else len(kept) + 100
+def _size(kept: CachedPayload) -> int:
+    return kept.size if isinstance(kept, StepPayload) else len(kept) + 100

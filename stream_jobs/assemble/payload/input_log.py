@@ -11,17 +11,17 @@ from runtime.topics.records import Decoder, reason_of
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import SessionEvent, Step
-from stream_jobs.assemble.handlers import Bad
-from stream_jobs.assemble.payload.cache import Kept, metadata_of, payload_of
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.handlers import UndecodableRecord
+from stream_jobs.assemble.payload.cache import CachedPayload, metadata_of, payload_of
+from stream_jobs.assemble.payload.trainability import trainability
 
 
-def decoded(decoder: Decoder | Codec, record: Record) -> Any:
+def decode_event(decoder: Decoder | Codec, record: Record) -> Any:
     """What a record says, or Bad. With a Codec no schema is looked up: it never blocks."""
     try:
         return decoder.decode(record.value)
     except (Undecodable, UnknownSchema) as e:
-        return Bad(reason_of(e), str(e))
+        return UndecodableRecord(reason_of(e), str(e))
 
 
 GAP = 64
@@ -37,12 +37,12 @@ class InputLog:
     topic: str
     partition: int
 
-    def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, Kept]]:
+    def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, CachedPayload]]:
         """Payload by offset, as far as it is still there, one record in memory at a time. starts: offset to `start` of `payload_of`."""
         for record in self.records(sorted(starts)):
-            event = decoded(self.decoder, record)
+            event = decode_event(self.decoder, record)
             if isinstance(event, Step):
-                yield record.offset, payload_of(event, provenance(event), starts[record.offset])
+                yield record.offset, payload_of(event, trainability(event), starts[record.offset])
             elif isinstance(event, SessionEvent):
                 yield record.offset, metadata_of(event)
 

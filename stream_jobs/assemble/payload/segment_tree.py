@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from schemas.records import Drift, Segment, VersionSpan
 
-WIDTH = 4
+TOKEN_BYTES = 4
 """Bytes of a packed token id."""
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known.
 
     base: position of an earlier step whose prompt and response the prompt begins with; then `prompt` is only what is behind them.
@@ -60,7 +60,7 @@ class Tree:
     @property
     def environment_tokens(self) -> int:
         """Tokens that no policy sampled, each counted once."""
-        return sum(len(s.token_ids) // WIDTH for s in self.segments if s.step_index is None)
+        return sum(len(s.token_ids) // TOKEN_BYTES for s in self.segments if s.step_index is None)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +80,13 @@ class _Branch:
     number: int = -1
 
 
-Repeats = Callable[[int, int], bool]
+RepeatsReply = Callable[[int, int], bool]
 """Whether the request of the first step has the reply of the second one as the model's last turn."""
 
 
-def build(steps: Sequence[Sampled | None], repeats: Repeats = lambda step, earlier: False) -> Tree:
+def build(
+    steps: Sequence[SampledTokens | None], repeats: RepeatsReply = lambda step, earlier: False
+) -> Tree:
     """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted.
 
     Takes the memory of each token once, not that of each prompt: of a long conversation they are hundreds of times as much.
@@ -143,7 +145,7 @@ class _Path(NamedTuple):
         return b"".join(reversed(pieces))
 
 
-def _paths(steps: Sequence[Sampled | None]) -> list[_Path | None]:
+def _paths(steps: Sequence[SampledTokens | None]) -> list[_Path | None]:
     """Of each step where it is in the radix tree. Equal tokens end at one branch, and a beginning of others is above them."""
     root = _Branch(b"")
     paths: list[_Path | None] = []
@@ -171,7 +173,7 @@ def _path(paths: Sequence[_Path | None], step: int | None) -> _Path | None:
 
 
 def _parents(
-    steps: Sequence[Sampled | None], paths: Sequence[_Path | None], repeats: Repeats
+    steps: Sequence[SampledTokens | None], paths: Sequence[_Path | None], repeats: RepeatsReply
 ) -> tuple[list[int | None], list[int | None], list[Drift]]:
     """Of each step the longest sampled prefix, the step it comes from (another one when it is realigned), and its drift.
 
@@ -182,7 +184,7 @@ def _parents(
     ]  # fmt: skip
     latest = {path.whole: i for i, path in counting}  # of equal ones the latest
     sampling = {i for i, _ in counting}
-    prompts: dict[
+    prompt_lengths: dict[
         _Branch, list[int]
     ] = {}  # of the steps before this one on the log, by where they end
     parents: list[int | None] = []
@@ -195,7 +197,7 @@ def _parents(
             at: _Branch | None = path.asked
             while at is not None and (parent := latest.get(at)) is None:
                 at = at.above
-            left = _left(path.asked, at.end if at is not None else 0, prompts)
+            left = _left(path.asked, at.end if at is not None else 0, prompt_lengths)
             source = next((other for other in left if repeats(i, other)), None)
             drift = (
                 "realigned"
@@ -207,7 +209,7 @@ def _parents(
                 else "clean"
             )
             if i in sampling:
-                prompts.setdefault(path.asked, []).append(i)
+                prompt_lengths.setdefault(path.asked, []).append(i)
         parents.append(parent)
         sources.append(parent if source is None else source)
         drifts.append(drift)
@@ -256,7 +258,7 @@ def _descend(above: _Branch, tokens: bytes) -> _Branch:
     """
     at = 0
     while at < len(tokens):
-        first = tokens[at : at + WIDTH]
+        first = tokens[at : at + TOKEN_BYTES]
         below = above.environment.get(first)
         if below is None:
             left = tokens[at:]
@@ -266,7 +268,7 @@ def _descend(above: _Branch, tokens: bytes) -> _Branch:
             shared = _common(below.tokens, tokens[at : at + len(below.tokens)])
             upper = _Branch(below.tokens[:shared], above=above, end=above.end + shared)
             below.tokens, below.above = below.tokens[shared:], upper
-            upper.environment[below.tokens[:WIDTH]] = below
+            upper.environment[below.tokens[:TOKEN_BYTES]] = below
             above.environment[first] = upper
             below = upper
         at += len(below.tokens)
@@ -276,18 +278,21 @@ def _descend(above: _Branch, tokens: bytes) -> _Branch:
 
 def _common(a: bytes, b: bytes) -> int:
     """Length in bytes of the longest common prefix, in whole tokens."""
-    low, high = 0, min(len(a), len(b)) // WIDTH
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low * WIDTH : middle * WIDTH] == b[low * WIDTH : middle * WIDTH]:
+        if (
+            a[low * TOKEN_BYTES : middle * TOKEN_BYTES]
+            == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]
+        ):
             low = middle
         else:
             high = middle - 1
-    return low * WIDTH
+    return low * TOKEN_BYTES
 
 
 def _number(
-    root: _Branch, steps: Sequence[Sampled | None], index: dict[int, int]
+    root: _Branch, steps: Sequence[SampledTokens | None], index: dict[int, int]
 ) -> tuple[Segment, ...]:
     """Segments in depth-first order, children in the order in which they were added."""
     segments: list[Segment] = []

@@ -15,7 +15,7 @@ from stream_jobs.assemble.payload.sampling_mode import logprobs_temperature, why
 REASON_CHARS = 200
 
 
-class Provenance(NamedTuple):
+class Trainability(NamedTuple):
     """versions: spans over all response tokens, empty when not certain. reason: why the step can't be trained; None: it can.
 
     oldest, newest: the version ids with the lowest and highest sync index, as far as known; a call during which the version changed
@@ -30,7 +30,7 @@ class Provenance(NamedTuple):
     logprobs_temperature: float | None
 
 
-def provenance(step: Step, truncated: bool = False) -> Provenance:
+def trainability(step: Step, truncated: bool = False) -> Trainability:
     """Judge one step. truncated: train what was sampled from a part of the distribution, too (`scoring`).
 
     Raises ValueError when its packed tokens are no whole number of values.
@@ -51,7 +51,7 @@ def provenance(step: Step, truncated: bool = False) -> Provenance:
     )
     oldest = str(known[0]) if known else None
     reason = _why_not(step, count, spans, known, labels) or why_unscored(step.sampling, truncated)
-    return Provenance(
+    return Trainability(
         versions=spans,
         oldest=oldest,
         newest=str(known[-1]) if len(known) > 1 else oldest,

@@ -44,7 +44,15 @@ from stream_jobs.admit.decisions.state import resume_from_journal
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import BUCKET, Worker, curation, reward, session, spoken, step
+from stream_jobs.assemble.testing import (
+    ANONYMOUS_KEY,
+    InMemoryPartition,
+    chat_step,
+    curation,
+    reward,
+    session,
+    step,
+)
 
 SEED = st.integers(0, 2**32)
 SOURCE = CandidateLog("t", 0, 2)
@@ -65,7 +73,7 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
     """The logs as they are, and the logs with duplicates, read in any way. Where a duplicate stands, the plain ones have a tick."""
     gapped, gaps = with_gaps(logs, rng, rng.randint(0, 8))
     plain = plainly(gapped, limits)
-    buried = {(source, offset) for source, offset, _ in plain.burials}
+    buried = {(source, offset) for source, offset, _ in plain.dead_letters}
     return plain, disturbed(duplicated(gapped, gaps, buried, rng), rng, limits)
 
 
@@ -81,7 +89,7 @@ def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
     )
     assert other.trajectories == plain.trajectories
     assert other.last() == plain.last()
-    assert other.marks == plain.marks and other.burials == plain.burials
+    assert other.marks == plain.marks and other.dead_letters == plain.dead_letters
     held = {(key[0], s.step_id) for key, t in other.trajectories.items() for s in t.steps}
     late = [(key[0], step_id) for key, step_id, kind, _ in other.marks if kind == "late"]
     assert len(set(late)) == len(late) and held.isdisjoint(late)
@@ -201,7 +209,7 @@ def test_marks_and_rewards_count_in_the_order_of_their_log_though_they_wait_for_
         replace(reward(AGENT, 0.0, 1), trajectory_id=AGENT),
         replace(reward(AGENT, 1.0, 0), trajectory_id=AGENT),
     ]
-    worker = Worker().feed((STEPS, 1, one))
+    worker = InMemoryPartition().feed((STEPS, 1, one))
     rewards = [(REWARDS, 2, event) for event in said]
     worker.feed(*([(STEPS, 2, two), *rewards] if steps_first else [*rewards, (STEPS, 2, two)]))
     worker.feed((STEPS, 3, session(AGENT, "completed", step_id=two.step_id)))
@@ -211,24 +219,24 @@ def test_marks_and_rewards_count_in_the_order_of_their_log_though_they_wait_for_
 
 def test_of_rewards_for_a_trajectory_and_for_a_step_of_it_the_first_on_the_log_counts() -> None:
     """They wait in different places: the one by its trajectory's id, the other by the step that says which it is."""
-    worker = Worker().feed(
-        (REWARDS, 1, replace(reward(BUCKET, 0.0, 0), trajectory_id=BUCKET)),
-        (REWARDS, 1, replace(reward(BUCKET, 1.0), trajectory_id=f"{BUCKET}~C0")),
-        (STEPS, 2, step(BUCKET, 0)),
+    worker = InMemoryPartition().feed(
+        (REWARDS, 1, replace(reward(ANONYMOUS_KEY, 0.0, 0), trajectory_id=ANONYMOUS_KEY)),
+        (REWARDS, 1, replace(reward(ANONYMOUS_KEY, 1.0), trajectory_id=f"{ANONYMOUS_KEY}~C0")),
+        (STEPS, 2, step(ANONYMOUS_KEY, 0)),
     )
-    worker.feed((STEPS, 3, session(BUCKET, "completed", step_id=f"{BUCKET}~C0.0")))
-    assert [r.value for r in worker.last(f"{BUCKET}~C0").rewards] == [0.0]
+    worker.feed((STEPS, 3, session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0")))
+    assert [r.value for r in worker.last(f"{ANONYMOUS_KEY}~C0").rewards] == [0.0]
 
 
 def test_offsets_of_a_rewards_topic_that_is_no_more_do_not_count() -> None:
-    worker = Worker().feed((STEPS, 1, step("a", 0)))
+    worker = InMemoryPartition().feed((STEPS, 1, step("a", 0)))
     worker.batch(
         [
             (REWARDS, 90 + i, 2, e)
             for i, e in enumerate([curation("a", "x", trainable=False), reward("a", 0.5)])
         ]
     )
-    worker.fold.replaced(REWARDS, "another", 0)
+    worker.fold.replace_source(REWARDS, "another", 0)
     worker.batch(
         [
             (REWARDS, i, 3, e)
@@ -247,33 +255,35 @@ def test_a_retry_finds_the_same_trajectory_before_and_after_a_snapshot() -> None
     ask = [{"role": "user", "content": "q"}]
     on = [*ask, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
     first = [
-        spoken(0, ask, {"content": "a"}, idempotency_key="k"),
-        spoken(
+        chat_step(0, ask, {"content": "a"}, idempotency_key="k"),
+        chat_step(
             1,
             [{"role": "system", "content": "be brief"}, *ask],
             {"content": "b"},
             idempotency_key="k",
         ),
-        spoken(2, on, {"content": "c"}),
+        chat_step(2, on, {"content": "c"}),
     ]
-    retry = spoken(3, ask, {"content": "d"}, tokens=False, idempotency_key="k")
+    retry = chat_step(3, ask, {"content": "d"}, tokens=False, idempotency_key="k")
     found = []
     for snapshot in (False, True):
-        worker = Worker().feed(*((STEPS, i, s) for i, s in enumerate(first)))
+        worker = InMemoryPartition().feed(*((STEPS, i, s) for i, s in enumerate(first)))
         assert len(worker.state.opened) == 2
         if snapshot:
             worker.snapshot()
             worker.crash()
         worker.feed((STEPS, 9, retry))
-        found.append({key: [s.tail for s in t.steps] for key, t in worker.state.opened.items()})
+        found.append(
+            {key: [s.step_suffix for s in t.steps] for key, t in worker.state.opened.items()}
+        )
     assert found[0] == found[1] == {
-        ("r", f"{BUCKET}~C0"): ["C0.0", "C2.0", "C3.0"], ("r", f"{BUCKET}~C1"): ["C1.0"],
+        ("r", f"{ANONYMOUS_KEY}~C0"): ["C0.0", "C2.0", "C3.0"], ("r", f"{ANONYMOUS_KEY}~C1"): ["C1.0"],
     }  # fmt: skip
 
 
 def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -> None:
     limits = replace(LIMITS, closed_horizon=100)
-    worker = Worker(limits).feed(
+    worker = InMemoryPartition(limits).feed(
         (STEPS, 1, step("a", 0)),
         (STEPS, 2, session("a", "completed")),
         (REWARDS, 2, Tick(partition=0)),
@@ -291,8 +301,10 @@ def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -
 
 def test_time_is_as_far_as_what_was_read_after_a_crash() -> None:
     """Ticks alone are not written down, but when something else is their time is: they are not read again."""
-    worker = Worker().feed((STEPS, 1, step("a", 0)), (STEPS, 2, session("a", "completed")))
-    assert worker.carry
+    worker = InMemoryPartition().feed(
+        (STEPS, 1, step("a", 0)), (STEPS, 2, session("a", "completed"))
+    )
+    assert worker.unflushed
     worker.decide([(STEPS, 2, 700, Tick(partition=0)), (REWARDS, 0, 600, Tick(partition=0))])
     assert worker.state.applied == [2, 0]
     worker.crash()

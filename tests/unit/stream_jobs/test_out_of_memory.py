@@ -11,7 +11,7 @@ from gateway.claw_r1.reward import score_of
 from schemas.codec.single_object import Codec
 from schemas.rule_spec import NamedFunction
 from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.testing import Worker, session, step
+from stream_jobs.assemble.testing import InMemoryPartition, session, step
 from stream_jobs.lake.writer import storable_rows
 from stream_jobs.reward.assessments import assessment_of
 from stream_jobs.reward.rewards import rewards_of
@@ -40,15 +40,15 @@ class Table:
 
 
 def test_the_fold_of_assemble_does_not_bury_the_record() -> None:
-    worker = Worker()
+    worker = InMemoryPartition()
     with pytest.raises(MemoryError):
         worker.fold.record(STEPS, 0, 0, Key(b"k"), step("k", 0))
-    assert not worker.fold.seal()
+    assert not worker.fold.finish_batch()
 
 
 def test_rules_do_not_give_their_answer() -> None:
     trajectory = (
-        Worker()
+        InMemoryPartition()
         .feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
         .trajectories["k"]
     )

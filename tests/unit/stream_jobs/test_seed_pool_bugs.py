@@ -30,8 +30,8 @@ from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.handlers import PAYLOAD_BYTES
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
-from stream_jobs.assemble.payload.trainability import provenance
-from stream_jobs.assemble.testing import LIMITS, Worker, curation, reward, session, step
+from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.testing import LIMITS, InMemoryPartition, curation, reward, session, step
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {
@@ -46,7 +46,7 @@ POLICY: dict[str, Any] = {
 class Pool:
     """Both folds. What assemble puts out goes to admission at once, event time too."""
 
-    worker: Worker = field(default_factory=Worker)
+    worker: InMemoryPartition = field(default_factory=InMemoryPartition)
     admission: AdmissionFold = field(
         default_factory=lambda: AdmissionFold("r", "train", CandidateLog("t", 0, 1))
     )
@@ -154,11 +154,11 @@ def test_2_a_late_step_of_a_group_that_was_consumed_opens_no_group() -> None:
 def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
     """Nobody takes a batch here either. What is decided is on the log; folds and cache hold what is open, and so many closed ones."""
     small = replace(LIMITS, closed_max=20, waiting_max=20)
-    pool = Pool(Worker(small)).policy(group_size=1)
+    pool = Pool(InMemoryPartition(small)).policy(group_size=1)
     cache, one = PayloadCache(10_000), step("x", 0, range(200), range(50))
     for i in range(600):
         pool.feed(*pool.member(f"k{i}", f"g{i}"), reward(f"nobody{i}", 1.0), at=i)
-        cache.put(i, payload_of(one, provenance(one)))
+        cache.put(i, payload_of(one, trainability(one)))
     state = pool.worker.state
     assert len(pool.served) == 600
     assert (
@@ -177,7 +177,7 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
 
 def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
     """But for what a decision is remembered by, some 50 bytes a trajectory, so that none is trained twice."""
-    pool = Pool(Worker(replace(LIMITS, closed_max=20))).policy(group_size=1)
+    pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=20))).policy(group_size=1)
     sizes = []
     for i in range(600):
         pool.feed(
@@ -192,7 +192,7 @@ def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
                 fold._pending,
                 fold._batches._open,
                 fold._before_policy,
-                pool.worker.state.buckets,
+                pool.worker.state.session_indexes,
             )
             sizes.append(
                 (
@@ -222,7 +222,7 @@ def test_5_a_step_that_no_record_can_hold_is_buried_and_its_partition_goes_on() 
     pool = Pool().policy(group_size=1)
     pool.feed(step("a", 0, response_json=b"x" * (PAYLOAD_BYTES + 1)))
     pool.feed(*pool.member("b", "h"))
-    assert [b.reason for b in pool.worker.burials] == ["invalid"] and pool.served == [["b"]]
+    assert [b.reason for b in pool.worker.dead_letters] == ["invalid"] and pool.served == [["b"]]
 
 
 @pytest.mark.parametrize(("configured", "opened"), [(5, 1), (1, 3)])
@@ -311,7 +311,7 @@ def test_9_a_missing_reward_next_to_one_that_is_there_is_not_zero() -> None:
 
 def test_10_a_step_costs_the_same_after_many_others() -> None:
     """Calls of functions a step, through both folds: time would say the same, but not on every machine alike."""
-    pool = Pool(Worker(replace(LIMITS, closed_max=500))).policy(group_size=1)
+    pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=500))).policy(group_size=1)
     calls = [0, 0]
 
     def count(_frame: Any, event: str, _arg: Any) -> None:

@@ -31,7 +31,7 @@ from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import Worker
+from stream_jobs.assemble.testing import InMemoryPartition
 
 HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]
@@ -77,9 +77,9 @@ async def post(w: Trial, path: str, body: Any = None) -> tuple[int, Any]:
         return r.status, await r.json()
 
 
-def assembled(w: Trial) -> Worker:
+def assembled(w: Trial) -> InMemoryPartition:
     """What assemble makes of the log as it is."""
-    worker = Worker()
+    worker = InMemoryPartition()
     for at, record in enumerate(w.records()):
         worker.feed((REWARDS if isinstance(record, Reward) else STEPS, at, record))
     return worker
@@ -196,9 +196,9 @@ def test_5_an_unknown_trajectory_does_not_disappear(play: Play) -> None:
     async def scenario(w: Trial) -> None:
         await post(w, "/complete_trajectory/nobody", {"reward": 0.5})
         worker = assembled(w)
-        assert not worker.burials
+        assert not worker.dead_letters
         worker.feed((STEPS, 10_000, Tick(partition=0)), (REWARDS, 10_000, Tick(partition=0)))
-        assert [b.reason for b in worker.burials] == ["unknown_target"] * 2
+        assert [b.reason for b in worker.dead_letters] == ["unknown_target"] * 2
 
     play(scenario, SCRIPT)
 

@@ -21,7 +21,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import Curation, Reward, SessionEvent, Step, Tag, TokenSpan, VersionSpan
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.payload.trainability import trainability
 
 SECRET = "joe@example.com"
 
@@ -181,7 +181,7 @@ def test_a_steps_tokens_say_what_its_bodies_say(tokenizer: Path) -> None:
         new.versions == (VersionSpan(version="r/1.0", start=0, end=len(instead) + 1),)
         and new.tokens_absent_reason is None
     )
-    assert provenance(new).reason is None and provenance(new).versions == new.versions
+    assert trainability(new).reason is None and trainability(new).versions == new.versions
 
 
 def test_a_tokenizer_is_found_by_model_then_by_the_gateways_own(tokenizer: Path) -> None:

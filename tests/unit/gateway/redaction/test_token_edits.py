@@ -29,7 +29,7 @@ from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_token
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
 from schemas.records import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.assemble.payload.segment_tree import Sampled, build
+from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
 
 SCAN = Scan(list(RULES.values()), b"key")
 SECRETS = [
@@ -224,9 +224,9 @@ def test_a_turn_that_continued_another_still_does(
     for one, next_ in pairwise(new):
         assert one.prompt is not None and one.response is not None and next_.prompt is not None
         assert next_.prompt.startswith(one.prompt + one.response)
-    tree = build([Sampled(t.prompt or b"", t.response or b"", t.logprobs) for t in new])
+    tree = build([SampledTokens(t.prompt or b"", t.response or b"", t.logprobs) for t in new])
     before = build(
-        [Sampled(pack_ids(p), pack_ids(r), pack_logprobs([0.0] * len(r))) for p, r in turns]
+        [SampledTokens(pack_ids(p), pack_ids(r), pack_logprobs([0.0] * len(r))) for p, r in turns]
     )
     assert [(n.parent, n.drift) for n in tree.nodes] == [(n.parent, n.drift) for n in before.nodes]
 

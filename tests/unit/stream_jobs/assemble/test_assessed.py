@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import BUCKET, Worker, assessment, curation, session, step
+from stream_jobs.assemble.testing import (
+    ANONYMOUS_KEY,
+    InMemoryPartition,
+    assessment,
+    curation,
+    session,
+    step,
+)
 
 
-def closed(*rewards: Any) -> Worker:
+def closed(*rewards: Any) -> InMemoryPartition:
     """Trajectory k of two steps, completed; then these on `claw.rewards`, one batch each."""
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0, [1], [2])), (STEPS, 1, step("k", 1, [1, 2, 3], [4])),
         (STEPS, 2, session("k", "completed")),
     )  # fmt: skip
@@ -22,7 +29,7 @@ def closed(*rewards: Any) -> Worker:
     return w
 
 
-def qualities(w: Worker, key: str = "k") -> tuple[float | None, list[float | None]]:
+def qualities(w: InMemoryPartition, key: str = "k") -> tuple[float | None, list[float | None]]:
     c = w.last(key)
     return c.quality, [s.quality for s in c.steps]
 
@@ -60,21 +67,21 @@ def test_an_assessment_of_other_steps_says_nothing_of_these() -> None:
 
 
 def test_an_assessment_that_comes_first_waits() -> None:
-    w = Worker().feed((REWARDS, 0, assessment("k", 0.5, 0.25)))
+    w = InMemoryPartition().feed((REWARDS, 0, assessment("k", 0.5, 0.25)))
     w.feed((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
     assert qualities(w) == (0.5, [0.25]) and w.last("k").revision == 0
 
 
 def test_in_a_bucket_it_names_the_trajectory() -> None:
-    w = Worker().feed(
-        (STEPS, 0, step(BUCKET, 0)),
-        (STEPS, 1, session(BUCKET, "completed", step_id=f"{BUCKET}~C0.0")),
+    w = InMemoryPartition().feed(
+        (STEPS, 0, step(ANONYMOUS_KEY, 0)),
+        (STEPS, 1, session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0")),
     )
     tid = next(iter(w.trajectories))
     w.feed((REWARDS, 2, assessment(tid, 0.5, 0.25)))
     assert qualities(w, tid) == (0.5, [0.25])
-    w.feed((REWARDS, 3, assessment(BUCKET, 0.5, 0.25)))
-    assert [b.reason for b in w.burials] == ["invalid"]
+    w.feed((REWARDS, 3, assessment(ANONYMOUS_KEY, 0.5, 0.25)))
+    assert [b.reason for b in w.dead_letters] == ["invalid"]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +93,11 @@ def test_in_a_bucket_it_names_the_trajectory() -> None:
 )  # fmt: skip
 def test_what_is_no_quality_is_buried(wrong: Any) -> None:
     w = closed(wrong)
-    assert [b.reason for b in w.burials] == ["invalid"] and w.last("k").revision == 0
+    assert [b.reason for b in w.dead_letters] == ["invalid"] and w.last("k").revision == 0
 
 
 def test_each_step_names_its_own_sync_index() -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0, version_first="r/3.0", version_last="r/3.0")),
         (STEPS, 1, step("k", 1, [1, 2, 3], version_first="r/5.0", version_last="r/5.0")),
         (STEPS, 2, step("k", 2, [1, 2, 3, 2, 1], version_first="default", version_last="default")),

@@ -11,20 +11,19 @@ import pytest
 
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs.assemble import changelog
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.changelog import StateLog
-from stream_jobs.assemble.model import StepEntry
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.model import ChangeKind, OpenStep
+from stream_jobs.assemble.state import PartitionState
 from stream_jobs.assemble.testing import CODEC
-from stream_jobs.errors import UnreadableStateLog
+from stream_jobs.errors import UnreadableChangelog
 
 
 def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
-    state = Assembly()
-    log = StateLog()
+    state = PartitionState()
+    log = ChangelogReader()
 
     def delta(epoch: int, seq: int, key: str) -> Any:
-        return changelog.delta(epoch, seq, state, [[op.OPENED, "r", key, 0, "train", 0]])
+        return changelog.delta(epoch, seq, state, [[ChangeKind.OPENED, "r", key, 0, "train", 0]])
 
     log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
     log.read(7, delta(5, 1, "again"), 1)
@@ -34,34 +33,39 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     log.read(9, delta(5, 2, "zombie"), 1)
     log.read(10, delta(8, 2, "b"), 1)
     assert [k[1] for k in log.state.opened] == ["a", "b"]
-    with pytest.raises(UnreadableStateLog, match="delta 4 follows 2"):
+    with pytest.raises(UnreadableChangelog, match="delta 4 follows 2"):
         log.read(11, delta(8, 4, "d"), 1)
-    with pytest.raises(UnreadableStateLog, match="delta 2 follows 0"):
-        StateLog().read(2, delta(1, 2, "its beginning is gone"), 1)
+    with pytest.raises(UnreadableChangelog, match="delta 2 follows 0"):
+        ChangelogReader().read(2, delta(1, 2, "its beginning is gone"), 1)
 
 
 def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
     """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
-    log, state = StateLog(), Assembly()
-    log.read(0, changelog.delta(700, 31, state, [[op.OPENED, "r", "old", 0, "train", 0]]), 1)
+    log, state = ChangelogReader(), PartitionState()
+    log.read(
+        0, changelog.delta(700, 31, state, [[ChangeKind.OPENED, "r", "old", 0, "train", 0]]), 1
+    )
     log.read(
         1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1
     )
-    log.read(2, changelog.delta(700, 32, state, [[op.OPENED, "r", "older", 0, "train", 0]]), 1)
-    log.read(3, changelog.delta(1, 1, state, [[op.OPENED, "r", "new", 0, "train", 0]]), 1)
+    log.read(
+        2, changelog.delta(700, 32, state, [[ChangeKind.OPENED, "r", "older", 0, "train", 0]]), 1
+    )
+    log.read(3, changelog.delta(1, 1, state, [[ChangeKind.OPENED, "r", "new", 0, "train", 0]]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
 @pytest.mark.parametrize(
-    "entry", [["an op of tomorrow", "r", "k"], [op.OPENED, "r", "k", 0, "train", 0, "one more"]]
+    "entry",
+    [["an op of tomorrow", "r", "k"], [ChangeKind.OPENED, "r", "k", 0, "train", 0, "one more"]],
 )
 def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
     """Entries have no schema: a worker of an older release must not restart on them for ever."""
-    with pytest.raises(UnreadableStateLog, match="upgrade all assemble workers"):
-        StateLog().read(1, changelog.delta(0, 1, Assembly(), [entry]), 1)
+    with pytest.raises(UnreadableChangelog, match="upgrade all assemble workers"):
+        ChangelogReader().read(1, changelog.delta(0, 1, PartitionState(), [entry]), 1)
 
 
-def steps_of(log: StateLog) -> list[StepEntry]:
+def steps_of(log: ChangelogReader) -> list[OpenStep]:
     return [s for t in log.state.opened.values() for s in t.steps]
 
 
@@ -86,55 +90,58 @@ STEP: list[Any] = [
 
 
 def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
-    full = list(StepEntry(*STEP))
+    full = list(OpenStep(*STEP))
     entries = [
-        [op.OPENED, "r", "k", 5, "train", 1],
-        [op.STEP, 1, full],
-        [op.STEP, 1, [*full[:2], "01NEXT.0", *full[3:18], 9, -(2**62), 11]],
+        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
+        [ChangeKind.STEP_ADDED, 1, full],
+        [ChangeKind.STEP_ADDED, 1, [*full[:2], "01NEXT.0", *full[3:18], 9, -(2**62), 11]],
     ]
-    written = changelog.delta(0, 1, Assembly(), entries)
-    assert full == list(StepEntry(*STEP)) and len(written.hashes) == 8 * (3 + 6)
-    log = StateLog()
+    written = changelog.delta(0, 1, PartitionState(), entries)
+    assert full == list(OpenStep(*STEP)) and len(written.hashes) == 8 * (3 + 6)
+    log = ChangelogReader()
     log.read(1, CODEC.decode(CODEC.encode(written)), 1)
     first, second = steps_of(log)
-    assert first == StepEntry(*STEP) and second == first._replace(
-        tail="01NEXT.0", repeats=9, messages=-(2**62), call_id=11
+    assert first == OpenStep(*STEP) and second == first._replace(
+        step_suffix="01NEXT.0", last_turn_hash=9, messages_hash=-(2**62), call_id_hash=11
     )
 
 
 def test_the_format_before_is_read() -> None:
     entries = [
-        [op.TIMES, 5, 5],
-        [op.OPENED, "r", "k", 5, "train", 1],
-        [op.STEP, 1, list(StepEntry(*STEP))],
+        [ChangeKind.CLOCKS_ADVANCED, 5, 5],
+        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
+        [ChangeKind.STEP_ADDED, 1, list(OpenStep(*STEP))],
     ]
     packed = bytes(cramjam.zstd.compress(orjson.dumps(entries)))
-    log = StateLog()
+    log = ChangelogReader()
     log.read(
         1,
         AssemblyDelta(epoch=0, seq=1, applied_steps=1, applied_rewards=0, entries=packed, format=1),
         1,
     )
-    assert steps_of(log) == [StepEntry(*STEP)]
+    assert steps_of(log) == [OpenStep(*STEP)]
 
 
 @pytest.mark.parametrize("hashes", [b"", bytes(8), bytes(30), bytes(32)])
 def test_a_delta_whose_hashes_are_not_its_steps_is_refused(hashes: bytes) -> None:
-    entries = [[op.OPENED, "r", "k", 5, "train", 1], [op.STEP, 1, list(StepEntry(*STEP))]]
-    written = replace(changelog.delta(0, 1, Assembly(), entries), hashes=hashes)
-    with pytest.raises(UnreadableStateLog, match="can't apply"):
-        StateLog().read(1, written, 1)
+    entries = [
+        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
+        [ChangeKind.STEP_ADDED, 1, list(OpenStep(*STEP))],
+    ]
+    written = replace(changelog.delta(0, 1, PartitionState(), entries), hashes=hashes)
+    with pytest.raises(UnreadableChangelog, match="can't apply"):
+        ChangelogReader().read(1, written, 1)
 
 
 @pytest.mark.parametrize(("format", "release"), [(changelog.FORMAT + 1, "newer"), (0, "older")])
 def test_a_log_of_another_format_is_refused_with_the_release_that_reads_it(
     format: int, release: str
 ) -> None:
-    state = Assembly()
+    state = PartitionState()
     pieces: list[AssemblyDelta | AssemblySnapshot] = [
         changelog.delta(0, 1, state, []),
         *changelog.snapshot(0, 1, state),
     ]
     for piece in pieces:
-        with pytest.raises(UnreadableStateLog, match=f"{release} release"):
-            StateLog().read(1, replace(piece, format=format), 1)
+        with pytest.raises(UnreadableChangelog, match=f"{release} release"):
+            ChangelogReader().read(1, replace(piece, format=format), 1)

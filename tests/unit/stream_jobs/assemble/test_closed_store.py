@@ -6,19 +6,21 @@ import orjson
 import pytest
 
 from stream_jobs.assemble import closed_store
-from stream_jobs.assemble.closed_store import Archive
-from stream_jobs.assemble.model import REWARDS, STEPS, Closed, ClosedStep, Folded
-from stream_jobs.assemble.state import Assembly
-from stream_jobs.assemble.testing import Worker, curation, reward, session, step
+from stream_jobs.assemble.closed_store import ClosedStore
+from stream_jobs.assemble.model import REWARDS, STEPS, Annotations, ClosedStep, ClosedTrajectory
+from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.testing import InMemoryPartition, curation, reward, session, step
 
 
-def closed(steps: int = 1) -> Closed:
+def closed(steps: int = 1) -> ClosedTrajectory:
     entries = [ClosedStep(f"C{i}.0", 0, 5, None, "r/1.0", "r/1.0") for i in range(steps)]
-    return Closed(0, 1, "completed", None, "train", None, None, None, entries, Folded())
+    return ClosedTrajectory(
+        0, 1, "completed", None, "train", None, None, None, entries, Annotations()
+    )
 
 
 def test_what_is_changed_in_hand_is_what_is_packed() -> None:
-    kept = Archive()
+    kept = ClosedStore()
     for name in ("b", "a"):
         kept.add(("r", name), closed())
     kept.change(("r", "b")).revision += 3
@@ -34,26 +36,26 @@ def test_what_is_changed_in_hand_is_what_is_packed() -> None:
 
 
 def test_what_is_in_hand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_store, "IN_HAND_MAX", 100)
-    kept, most = Archive(), 0
+    monkeypatch.setattr(closed_store, "DECODED_MAX", 100)
+    kept, most = ClosedStore(), 0
     for i in range(100):
         kept.add(("r", str(i)), closed(10))
     for i in range(100):
         kept.change(("r", str(i))).revision += 1
-        most = max(most, len(kept._in_hand))
+        most = max(most, len(kept._decoded))
     assert most <= 11
     assert [kept["r", str(i)].revision for i in range(100)] == [0] * 100
 
 
 def test_a_long_one_counts_as_several() -> None:
-    kept = Archive()
+    kept = ClosedStore()
     kept.add(("r", "long"), closed(1000))
     kept.add(("r", "short"), closed(8))
     kept.pack()
     long = kept.counted - 1
     assert (
         10 <= long <= 20
-        and Archive(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
+        and ClosedStore(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
     )
     kept.change(("r", "short")).late += range(10**6, 10**6 + 1000)
     kept.pack()
@@ -65,13 +67,15 @@ def test_a_long_one_counts_as_several() -> None:
 def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         *((STEPS, 0, step("k", n, (n + 5,))) for n in range(20)),
         (STEPS, 1, session("k", "completed")),
     )
     loads: list[bytes] = []
-    load = Closed.load
-    monkeypatch.setattr(Closed, "load", lambda packed: (loads.append(packed), load(packed))[1])  # type: ignore[func-returns-value]
+    load = ClosedTrajectory.load
+    monkeypatch.setattr(
+        ClosedTrajectory, "load", lambda packed: (loads.append(packed), load(packed))[1]
+    )  # type: ignore[func-returns-value]
     w.feed(
         *((REWARDS, 2, reward("k", 1.0, n)) for n in range(20)), *((REWARDS, 2, curation("k", f"e{n}", n, quality=0.5)) for n in range(20))
     )  # fmt: skip
@@ -80,9 +84,9 @@ def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
 
 
 def test_a_crash_with_rewards_in_hand_comes_back_to_the_same_bytes() -> None:
-    w = Worker().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
+    w = InMemoryPartition().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
     w.decide([(REWARDS, 0, 2, reward("k", 0.5)), (REWARDS, 1, 2, curation("k", "e", tags=("x",)))])
     was = orjson.dumps(w.state.closed.dump())
     w.crash()
     assert orjson.dumps(w.state.closed.dump()) == was
-    assert Assembly.load(w.state.dump()).closed == w.state.closed
+    assert PartitionState.load(w.state.dump()).closed == w.state.closed

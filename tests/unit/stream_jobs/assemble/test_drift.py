@@ -12,7 +12,7 @@ from schemas.records import Step
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.assemble.model import STEPS
 from stream_jobs.assemble.payload.segment_tree import prompt_of
-from stream_jobs.assemble.testing import Worker, session, spoken
+from stream_jobs.assemble.testing import InMemoryPartition, chat_step, session
 
 TASK = [{"role": "user", "content": "2+2?"}]
 SAMPLED: Mapping[str, Any] = {
@@ -38,13 +38,13 @@ def call(arguments: str, text: str | None = None) -> dict[str, Any]:
 def drifted(
     reply: Mapping[str, Any], comes_back: Mapping[str, Any], **more: Any
 ) -> list[tuple[str, int | None]]:
-    w = Worker().feed(
-        (STEPS, 0, spoken(0, TASK, reply, key="k", **SAMPLED)),
-        (STEPS, 1, spoken(1, [*TASK, comes_back, user("sure?")], said("yes"), key="k", **more)),
+    w = InMemoryPartition().feed(
+        (STEPS, 0, chat_step(0, TASK, reply, key="k", **SAMPLED)),
+        (STEPS, 1, chat_step(1, [*TASK, comes_back, user("sure?")], said("yes"), key="k", **more)),
         (
             STEPS,
             2,
-            spoken(
+            chat_step(
                 2,
                 [*TASK, comes_back, user("sure?"), said("yes"), user("really?")],
                 said("yes"),
@@ -89,8 +89,8 @@ def test_another_reply_or_a_request_that_does_not_show_it_is_a_fork(
 
 
 def test_what_was_sampled_stays_as_it_was_sampled() -> None:
-    w = Worker().feed((STEPS, 0, spoken(0, TASK, said("4"), key="k", **SAMPLED)))
-    again = spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")
+    w = InMemoryPartition().feed((STEPS, 0, chat_step(0, TASK, said("4"), key="k", **SAMPLED)))
+    again = chat_step(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")
     w.feed((STEPS, 1, again), (STEPS, 2, session("k", "completed")))
     t = w.trajectories["k"]
     assert [s.trainable for s in t.steps] == [True, True]
@@ -105,7 +105,7 @@ def conversation(turns: int) -> Sequence[Step]:
     history, steps = list(TASK), []
     for n in range(turns):
         steps += [
-            spoken(2 * n + i, history, said(f"answer {n}"), key="k", **SAMPLED) for i in (0, 1)
+            chat_step(2 * n + i, history, said(f"answer {n}"), key="k", **SAMPLED) for i in (0, 1)
         ]
         history += [said(f"answer {n}"), user(f"question {n}")]
     return steps
@@ -115,7 +115,7 @@ def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_
     None
 ):
     steps = conversation(6)
-    whole = Worker().feed(
+    whole = InMemoryPartition().feed(
         *[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 99, session("k", "completed"))
     )
     drifts = [(s.drift, s.parent) for s in whole.trajectories["k"].steps]
@@ -123,7 +123,7 @@ def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_
     assert drifts[2:] == [("realigned", i - 1 - i % 2) for i in range(2, 12)], (
         "from the latest of equal answers"
     )
-    crashing = Worker()
+    crashing = InMemoryPartition()
     for i, s in enumerate(steps):
         crashing.feed((STEPS, i, s))
         crashing.snapshot() if i % 5 == 4 else crashing.crash()
@@ -132,12 +132,16 @@ def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_
 
 
 def test_the_request_is_read_only_where_a_prompt_has_drifted() -> None:
-    w = Worker()
-    straight = spoken(0, TASK, said("4"), key="k")
+    w = InMemoryPartition()
+    straight = chat_step(0, TASK, said("4"), key="k")
     for n, s in enumerate(
-        [straight, spoken(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")]
+        [straight, chat_step(1, [*TASK, said("4"), user("sure?")], said("yes"), key="k")]
     ):
         w.feed((STEPS, n, s))
-    w.feed((STEPS, 2, spoken(2, [*TASK, said("5"), user("sure?")], said("no"), key="k")))
-    assert [s.repeats is not None for s in w.state.opened["r", "k"].steps] == [False, False, True]
+    w.feed((STEPS, 2, chat_step(2, [*TASK, said("5"), user("sure?")], said("no"), key="k")))
+    assert [s.last_turn_hash is not None for s in w.state.opened["r", "k"].steps] == [
+        False,
+        False,
+        True,
+    ]
     assert orjson.loads(straight.request_json) == {"messages": TASK}

@@ -8,16 +8,15 @@ import pytest
 
 from schemas.records import Tick
 from stream_jobs.assemble import model
-from stream_jobs.assemble import state as op
-from stream_jobs.assemble.fold import Fold
-from stream_jobs.assemble.handlers import Bad
-from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.state import Assembly
-from stream_jobs.assemble.testing import LIMITS, Worker, curation, reward, session, step
+from stream_jobs.assemble.fold import AssemblyFold
+from stream_jobs.assemble.handlers import UndecodableRecord
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind
+from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.testing import LIMITS, InMemoryPartition, curation, reward, session, step
 
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (
             STEPS,
             10,
@@ -66,7 +65,7 @@ def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
 
 
 def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
-    w = Worker().feed((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
+    w = InMemoryPartition().feed((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
     w.feed((REWARDS, 3, reward("k", 0.1)))
     w.feed(
         (REWARDS, 4, reward("k", 0.1)), (REWARDS, 4, reward("k", 0.9))
@@ -84,7 +83,7 @@ def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
 
 
 def test_no_reward_is_not_zero_and_step_rewards_name_their_step() -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 1, step("k", 0)), (REWARDS, 1, reward("k", None)), (REWARDS, 1, reward("k", 0.2, n=0)),
         (REWARDS, 1, curation("k", "c", n=0, trainable=False, quality=0.5)), (STEPS, 2, session("k", "failed", reason="gave up")),
     )  # fmt: skip
@@ -96,7 +95,7 @@ def test_no_reward_is_not_zero_and_step_rewards_name_their_step() -> None:
 
 
 def test_tick_past_the_limit_closes_first_and_the_step_after_it_is_late() -> None:
-    w = Worker().feed((STEPS, 0, step("k", 0)), (STEPS, 1000, Tick(partition=0)))
+    w = InMemoryPartition().feed((STEPS, 0, step("k", 0)), (STEPS, 1000, Tick(partition=0)))
     assert not w.trajectories
     w.feed((STEPS, 1001, step("k", 1)), (STEPS, 1001, step("k", 1)))
     assert (w.trajectories["k"].outcome, w.trajectories["k"].closed_at) == ("timed_out", 1001)
@@ -109,7 +108,9 @@ SILENT = replace(LIMITS, silent_after=100)
 
 def test_what_a_gateway_spooled_while_kafka_was_away_is_not_late() -> None:
     """The tick that tells how long that was comes first; then the spool, in its own order."""
-    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (STEPS, 50, Tick(partition=0)))
+    w = InMemoryPartition(limits=SILENT).feed(
+        (STEPS, 0, step("k", 0)), (STEPS, 50, Tick(partition=0))
+    )
     w.feed((STEPS, 10**7, Tick(partition=0)))
     w.crash()
     w.feed((STEPS, 10**7 + 5, step("k", 1)), (STEPS, 10**7 + 6, session("k", "completed")))
@@ -118,12 +119,12 @@ def test_what_a_gateway_spooled_while_kafka_was_away_is_not_late() -> None:
 
 
 def test_after_a_silence_time_goes_on_where_it_stood() -> None:
-    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (REWARDS, 0, reward("x")))
+    w = InMemoryPartition(limits=SILENT).feed((STEPS, 0, step("k", 0)), (REWARDS, 0, reward("x")))
     w.feed(*((STEPS, t, Tick(partition=0)) for t in range(100, 401, 100)))
     w.feed((STEPS, 90_000, Tick(partition=0)))  # 100 ms of it count
-    assert not w.trajectories and not w.burials
+    assert not w.trajectories and not w.dead_letters
     w.feed((STEPS, 90_001, Tick(partition=0)))
-    assert [b.reason for b in w.burials] == ["unknown_target"]
+    assert [b.reason for b in w.dead_letters] == ["unknown_target"]
     w.feed(*((STEPS, t, Tick(partition=0)) for t in range(90_100, 90_501, 100)))
     assert not w.trajectories
     w.feed((STEPS, 90_501, Tick(partition=0)))
@@ -131,14 +132,16 @@ def test_after_a_silence_time_goes_on_where_it_stood() -> None:
 
 
 def test_a_brokers_clock_that_jumps_ahead_closes_nothing() -> None:
-    w = Worker(limits=SILENT).feed((STEPS, 0, step("k", 0)), (STEPS, 10**9, step("k", 1)))
+    w = InMemoryPartition(limits=SILENT).feed(
+        (STEPS, 0, step("k", 0)), (STEPS, 10**9, step("k", 1))
+    )
     w.feed((STEPS, 10**9 + 1, session("k", "completed")))
     assert len(w.trajectories["k"].steps) == 2
 
 
 def test_silences_are_forgotten_once_nothing_can_wait_since_before_them() -> None:
     limits = replace(SILENT, closed_horizon=2000, bucket_inactivity=2000, agent_inactivity=2000)
-    w = Worker(limits=limits)
+    w = InMemoryPartition(limits=limits)
     times = [t for n in range(50) for t in (n * 10_000, n * 10_000 + 50)]
     w.feed(*((STEPS, t, Tick(partition=0)) for t in times))
     assert 10 < len(w.state.silences.starts) < 30
@@ -151,21 +154,21 @@ def test_silences_are_forgotten_once_nothing_can_wait_since_before_them() -> Non
 
 
 def test_time_on_rewards_closes_nothing() -> None:
-    w = Worker().feed((STEPS, 0, step("k", 0)), (REWARDS, 99_999, Tick(partition=0)))
+    w = InMemoryPartition().feed((STEPS, 0, step("k", 0)), (REWARDS, 99_999, Tick(partition=0)))
     assert not w.trajectories and w.state.event_time == 0
 
 
 def test_reward_waits_for_its_target_then_is_buried() -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (REWARDS, 0, reward("k", 0.3)),
         (REWARDS, 0, reward("k", 0.4, n=1)),
         (REWARDS, 0, reward("x")),
     )
     w.feed((STEPS, 10, step("k", 0)), (STEPS, 20, session("k", "completed")))
     assert [r.value for r in w.last("k").rewards] == [0.3]
-    assert not w.burials
+    assert not w.dead_letters
     w.feed((STEPS, 501, Tick(partition=0)))
-    assert [(b.source, b.offset, b.reason) for b in w.burials] == [
+    assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
         (REWARDS, 1, "unknown_target"),
         (REWARDS, 2, "unknown_target"),
     ]
@@ -175,20 +178,20 @@ def test_reward_waits_for_its_target_then_is_buried() -> None:
 def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others() -> (
     None
 ):
-    w = Worker()
+    w = InMemoryPartition()
     w.feed(*((REWARDS, 0, reward("k", 0.1, n=1000 + i)) for i in range(50)))
     w.feed(*((STEPS, 0, session("k", "completed", f"e{i}")) for i in range(50)))
     late = [(n, name) for name in ("b", "a") for n in (0, None, 1)]
     w.feed(*((REWARDS, 0, reward("k", 0.5, n=n, name=name)) for n, name in late))
     w.crash()
     tried: list[int] = []
-    judge = w.fold._judge
+    judge = w.fold._handler
     target = judge.target
     judge.target = lambda key, tail: (tried.append(0), target(key, tail))[1]  # type: ignore[method-assign, func-returns-value]
     w.feed((STEPS, 1, step("k", 0)), (STEPS, 1, step("k", 1)))
     assert len(tried) < 50, "as many looks as rewards that wait for other steps"
-    folded = w.state.opened["r", "k"].folded
-    assert [(r.tail, r.name) for r in folded.rewards.values()] == [
+    folded = w.state.opened["r", "k"].annotations
+    assert [(r.step_suffix, r.name) for r in folded.rewards.values()] == [
         ("C0.0", "b"), (None, "b"), ("C0.0", "a"), (None, "a"), ("C1.0", "b"), ("C1.0", "a"),
     ]  # fmt: skip
     assert len(w.state.waiting[REWARDS]) == 50 and len(w.state.waiting[STEPS]) == 50
@@ -197,7 +200,7 @@ def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks
 def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "REWARDS_MAX", 3)
     monkeypatch.setattr(model, "MARKS_MAX", 2)
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2))
     )
     w.feed(
@@ -212,22 +215,24 @@ def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.Monke
     w.feed(
         (REWARDS, 2, reward("k", 0.1, name="n1")), (REWARDS, 2, curation("k", "e0", quality=0.0))
     )
-    assert [(b.offset, b.reason) for b in w.burials] == [
+    assert [(b.offset, b.reason) for b in w.dead_letters] == [
         (o, "too_many_rewards") for o in (3, 6, 7, 8)
     ]
     assert (
-        "trajectory k of run r has 3 rewards" in w.burials[0].detail
-        and "2 curation marks" in w.burials[1].detail
+        "trajectory k of run r has 3 rewards" in w.dead_letters[0].detail
+        and "2 curation marks" in w.dead_letters[1].detail
     )
     last = w.last("k")
     assert [(r.name, r.value) for r in last.rewards] == [("n0", 0.7), ("n1", 0.1), ("w0", 0.2)]
     assert last.quality == 0.1
     w.crash()
-    assert not w.state.waiting_for and len(w.state.closed["r", "k"].folded.rewards) == 3
+    assert not w.state.waiting_for and len(w.state.closed["r", "k"].annotations.rewards) == 3
 
 
 def test_early_completion_leaves_time_for_spooled_steps() -> None:
-    w = Worker().feed((STEPS, 0, session("k", "completed")), (STEPS, 0, session("x", "completed")))
+    w = InMemoryPartition().feed(
+        (STEPS, 0, session("k", "completed")), (STEPS, 0, session("x", "completed"))
+    )
     w.feed(
         (STEPS, 100, step("k", 0)),
         (STEPS, 101, session("k", "completed")),
@@ -236,12 +241,14 @@ def test_early_completion_leaves_time_for_spooled_steps() -> None:
     assert not w.trajectories
     w.feed((STEPS, 501, Tick(partition=0)))
     assert [(t.outcome, len(t.steps)) for t in w.trajectories.values()] == [("completed", 2)]
-    assert [(b.source, b.offset, b.reason) for b in w.burials] == [(STEPS, 1, "unknown_target")]
+    assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
+        (STEPS, 1, "unknown_target")
+    ]
 
 
 def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
-    w = Worker().feed(
-        (STEPS, 0, Bad("undecodable", "no header")),
+    w = InMemoryPartition().feed(
+        (STEPS, 0, UndecodableRecord("undecodable", "no header")),
         (STEPS, 0, reward("k")),
         (STEPS, 0, step("k", 0, prompt_token_ids=b"123")),
         (STEPS, 0, step("k", 0, step_id="other~C0.0")),
@@ -250,18 +257,18 @@ def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
         (REWARDS, 0, curation("k", "c", quality=1.5)),
         (REWARDS, 0, step("k", 0)),
     )
-    assert [(b.source, b.offset, b.reason) for b in w.burials] == [
+    assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
         (STEPS, 0, "undecodable"), *((STEPS, i, "invalid") for i in range(1, 5)), *((REWARDS, i, "invalid") for i in range(3)),
     ]  # fmt: skip
     assert not w.state.opened and w.state.applied == [4, 2]
-    fold = Fold(Assembly(), LIMITS)
+    fold = AssemblyFold(PartitionState(), LIMITS)
     fold.record(STEPS, 0, 0, b"wrong key", step("k", 0))
-    assert [b.reason for b in fold.state.pending.burials] == ["invalid"]
+    assert [b.reason for b in fold.state.pending.dead_letters] == ["invalid"]
 
 
 def test_horizon_and_bound_forget_the_oldest() -> None:
     limits = replace(LIMITS, closed_horizon=2000, closed_max=2)
-    w = Worker(limits).feed(
+    w = InMemoryPartition(limits).feed(
         *[
             (STEPS, i, e)
             for i in range(3)
@@ -274,20 +281,20 @@ def test_horizon_and_bound_forget_the_oldest() -> None:
     w.feed((STEPS, 2003, Tick(partition=0)), (REWARDS, 2002, Tick(partition=0)))
     assert [k[1] for k in w.state.closed] == ["k2"]
     w.feed((REWARDS, 9000, reward("k2")), (STEPS, 9501, Tick(partition=0)))
-    assert [b.reason for b in w.burials] == ["unknown_target"]
+    assert [b.reason for b in w.dead_letters] == ["unknown_target"]
 
 
 def test_too_many_waiting_bury_the_oldest() -> None:
-    w = Worker(replace(LIMITS, waiting_max=2)).feed(
+    w = InMemoryPartition(replace(LIMITS, waiting_max=2)).feed(
         *[(REWARDS, 0, reward(f"k{i}")) for i in range(3)]
     )
-    assert [b.offset for b in w.burials] == [0]
+    assert [b.offset for b in w.dead_letters] == [0]
 
 
 def test_lost_payload_still_gives_a_candidate() -> None:
-    w = Worker()
+    w = InMemoryPartition()
     w.decide([(STEPS, 0, 0, step("k", 0)), (STEPS, 1, 1, session("k", "completed"))])
-    w.state.apply([op.LOST, "r", "k", "payload lost to retention"])
+    w.state.apply([ChangeKind.PAYLOAD_LOST, "r", "k", "payload lost to retention"])
     w.payload.clear()
     w.emit()
     assert (w.last("k").outcome, w.last("k").trainable, w.last("k").reason) == (
@@ -299,10 +306,10 @@ def test_lost_payload_still_gives_a_candidate() -> None:
 
 
 def test_a_new_topic_closes_what_was_open_as_lost_and_starts_anew() -> None:
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 5, step("k", 0)), (STEPS, 6, step("j", 0)), (STEPS, 6, session("j", "completed"))
     )
-    w.fold.replaced(STEPS, "new", 0)
+    w.fold.replace_source(STEPS, "new", 0)
     w.batch([])
     assert (w.last("k").outcome, w.last("k").reason) == (
         "lost",
@@ -316,13 +323,13 @@ def test_a_new_topic_closes_what_was_open_as_lost_and_starts_anew() -> None:
 
 
 def test_what_was_to_be_buried_of_a_topic_that_is_no_more_buries_nothing_of_the_new_one() -> None:
-    w = Worker()
+    w = InMemoryPartition()
     w.decide(
         [
-            (STEPS, 0, 5, Bad("undecodable", "of steps")),
-            (REWARDS, 0, 5, Bad("undecodable", "of rewards")),
+            (STEPS, 0, 5, UndecodableRecord("undecodable", "of steps")),
+            (REWARDS, 0, 5, UndecodableRecord("undecodable", "of rewards")),
         ]
     )
-    w.fold.replaced(STEPS, "new", 0)
+    w.fold.replace_source(STEPS, "new", 0)
     w.batch([])
-    assert [b.detail for b in w.burials] == ["of rewards"]
+    assert [b.detail for b in w.dead_letters] == ["of rewards"]

@@ -9,10 +9,10 @@ import pytest
 
 from schemas.records import Sampling, Tag, VersionSpan
 from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.model import REWARDS, STEPS, Source
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
 from stream_jobs.assemble.testing import (
     LIMITS,
-    Worker,
+    InMemoryPartition,
     curation,
     failed_call,
     reward,
@@ -41,9 +41,13 @@ LARGE = bytes(9 << 20)
     ],
     ids=lambda v: "",
 )
-def test_what_would_make_our_own_records_too_large_is_buried(source: Source, event: Any) -> None:
-    w = Worker().feed((source, 0, event))
-    assert [(b.source, b.reason) for b in w.burials] == [(source, "invalid")] and not w.state.opened
+def test_what_would_make_our_own_records_too_large_is_buried(
+    source: SourceTopic, event: Any
+) -> None:
+    w = InMemoryPartition().feed((source, 0, event))
+    assert [(b.source, b.reason) for b in w.dead_letters] == [
+        (source, "invalid")
+    ] and not w.state.opened
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,9 @@ def test_what_would_make_our_own_records_too_large_is_buried(source: Source, eve
     ],
 )
 def test_untrainable_steps_say_why(more: dict[str, Any], reason: str) -> None:
-    w = Worker().feed((STEPS, 0, step("k", 0, **more)), (STEPS, 1, session("k", "completed")))
+    w = InMemoryPartition().feed(
+        (STEPS, 0, step("k", 0, **more)), (STEPS, 1, session("k", "completed"))
+    )
     assert w.trajectories["k"].steps[0].untrainable_reason == reason
     c = w.last("k")
     assert (c.trainable, c.oldest_sync_index, c.trainable_tokens) == (False, None, 0)
@@ -87,7 +93,7 @@ def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilitie
             source="engine", temperature=temperature, logprobs_mode="processed_logprobs", **more
         )
 
-    def trained(w: Worker) -> list[tuple[float | None, bool, str | None]]:
+    def trained(w: InMemoryPartition) -> list[tuple[float | None, bool, str | None]]:
         steps = [
             step("k", 0, sampling=how(0.7)),
             step("k", 1, (1, 2, 3), sampling=how(0.3, top_p=0.9)),
@@ -98,20 +104,20 @@ def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilitie
         assert [s.trainable for s in w.last("k").steps] == [s.trainable for s in found]
         return [(s.logprobs_temperature, s.trainable, s.untrainable_reason) for s in found]
 
-    assert trained(Worker()) == [
+    assert trained(InMemoryPartition()) == [
         (0.7, True, None),
         (0.3, False, "sampled with top_p=0.9"),
         (None, True, None),
     ]
-    assert trained(Worker(replace(LIMITS, train_truncated=True)))[1] == (0.3, True, None)
+    assert trained(InMemoryPartition(replace(LIMITS, train_truncated=True)))[1] == (0.3, True, None)
 
 
 def test_a_failed_call_folds_to_nothing() -> None:
     """It opens no trajectory, is no step of one, keeps none open, and is no dead letter; that time goes on is all it says."""
-    w = Worker().feed(
+    w = InMemoryPartition().feed(
         (STEPS, 0, failed_call("k")), (STEPS, 0, failed_call(None, source="gateway", status=503))
     )
-    assert (w.state.opened, w.burials, w.payload) == ({}, [], {})
+    assert (w.state.opened, w.dead_letters, w.payload) == ({}, [], {})
     w.feed(
         (STEPS, 0, step("k", 0)),
         (STEPS, 900, failed_call("k", 1)),
@@ -120,9 +126,9 @@ def test_a_failed_call_folds_to_nothing() -> None:
     assert [s.step_id for s in w.trajectories["k"].steps] == ["k~C0.0"] and w.trajectories[
         "k"
     ].outcome == "timed_out"
-    assert not w.state.opened and not w.burials
+    assert not w.state.opened and not w.dead_letters
 
 
 def test_a_failed_call_among_rewards_is_a_dead_letter() -> None:
-    w = Worker().feed((REWARDS, 0, failed_call("k")))
-    assert [(b.source, b.reason) for b in w.burials] == [(REWARDS, "invalid")]
+    w = InMemoryPartition().feed((REWARDS, 0, failed_call("k")))
+    assert [(b.source, b.reason) for b in w.dead_letters] == [(REWARDS, "invalid")]

@@ -19,11 +19,19 @@ from schemas.tokens import pack_ids
 from stream_jobs.admit.decisions.journal import InputRecord
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.matching import token_prefix
-from stream_jobs.assemble.matching.token_prefix import measure
-from stream_jobs.assemble.model import REWARDS, STEPS, Open, StepEntry, Steps
+from stream_jobs.assemble.matching.token_prefix import match_prefix
+from stream_jobs.assemble.model import REWARDS, STEPS, OpenStep, OpenSteps, OpenTrajectory
 from stream_jobs.assemble.output_records import payload_bytes
 from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
-from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, curation, reward, session, step
+from stream_jobs.assemble.testing import (
+    ANONYMOUS_KEY,
+    LIMITS,
+    InMemoryPartition,
+    curation,
+    reward,
+    session,
+    step,
+)
 from trainer.data.sequences import sequences_of
 
 AGENT = agent_key("codex", b"", "s")
@@ -32,7 +40,7 @@ SHORT = replace(LIMITS, steps_max=3)
 
 def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> None:
     """300 turns of 200 tokens: 36 MB of prompts, 240 KB of tokens."""
-    history, w, asked = list[int](), Worker(), 0
+    history, w, asked = list[int](), InMemoryPartition(), 0
     for n in range(300):
         history += [7] * 150
         w.decide([(STEPS, n, n, step("k", n, history, [n] * 50))])
@@ -50,7 +58,7 @@ def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> No
 
 
 def test_a_closing_leaves_nothing_behind_that_only_a_search_for_cycles_finds() -> None:
-    w, history = Worker(), [1, 2, 3]
+    w, history = InMemoryPartition(), [1, 2, 3]
     for n in range(20):
         w.decide([(STEPS, n, n, step("k", n, history + ([n] if n % 3 else []), [n] * 5))])
         history += [n] * 5
@@ -66,7 +74,9 @@ def test_a_closing_leaves_nothing_behind_that_only_a_search_for_cycles_finds() -
 
 
 def test_the_step_that_fills_a_trajectory_closes_it_and_what_follows_is_late() -> None:
-    w = Worker(SHORT).feed(*((REWARDS, 1, reward("k", 0.5, n, name=f"n{n}")) for n in (2, 3)))
+    w = InMemoryPartition(SHORT).feed(
+        *((REWARDS, 1, reward("k", 0.5, n, name=f"n{n}")) for n in (2, 3))
+    )
     w.feed(
         *((STEPS, 1 + n, step("k", n)) for n in range(5)),
         (STEPS, 9, step("k", 2)),
@@ -84,12 +94,12 @@ def test_the_step_that_fills_a_trajectory_closes_it_and_what_follows_is_late() -
     assert [r.value for r in w.last("k").rewards] == [0.7, 0.5]
 
 
-@pytest.mark.parametrize("key", [AGENT, BUCKET])
+@pytest.mark.parametrize("key", [AGENT, ANONYMOUS_KEY])
 @pytest.mark.parametrize("disturbed", ["", "crash", "snapshot"])
 def test_behind_a_full_one_the_next_call_begins_the_next_trajectory(
     key: str, disturbed: str
 ) -> None:
-    tokens, w = [1], Worker(SHORT)
+    tokens, w = [1], InMemoryPartition(SHORT)
     for n in range(7):
         w.feed((STEPS, n, step(key, n, tokens, [2 + n])))
         tokens = [*tokens, 2 + n, 1]
@@ -109,7 +119,7 @@ def test_behind_a_full_one_the_next_call_begins_the_next_trajectory(
 
 
 def test_a_trajectory_has_a_bounded_payload() -> None:
-    w = Worker(replace(LIMITS, payload_max=10_000))
+    w = InMemoryPartition(replace(LIMITS, payload_max=10_000))
     w.feed(*((STEPS, n, step("k", n, [1], [2] * 500)) for n in range(4)))
     t = w.trajectories["k"]
     assert (t.outcome, len(t.steps)) == ("timed_out", 3) and str(t.reason).endswith(
@@ -118,7 +128,7 @@ def test_a_trajectory_has_a_bounded_payload() -> None:
 
 
 def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> None:
-    w = Worker(replace(LIMITS, closed_max=15))
+    w = InMemoryPartition(replace(LIMITS, closed_max=15))
     for i in range(10):
         w.feed(
             *((STEPS, i, step(f"k{i}", n)) for n in range(300)),
@@ -134,7 +144,7 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     tag; the conversation is compacted now and then."""
     key, count = "k" * 200, 2500
     ids = [f"{key}~{n:026d}.0" for n in range(count)]
-    title, w, prompt = (Tag(name="title", evidence="e"),), Worker(), [0]
+    title, w, prompt = (Tag(name="title", evidence="e"),), InMemoryPartition(), [0]
     for n in range(count):
         made = step(
             key,
@@ -204,11 +214,11 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
 def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
     made: Any, recent: int
 ) -> None:
-    steps, whole = Steps(), list[tuple[list[int], list[int]]]()
+    steps, whole = OpenSteps(), list[tuple[list[int], list[int]]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_prefix, "RECENT", recent)
         for n, (prompt, response, status) in enumerate(made):
-            found = measure(steps, step("k", n, prompt, response))
+            found = match_prefix(steps, step("k", n, prompt, response))
             begins = [len(p + r) if r and prompt[: len(p + r)] == p + r else 0 for p, r in whole]
             longest = max(begins, default=0)
             equal = [i for i, end in enumerate(begins) if end == longest and end]
@@ -219,10 +229,10 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
                 for p, r in whole
                 if r and max(longest, 1) <= len(p) < len(prompt) and prompt[: len(p)] == p
             ]
-            assert found.leaves == (bool(left) and base != len(steps) - 1)
+            assert found.diverges == (bool(left) and base != len(steps) - 1)
             size = (len(prompt), len(response))
             steps.append(
-                StepEntry(
+                OpenStep(
                     n,
                     n,
                     f"C{n}.0",
@@ -234,7 +244,7 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
                     None,
                     None,
                     0,
-                    found.asked,
+                    found.prompt_hash,
                 )
             )
             whole.append((prompt, response))
@@ -244,14 +254,15 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
 
 @given(conversations())
 def test_what_is_looked_up_is_the_same_when_rebuilt(made: Any) -> None:
-    w = Worker()
+    w = InMemoryPartition()
     for n, (prompt, response, status) in enumerate(made):
         w.feed(
             (STEPS, n, step("k", n, prompt, response, status=status, idempotency_key=f"i{n % 3}"))
         )
     trajectory = w.state.opened["r", "k"]
-    again = Open.load(trajectory.dump())
+    again = OpenTrajectory.load(trajectory.dump())
     assert again == trajectory
     assert all(
-        getattr(again.steps, name) == getattr(trajectory.steps, name) for name in Steps.__slots__
+        getattr(again.steps, name) == getattr(trajectory.steps, name)
+        for name in OpenSteps.__slots__
     )

@@ -18,16 +18,16 @@ from stream_jobs.assemble.model import (
     REWARDS_MAX,
     STEPS,
     STEPS_MAX,
-    Assessed,
-    Closed,
+    Annotations,
+    AssessmentState,
     ClosedStep,
-    Folded,
-    Marks,
-    RewardEntry,
+    ClosedTrajectory,
+    CurationState,
+    CurrentReward,
 )
 from stream_jobs.assemble.output_records import at_most, candidate, in_parts, payload_bytes, slices
-from stream_jobs.assemble.payload.cache import Payload, PayloadCache
-from stream_jobs.assemble.testing import Worker, session, step
+from stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
+from stream_jobs.assemble.testing import InMemoryPartition, session, step
 from stream_jobs.reward.job import PartBuffer
 
 CODEC = Codec()
@@ -118,22 +118,33 @@ def test_what_never_becomes_whole_is_given_up() -> None:
             assert buffer.done(late.offset) == late.offset
 
 
-def closed(steps: int, reason: str | None = None) -> Closed:
+def closed(steps: int, reason: str | None = None) -> ClosedTrajectory:
     entries = [ClosedStep(f"{'C' * 26}{i}.0", 0, 5, reason, "r/4.0", "r/7.1") for i in range(steps)]
-    return Closed(
-        0, 1, "completed", None, "train", None, 4, 2, entries, Folded(), prompt_tokens=9, revision=3
+    return ClosedTrajectory(
+        0,
+        1,
+        "completed",
+        None,
+        "train",
+        None,
+        4,
+        2,
+        entries,
+        Annotations(),
+        prompt_tokens=9,
+        revision=3,
     )
 
 
 def test_candidate_says_what_admission_needs() -> None:
     state = closed(2)
-    state.folded.marks = {
-        "": Marks(quality=0.5, tags=["x"]),
-        state.steps[1].tail: Marks(trainable=False),
+    state.annotations.marks = {
+        "": CurationState(quality=0.5, tags=["x"]),
+        state.steps[1].step_suffix: CurationState(trainable=False),
     }
     for slot in (("rule", "b"), ("env", "z"), ("env", "a")):
-        r = RewardEntry(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
-        state.folded.rewards[r.slot] = r
+        r = CurrentReward(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
+        state.annotations.rewards[r.slot] = r
     c = candidate(("r", "k"), state, CODEC)
     assert (c.revision, c.group_id, c.group_size, c.round, c.prompt_tokens, c.trainable_tokens) == (
         3,
@@ -146,7 +157,7 @@ def test_candidate_says_what_admission_needs() -> None:
     assert (c.oldest_sync_index, c.newest_sync_index, c.quality, c.tags) == (4, 7, 0.5, ("x",))
     assert [(r.source, r.name) for r in c.rewards] == [("env", "a"), ("env", "z"), ("rule", "b")]
     assert [(s.trainable, s.reason) for s in c.steps] == [(True, None), (False, "curation")]
-    assert Closed.load(state.dump()) == state
+    assert ClosedTrajectory.load(state.dump()) == state
 
 
 LONGEST_KEY = "k" * 200
@@ -155,12 +166,12 @@ LONGEST_KEY = "k" * 200
 def test_candidate_of_any_trajectory_names_its_steps() -> None:
     """As many steps as there can be, under the longest key, each with as many rewards as a trajectory keeps for it."""
     state = closed(STEPS_MAX)
-    state.folded.assessed = Assessed(1, 0.5, [0.9876] * STEPS_MAX)
+    state.annotations.assessed = AssessmentState(1, 0.5, [0.9876] * STEPS_MAX)
     for i in range(REWARDS_MAX):
-        r = RewardEntry(
-            "judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].tail, 0.5, None, 1
+        r = CurrentReward(
+            "judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].step_suffix, 0.5, None, 1
         )
-        state.folded.rewards[r.slot] = r
+        state.annotations.rewards[r.slot] = r
     c = candidate(("r", LONGEST_KEY), state, CODEC)
     assert c.trainable and (len(c.steps), len(c.rewards)) == (STEPS_MAX, REWARDS_MAX)
     assert 0.9 * MAX_RECORD_BYTES < len(CODEC.encode(c)) <= MAX_RECORD_BYTES
@@ -169,7 +180,9 @@ def test_candidate_of_any_trajectory_names_its_steps() -> None:
 def test_candidate_above_its_bound_is_not_trained() -> None:
     state = closed(2000)
     for i, s in enumerate(state.steps):
-        state.folded.marks[s.tail] = Marks(tags=[f"{i} {j} {'x' * 180}" for j in range(50)])
+        state.annotations.marks[s.step_suffix] = CurationState(
+            tags=[f"{i} {j} {'x' * 180}" for j in range(50)]
+        )
     c = candidate(("r", LONGEST_KEY), state, CODEC)
     assert len(CODEC.encode(c)) <= MAX_RECORD_BYTES and c.steps == ()
     assert not c.trainable and c.reason is not None and "2000 steps" in c.reason
@@ -235,13 +248,15 @@ def test_slices_keep_order_and_bound(sizes: list[int], limit: int) -> None:
 
 def test_tags_of_a_step_come_out_with_their_evidence_and_with_their_names() -> None:
     tags = (Tag(name="sub_agent", evidence="header"), Tag(name="title", evidence="prompt"))
-    w = Worker().feed((STEPS, 0, step("k", 0, tags=tags)), (STEPS, 1, session("k", "completed")))
+    w = InMemoryPartition().feed(
+        (STEPS, 0, step("k", 0, tags=tags)), (STEPS, 1, session("k", "completed"))
+    )
     assert w.trajectories["k"].steps[0].tags == tags
     assert w.last("k").steps[0].tags == ("sub_agent", "title")
 
 
 def test_what_a_slice_counts_is_what_the_payload_takes() -> None:
-    w = Worker()
+    w = InMemoryPartition()
     first = step("k", 0, [1] * 3000, [2] * 1000, response_json=b'"%s"' % (b"x" * 50_000))
     w.decide(
         [
@@ -250,5 +265,5 @@ def test_what_a_slice_counts_is_what_the_payload_takes() -> None:
         ]
     )
     (trajectory,) = w.state.opened.values()
-    kept = sum(p.size for p in w.payload.values() if isinstance(p, Payload))
+    kept = sum(p.size for p in w.payload.values() if isinstance(p, StepPayload))
     assert abs(payload_bytes(trajectory) - kept) < 2048

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from schemas.records import Tick
-from stream_jobs.assemble.changelog import StateLog
-from stream_jobs.assemble.model import REWARDS, STEPS, Source
-from stream_jobs.assemble.state import Assembly
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.state import PartitionState
 from stream_jobs.assemble.testing import (
-    BUCKET,
+    ANONYMOUS_KEY,
     CODEC,
-    Worker,
+    InMemoryPartition,
     assessment,
     content,
     curation,
@@ -26,7 +26,7 @@ from stream_jobs.assemble.testing import (
     step,
 )
 
-KEYS = ("a", "b", BUCKET)
+KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)
 
 
@@ -52,9 +52,9 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
             more["idempotency_key"] = draw(st.sampled_from([None, None, "i"]))
             steps.append(step(key, n, prompt, [n + 10], **more))
             chains[key] = [*prompt, n + 10, 2]
-        elif kind == "tick" or (key == BUCKET and kind == "opened"):
+        elif kind == "tick" or (key == ANONYMOUS_KEY and kind == "opened"):
             steps.append(Tick(partition=0))
-        elif key == BUCKET:
+        elif key == ANONYMOUS_KEY:
             n = draw(st.integers(0, 4))
             steps.append(session(key, kind, f"{n}-{kind}", step_id=f"{key}~C{n}.0"))
         else:
@@ -64,8 +64,8 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
     rewards: list[Any] = []
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
-        n = 0 if n is None and key == BUCKET else n
-        if draw(st.integers(0, 3)) == 0 and key != BUCKET:
+        n = 0 if n is None and key == ANONYMOUS_KEY else n
+        if draw(st.integers(0, 3)) == 0 and key != ANONYMOUS_KEY:
             rewards.append(
                 assessment(
                     key,
@@ -105,12 +105,12 @@ def again(draw: st.DrawFn, log: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
 
 def merged(
     draw: st.DrawFn, logs: Sequence[list[tuple[int, Any]]]
-) -> list[tuple[Source, int, int, Any]]:
+) -> list[tuple[SourceTopic, int, int, Any]]:
     """Any interleaving that keeps each log's own order."""
     left = [list(enumerate(log)) for log in logs]
-    out: list[tuple[Source, int, int, Any]] = []
+    out: list[tuple[SourceTopic, int, int, Any]] = []
     while left[0] or left[1]:
-        source: Source = STEPS if not left[1] or (left[0] and draw(st.booleans())) else REWARDS
+        source: SourceTopic = STEPS if not left[1] or (left[0] and draw(st.booleans())) else REWARDS
         offset, (at, event) = left[source].pop(0)
         out.append((source, offset, at, event))
     return out
@@ -120,12 +120,14 @@ def merged(
 @given(st.data())
 def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.DataObject) -> None:
     logs = data.draw(inputs())
-    plain = Worker()
+    plain = InMemoryPartition()
     for source in (STEPS, REWARDS):
         plain.batch([(source, i, at, e) for i, (at, e) in enumerate(logs[source])])
     # What was buried for want of a target and is sent once more may find it then: that is what replaying a dead letter is for.
-    records = merged(data.draw, logs if plain.burials else [again(data.draw, log) for log in logs])
-    other, at = Worker(), 0
+    records = merged(
+        data.draw, logs if plain.dead_letters else [again(data.draw, log) for log in logs]
+    )
+    other, at = InMemoryPartition(), 0
     while at < len(records):
         size = data.draw(st.integers(1, 5))
         other.decide(records[at : at + size])
@@ -148,7 +150,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.Da
 @given(st.data())
 def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> None:
     records = merged(data.draw, data.draw(inputs()))
-    w, at = Worker(), 0
+    w, at = InMemoryPartition(), 0
     while at < len(records):
         size = data.draw(st.integers(1, 4))
         w.batch(records[at : at + size])
@@ -156,24 +158,24 @@ def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> Non
         if data.draw(st.integers(0, 3)) == 0:
             w.snapshot()
     w.decide([])
-    log = StateLog()
+    log = ChangelogReader()
     for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
     assert log.seq == w.seq
     ticks_alone = {"applied": None, "time": None}  # need not be on the log
     assert _fields(log.state) | ticks_alone == _fields(w.state) | ticks_alone
-    assert Assembly.load(log.state.dump()) == log.state
+    assert PartitionState.load(log.state.dump()) == log.state
 
 
-def _fields(state: Assembly) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in Assembly.__slots__}
+def _fields(state: PartitionState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in PartitionState.__slots__}
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_reading_again_changes_nothing(data: st.DataObject) -> None:
     records = merged(data.draw, data.draw(inputs()))
-    w = Worker().batch(records)
+    w = InMemoryPartition().batch(records)
     before, seq = content(w), w.seq
     w.decide([])
     w.batch(records)

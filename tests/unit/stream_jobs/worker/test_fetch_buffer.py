@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.worker.fetch_buffer import Inbox
+from stream_jobs.worker.fetch_buffer import FetchBuffer
 
 
 def record(offset: int, size: int) -> Any:
@@ -21,7 +21,7 @@ def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[l
     """Batches of 5 records or 100 bytes, pieces of 25 bytes, records of up to 60."""
 
     async def main() -> None:
-        inbox = Inbox(5, 100, 25)
+        inbox = FetchBuffer(5, 100, 25)
         offset = 0
         fetched = list[dict[str, list[Any]]]()
         for sizes in fetches:
@@ -46,7 +46,7 @@ def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[l
 
 def test_who_puts_waits_while_there_is_enough() -> None:
     async def main() -> None:
-        inbox = Inbox(500, 100, 25)
+        inbox = FetchBuffer(500, 100, 25)
         putting = asyncio.create_task(inbox.put(1, {"p": [record(i, 50) for i in range(10)]}))
         await asyncio.sleep(0)
         assert not putting.done() and inbox._waiting_bytes == 100

@@ -19,7 +19,7 @@ from runtime.topics.records import Decoder
 from schemas.codec.single_object import MAGIC, Codec
 from schemas.records import Tick
 from schemas.settings import Settings
-from stream_jobs.errors import Overtaken
+from stream_jobs.errors import FencedOut
 from stream_jobs.worker import shell
 from stream_jobs.worker.shell import Shell
 
@@ -127,7 +127,7 @@ def shell_of(job: Job, tmp_path: Path) -> Any:
     return shell
 
 
-@pytest.mark.parametrize("error", [None, Overtaken("by the other worker")])
+@pytest.mark.parametrize("error", [None, FencedOut("by the other worker")])
 def test_a_take_over_that_a_rebalance_overtakes_is_given_up(
     tmp_path: Path, died: list[BaseException], error: Exception | None
 ) -> None:
@@ -155,7 +155,7 @@ def test_who_is_overtaken_in_no_rebalance_dies(tmp_path: Path, died: list[BaseEx
     async def main() -> None:
         job = Job()
         job.go.set()
-        job.error = Overtaken("by a stranger")
+        job.error = FencedOut("by a stranger")
         await shell_of(job, tmp_path)._assigned()
 
     asyncio.run(main())

@@ -40,12 +40,12 @@ from schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSp
 from schemas.settings import KafkaSettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.payload.cache import Kept, payload_of
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.assemble.testing import (
-    BUCKET,
+    ANONYMOUS_KEY,
     LIMITS,
-    Worker,
+    InMemoryPartition,
     assessment,
     content,
     curation,
@@ -67,7 +67,7 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
     """(time, event) of steps and of rewards; a tick ends both. Some records appear twice."""
     steps: list[Any] = []
     for n in range(draw(st.integers(1, 12))):
-        key = draw(st.sampled_from(("a", "b", BUCKET)))
+        key = draw(st.sampled_from(("a", "b", ANONYMOUS_KEY)))
         match draw(st.sampled_from(("step", "step", "done", "opened", "tick"))):
             case "step":
                 steps.append(step(key, n, [1, *range(n)], [n + 10]))
@@ -76,10 +76,10 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
                     session(
                         key,
                         "completed",
-                        step_id=f"{key}~C{max(0, n - 1)}.0" if key == BUCKET else None,
+                        step_id=f"{key}~C{max(0, n - 1)}.0" if key == ANONYMOUS_KEY else None,
                     )
                 )
-            case "opened" if key != BUCKET:
+            case "opened" if key != ANONYMOUS_KEY:
                 steps.append(session(key, "opened", metadata_json=b"{}"))
             case _:
                 steps.append(Tick(partition=0))
@@ -125,11 +125,11 @@ def no_rules(_: Trajectory) -> list[Reward]:
 def payload_again(steps: Log) -> Any:
     """Payload that the cache has lost, read from the list."""
 
-    def again(_: int, starts: Mapping[int, int]) -> Iterable[tuple[int, Kept]]:
+    def again(_: int, starts: Mapping[int, int]) -> Iterable[tuple[int, CachedPayload]]:
         for offset, start in starts.items():
             event = steps[offset][1]
-            kept: Kept = (
-                payload_of(event, provenance(event), start)
+            kept: CachedPayload = (
+                payload_of(event, trainability(event), start)
                 if isinstance(event, Step)
                 else event.metadata_json or b""
             )
@@ -159,7 +159,7 @@ def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(
     given_logs: tuple[Log, Log],
 ) -> None:
     steps, rewards = given_logs
-    worker = Worker()
+    worker = InMemoryPartition()
     worker.feed(*((STEPS, t, e) for t, e in steps))
     worker.feed(*((REWARDS, t, e) for t, e in rewards))
     trajectories, candidates = content(worker)
@@ -375,7 +375,7 @@ def test_a_copy_of_one_run_under_another_name() -> None:
         ["n/1.0", "n/2.0"],
     )
     assert (made.copied, made.left_out) == (1, 2)
-    assert provenance(kept).reason is None
+    assert trainability(kept).reason is None
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
 
 

@@ -11,9 +11,9 @@ from schemas.records import Step, Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.testing import (
-    BUCKET,
+    ANONYMOUS_KEY,
     LIMITS,
-    Worker,
+    InMemoryPartition,
     content,
     curation,
     reward,
@@ -25,13 +25,13 @@ SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, bucket_inactivity=100, agent_inactivity=300)
 
 
-def fed(*steps: tuple[int, Step]) -> Worker:
-    return Worker(PATIENT).feed(*[(STEPS, at, s) for at, s in steps])
+def fed(*steps: tuple[int, Step]) -> InMemoryPartition:
+    return InMemoryPartition(PATIENT).feed(*[(STEPS, at, s) for at, s in steps])
 
 
 def test_a_session_is_known_by_its_key() -> None:
     assert SESSION.startswith("agent-claude-code-")
-    assert is_unnamed(SESSION) and is_unnamed(BUCKET) and not is_bucket(SESSION)
+    assert is_unnamed(SESSION) and is_unnamed(ANONYMOUS_KEY) and not is_bucket(SESSION)
     assert not is_unnamed("claude-code-" + "0" * 32) and not is_unnamed(f"{SESSION}~C1")
     assert (
         len(
@@ -56,13 +56,13 @@ def test_a_pause_ends_a_session_as_completed_and_the_next_call_begins_the_next_t
     assert [s.step_id for s in done.steps] == [f"{SESSION}~C1.0", f"{SESSION}~C2.0"]
     w.feed((STEPS, 900, Tick(partition=0)))
     assert [s.step_id for s in w.trajectories[f"{SESSION}~C3"].steps] == [f"{SESSION}~C3.0"]
-    assert not w.marks and not w.burials
+    assert not w.marks and not w.dead_letters
 
 
 def test_an_agent_may_pause_longer_than_who_names_nothing() -> None:
-    w = fed((0, step(SESSION, 1)), (0, step(BUCKET, 1)))
+    w = fed((0, step(SESSION, 1)), (0, step(ANONYMOUS_KEY, 1)))
     w.feed((STEPS, 101, Tick(partition=0)))
-    assert list(w.trajectories) == [f"{BUCKET}~C1"]
+    assert list(w.trajectories) == [f"{ANONYMOUS_KEY}~C1"]
     assert Settings().jobs.agent_inactivity_s > Settings().jobs.bucket_inactivity_s
 
 
@@ -100,7 +100,10 @@ def test_rewards_and_marks_name_a_step_of_the_session() -> None:
     assert [(r.value, r.step_id) for r in found.rewards] == [(0.5, None)] and found.steps[
         0
     ].quality == 0.25
-    assert [(b.source, b.reason) for b in w.burials] == [(REWARDS, "invalid"), (STEPS, "invalid")]
+    assert [(b.source, b.reason) for b in w.dead_letters] == [
+        (REWARDS, "invalid"),
+        (STEPS, "invalid"),
+    ]
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -111,11 +114,13 @@ def test_a_new_owner_goes_on_with_the_session(stored: bool) -> None:
         (400, step(SESSION, 3)),
         (710, step(SESSION, 4)),
     ]
-    plain, w = fed(*records), Worker(PATIENT)
+    plain, w = fed(*records), InMemoryPartition(PATIENT)
     for at, one in records:
         w.feed((STEPS, at, one))
         if stored:
             w.snapshot()
         w.crash()
-    assert w.state.agents.keys() == plain.state.agents.keys() and len(w.state.agents) == 1
+    assert (
+        w.state.agent_open.keys() == plain.state.agent_open.keys() and len(w.state.agent_open) == 1
+    )
     assert content(w) == content(plain) and len(w.trajectories) == 2

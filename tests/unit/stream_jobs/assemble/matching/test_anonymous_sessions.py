@@ -14,19 +14,24 @@ from support.examples import examples
 
 from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.assemble.changelog import StateLog
-from stream_jobs.assemble.matching.anonymous_sessions import STALE_MAX, Ends, Places, choose
-from stream_jobs.assemble.model import REWARDS, STEPS, Steps
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.matching.anonymous_sessions import (
+    STALE_MAX,
+    PrefixIndex,
+    StepMatches,
+    place_step,
+)
+from stream_jobs.assemble.model import REWARDS, STEPS, OpenSteps
 from stream_jobs.assemble.testing import (
-    BUCKET,
+    ANONYMOUS_KEY,
     CODEC,
     LIMITS,
-    Worker,
+    InMemoryPartition,
+    chat_step,
     content,
     curation,
     reward,
     session,
-    spoken,
 )
 
 TASK = [
@@ -49,7 +54,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def split(w: Worker) -> list[list[str]]:
+def split(w: InMemoryPartition) -> list[list[str]]:
     """Step numbers of each trajectory, by index, when all of them have closed."""
     w.feed((STEPS, 10_000_000, Tick(partition=0)))
     return sorted(
@@ -58,31 +63,31 @@ def split(w: Worker) -> list[list[str]]:
     )
 
 
-def fed(*steps: Step) -> Worker:
-    return Worker(QUIET).feed(*[(STEPS, i, s) for i, s in enumerate(steps)])
+def fed(*steps: Step) -> InMemoryPartition:
+    return InMemoryPartition(QUIET).feed(*[(STEPS, i, s) for i, s in enumerate(steps)])
 
 
 def test_a_conversation_is_one_trajectory_named_after_its_first_call() -> None:
-    w = fed(spoken(0, TASK, said("a")), spoken(1, [*TASK, said("a"), user("u")], said("b")))
+    w = fed(chat_step(0, TASK, said("a")), chat_step(1, [*TASK, said("a"), user("u")], said("b")))
     assert split(w) == [["C0", "C1"]]
     (t,) = w.trajectories.values()
     assert (t.trajectory_id, t.trajectory_key, t.group_id) == (
-        f"{BUCKET}~C0",
-        BUCKET,
-        f"{BUCKET}~C0",
+        f"{ANONYMOUS_KEY}~C0",
+        ANONYMOUS_KEY,
+        f"{ANONYMOUS_KEY}~C0",
     )
     assert (t.outcome, t.reason) == ("completed", "inactive")
     assert [(s.step_id, s.parent, s.drift) for s in t.steps] == [
-        (f"{BUCKET}~C0.0", None, "root"),
-        (f"{BUCKET}~C1.0", 0, "clean"),
+        (f"{ANONYMOUS_KEY}~C0.0", None, "root"),
+        (f"{ANONYMOUS_KEY}~C1.0", 0, "clean"),
     ]
-    assert w.last(t.trajectory_id).trajectory_key == BUCKET
+    assert w.last(t.trajectory_id).trajectory_key == ANONYMOUS_KEY
 
 
 def test_rollouts_of_one_prompt_side_by_side_stay_apart() -> None:
-    first = [spoken(i, TASK, said(f"try {i}")) for i in range(8)]
+    first = [chat_step(i, TASK, said(f"try {i}")) for i in range(8)]
     second = [
-        spoken(10 + i, [*TASK, said(f"try {i}"), user("go on")], said("ok"))
+        chat_step(10 + i, [*TASK, said(f"try {i}"), user("go on")], said("ok"))
         for i in reversed(range(8))
     ]
     assert split(fed(*first, *second)) == sorted([f"C{i}", f"C{10 + i}"] for i in range(8))
@@ -90,8 +95,8 @@ def test_rollouts_of_one_prompt_side_by_side_stay_apart() -> None:
 
 def test_equal_replies_are_gone_on_from_once_each() -> None:
     w = fed(
-        *[spoken(i, TASK, said("same")) for i in range(3)],
-        *[spoken(10 + i, [*TASK, said("same"), user(f"u{i}")], said("x")) for i in range(3)],
+        *[chat_step(i, TASK, said("same")) for i in range(3)],
+        *[chat_step(10 + i, [*TASK, said("same"), user(f"u{i}")], said("x")) for i in range(3)],
     )
     assert split(w) == [["C0", "C10"], ["C1", "C11"], ["C2", "C12"]]
 
@@ -102,12 +107,12 @@ def test_a_transient_message_that_always_moves_to_the_end_does_not_split() -> No
     result = {"role": "tool", "tool_call_id": "call78f8", "content": "a.py"}
     back = called("call78f8", arguments='{"path":"."}')
     w = fed(
-        spoken(0, [*TASK, note], called("call_78f8")),
-        spoken(1, [*TASK, note], called("call_99ab")),
-        spoken(2, [*TASK, back, result, note], said("done")),
+        chat_step(0, [*TASK, note], called("call_78f8")),
+        chat_step(1, [*TASK, note], called("call_99ab")),
+        chat_step(2, [*TASK, back, result, note], said("done")),
     )
     assert split(w) == [["C0", "C2"], ["C1"]]
-    assert [s.drift for s in w.trajectories[f"{BUCKET}~C0"].steps] == ["root", "root"]
+    assert [s.drift for s in w.trajectories[f"{ANONYMOUS_KEY}~C0"].steps] == ["root", "root"]
 
 
 def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None:
@@ -115,23 +120,23 @@ def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None
     thought = {"content": "4", "reasoning_content": "two and two"}
     sampled = pack_ids([7, 7, 7, 2000])
     w = fed(
-        spoken(0, TASK, thought, response_token_ids=sampled),
-        spoken(1, [*TASK, said("4"), user("sure?")], said("yes")),
-        spoken(
+        chat_step(0, TASK, thought, response_token_ids=sampled),
+        chat_step(1, [*TASK, said("4"), user("sure?")], said("yes")),
+        chat_step(
             2, [*TASK, said("5"), user("sure?")], said("no")
         ),  # another conversation, whose beginning nobody saw
     )
     assert split(w) == [["C0", "C1"], ["C2"]]
-    steps = w.trajectories[f"{BUCKET}~C0"].steps
+    steps = w.trajectories[f"{ANONYMOUS_KEY}~C0"].steps
     assert [(s.drift, s.parent) for s in steps] == [("root", None), ("realigned", 0)]
 
 
 def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
     w = fed(
-        spoken(0, TASK, called("call_1")),
-        spoken(1, [TASK[1], called("call_1"), user("r")], called("call_2")),
+        chat_step(0, TASK, called("call_1")),
+        chat_step(1, [TASK[1], called("call_1"), user("r")], called("call_2")),
     )
-    w.feed((STEPS, 5, spoken(2, [TASK[1], called("call_2"), user("r")], said("done"))))
+    w.feed((STEPS, 5, chat_step(2, [TASK[1], called("call_2"), user("r")], said("done"))))
     assert split(w) == [["C0", "C1", "C2"]]
 
 
@@ -152,7 +157,9 @@ def test_calls_that_come_back_as_text_do_not_split() -> None:
     for turn in range(3):
         for run, history in enumerate(histories):
             call_id = f"call_{run}{turn}abc"
-            steps.append(spoken(10 * run + turn, history, called(call_id, "search", '{"q": "x"}')))
+            steps.append(
+                chat_step(10 * run + turn, history, called(call_id, "search", '{"q": "x"}'))
+            )
             history += repeated(call_id, {"q": "x"})
     assert split(fed(*steps)) == sorted(
         [f"C{10 * run + turn}" for turn in range(3)] for run in range(4)
@@ -161,9 +168,9 @@ def test_calls_that_come_back_as_text_do_not_split() -> None:
 
 def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_messages() -> None:
     tasks = [[*TASK, user(f"part {run}")] for run in range(3)]
-    first = [spoken(run, task, called("search:0", "search")) for run, task in enumerate(tasks)]
+    first = [chat_step(run, task, called("search:0", "search")) for run, task in enumerate(tasks)]
     second = [
-        spoken(10 + run, [*task, *repeated("search:0", {"q": "x"})], said("done"))
+        chat_step(10 + run, [*task, *repeated("search:0", {"q": "x"})], said("done"))
         for run, task in enumerate(tasks)
     ]
     assert split(fed(*first, *reversed(second))) == [["C0", "C10"], ["C1", "C11"], ["C2", "C12"]]
@@ -171,13 +178,14 @@ def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_message
 
 def test_a_reply_in_another_form_is_followed_only_where_nothing_else_fits() -> None:
     rewritten = [*TASK, said("I had said: a"), user("go on")]
-    w = fed(spoken(0, TASK, said("a")), spoken(1, rewritten, said("b")))
+    w = fed(chat_step(0, TASK, said("a")), chat_step(1, rewritten, said("b")))
     w.feed(
-        (STEPS, 2, spoken(2, rewritten, said("c")))
+        (STEPS, 2, chat_step(2, rewritten, said("c")))
     )  # another run: the first step has been gone on from
     assert split(w) == [["C0", "C1"], ["C2"]]
     two = fed(
-        *[spoken(i, TASK, said(f"try {i}")) for i in range(2)], spoken(2, rewritten, said("b"))
+        *[chat_step(i, TASK, said(f"try {i}")) for i in range(2)],
+        chat_step(2, rewritten, said("b")),
     )
     assert split(two) == [["C0"], ["C1"], ["C2"]], "either could be meant"
 
@@ -193,54 +201,54 @@ def test_forms_of_messages_that_agents_change_between_calls_are_the_same_beginni
         },
     ]
     w = fed(
-        spoken(0, listed, said("a")),
-        spoken(1, [*TASK, said("otherwise"), user("go on")], said("b")),
+        chat_step(0, listed, said("a")),
+        chat_step(1, [*TASK, said("otherwise"), user("go on")], said("b")),
     )
     assert split(w) == [["C0", "C1"]]
 
 
 def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None:
     """Many rollouts of one prompt whose agent writes the history anew: a step looks at no other trajectory."""
-    w = fed(*[spoken(i, TASK, said(f"try {i:04}")) for i in range(200)])
-    (bucket,) = w.state.buckets.values()
+    w = fed(*[chat_step(i, TASK, said(f"try {i:04}")) for i in range(200)])
+    (bucket,) = w.state.session_indexes.values()
     looked: list[str] = []
 
-    def steps_of(trajectory: str) -> Steps:
+    def steps_of(trajectory: str) -> OpenSteps:
         looked.append(trajectory)
         return w.state.opened["r", trajectory].steps
 
-    unknown = spoken(900, [*TASK, said("anew"), user("u")], said("x"))
-    assert choose(bucket, steps_of, "C900.0", unknown).trajectory is None
+    unknown = chat_step(900, [*TASK, said("anew"), user("u")], said("x"))
+    assert place_step(bucket, steps_of, "C900.0", unknown).trajectory is None
     anew = [*TASK, said("try 0150"), user("u")]
-    found = spoken(901, anew, said("x"), request_json=b'{"prompt": "..."}')
-    assert choose(bucket, steps_of, "C901.0", found).trajectory == f"{BUCKET}~C150"
-    assert looked == [] and len(bucket.ends.lengths) == 1
+    found = chat_step(901, anew, said("x"), request_json=b'{"prompt": "..."}')
+    assert place_step(bucket, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
+    assert looked == [] and len(bucket.prefixes.lengths) == 1
 
 
 def test_without_a_readable_request_tokens_tell() -> None:
     w = fed(
-        spoken(0, TASK, said("a")),
-        spoken(1, [*TASK, said("a"), user("u")], said("b"), request_json=b'{"prompt": "..."}'),
-        spoken(2, TASK, said("c"), request_json=b"not json"),
+        chat_step(0, TASK, said("a")),
+        chat_step(1, [*TASK, said("a"), user("u")], said("b"), request_json=b'{"prompt": "..."}'),
+        chat_step(2, TASK, said("c"), request_json=b"not json"),
     )
     assert split(w) == [["C0", "C1"], ["C2"]]
 
 
 def test_text_alone_tells_too() -> None:
     w = fed(
-        spoken(0, TASK, said("a"), tokens=False),
-        spoken(1, TASK, said("b"), tokens=False),
-        spoken(2, [*TASK, said(" a "), user("u")], said("c"), tokens=False),
+        chat_step(0, TASK, said("a"), tokens=False),
+        chat_step(1, TASK, said("b"), tokens=False),
+        chat_step(2, [*TASK, said(" a "), user("u")], said("c"), tokens=False),
     )
     assert split(w) == [["C0", "C2"], ["C1"]]
 
 
 def test_choices_of_a_call_are_siblings_in_one_trajectory() -> None:
-    more = {"call_id": f"{BUCKET}~C0", "choice_index": 1, "step_id": f"{BUCKET}~C0.1"}
+    more = {"call_id": f"{ANONYMOUS_KEY}~C0", "choice_index": 1, "step_id": f"{ANONYMOUS_KEY}~C0.1"}
     w = fed(
-        spoken(0, TASK, said("a")),
-        spoken(0, TASK, said("b"), **more),
-        spoken(2, [*TASK, said("b"), user("u")], said("c")),
+        chat_step(0, TASK, said("a")),
+        chat_step(0, TASK, said("b"), **more),
+        chat_step(2, [*TASK, said("b"), user("u")], said("c")),
     )
     assert split(w) == [["C0", "C0", "C2"]]
     (t,) = w.trajectories.values()
@@ -250,63 +258,73 @@ def test_choices_of_a_call_are_siblings_in_one_trajectory() -> None:
 
 
 def test_a_step_past_the_limit_closes_first_and_begins_the_next() -> None:
-    w = Worker(QUIET).feed((STEPS, 0, spoken(0, TASK, said("a"))))
-    w.feed((STEPS, 300, spoken(1, [*TASK, said("a"), user("u")], said("b"))))
-    w.feed((STEPS, 601, spoken(2, [*TASK, said("a"), user("u"), said("b"), user("v")], said("c"))))
-    assert [(t, w.trajectories[t].closed_at) for t in w.trajectories] == [(f"{BUCKET}~C0", 601)]
-    w.feed((STEPS, 602, spoken(0, TASK, said("a"))))  # drained from a spool once more
+    w = InMemoryPartition(QUIET).feed((STEPS, 0, chat_step(0, TASK, said("a"))))
+    w.feed((STEPS, 300, chat_step(1, [*TASK, said("a"), user("u")], said("b"))))
+    w.feed(
+        (STEPS, 601, chat_step(2, [*TASK, said("a"), user("u"), said("b"), user("v")], said("c")))
+    )
+    assert [(t, w.trajectories[t].closed_at) for t in w.trajectories] == [
+        (f"{ANONYMOUS_KEY}~C0", 601)
+    ]
+    w.feed((STEPS, 602, chat_step(0, TASK, said("a"))))  # drained from a spool once more
     assert not w.marks and split(w) == [["C0", "C1"], ["C2"]]
 
 
 def test_a_choice_that_comes_after_the_closing_is_late() -> None:
-    more = {"choice_index": 1, "step_id": f"{BUCKET}~C0.1"}
-    w = fed(spoken(0, TASK, said("a")))
-    w.feed((STEPS, 400, Tick(partition=0)), (STEPS, 401, spoken(0, TASK, said("b"), **more)))
+    more = {"choice_index": 1, "step_id": f"{ANONYMOUS_KEY}~C0.1"}
+    w = fed(chat_step(0, TASK, said("a")))
+    w.feed((STEPS, 400, Tick(partition=0)), (STEPS, 401, chat_step(0, TASK, said("b"), **more)))
     assert [(m.key, m.step_id, m.kind) for m in w.marks] == [
-        (("r", f"{BUCKET}~C0"), f"{BUCKET}~C0.1", "late")
+        (("r", f"{ANONYMOUS_KEY}~C0"), f"{ANONYMOUS_KEY}~C0.1", "late")
     ]
 
 
 def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name() -> None:
-    w = Worker(QUIET).feed(
+    w = InMemoryPartition(QUIET).feed(
         (
             REWARDS,
             0,
-            replace(reward(BUCKET, 0.9, 1), trajectory_id=BUCKET),
+            replace(reward(ANONYMOUS_KEY, 0.9, 1), trajectory_id=ANONYMOUS_KEY),
         ),  # waits; of the trajectory that has step 1
-        (STEPS, 0, spoken(0, TASK, said("a"))),
-        (STEPS, 0, spoken(1, TASK, said("b"))),
-        (REWARDS, 1, reward(BUCKET, 0.5, 0)),
-        (REWARDS, 1, curation(BUCKET, "c", 0, quality=0.25)),
-        (STEPS, 1, session(BUCKET, "failed", step_id=f"{BUCKET}~C1.0")),
-        (STEPS, 1, session(BUCKET, "failed", step_id=f"{BUCKET}~C1.0")),
+        (STEPS, 0, chat_step(0, TASK, said("a"))),
+        (STEPS, 0, chat_step(1, TASK, said("b"))),
+        (REWARDS, 1, reward(ANONYMOUS_KEY, 0.5, 0)),
+        (REWARDS, 1, curation(ANONYMOUS_KEY, "c", 0, quality=0.25)),
+        (STEPS, 1, session(ANONYMOUS_KEY, "failed", step_id=f"{ANONYMOUS_KEY}~C1.0")),
+        (STEPS, 1, session(ANONYMOUS_KEY, "failed", step_id=f"{ANONYMOUS_KEY}~C1.0")),
     )
-    one = w.last(f"{BUCKET}~C1")
+    one = w.last(f"{ANONYMOUS_KEY}~C1")
     assert (one.outcome, [(r.value, r.step_id) for r in one.rewards]) == ("failed", [(0.9, None)])
     assert len(w.trajectories) == 1
     w.feed((STEPS, 400, Tick(partition=0)))
-    w.feed((REWARDS, 400, replace(reward(BUCKET, 0.7, name="late"), trajectory_id=f"{BUCKET}~C0")))
-    zero = w.last(f"{BUCKET}~C0")
+    w.feed(
+        (
+            REWARDS,
+            400,
+            replace(reward(ANONYMOUS_KEY, 0.7, name="late"), trajectory_id=f"{ANONYMOUS_KEY}~C0"),
+        )
+    )
+    zero = w.last(f"{ANONYMOUS_KEY}~C0")
     assert [(r.name, r.value, r.step_id) for r in zero.rewards] == [
-        ("a", 0.5, f"{BUCKET}~C0.0"),
+        ("a", 0.5, f"{ANONYMOUS_KEY}~C0.0"),
         ("late", 0.7, None),
     ]
     assert zero.steps[0].quality == 0.25
-    assert not w.burials
+    assert not w.dead_letters
 
 
 def test_what_names_no_step_of_a_bucket_is_buried() -> None:
-    w = Worker(QUIET).feed(
-        (STEPS, 0, spoken(0, TASK, said("a"))),
-        (STEPS, 0, session(BUCKET, "completed")),
-        (STEPS, 0, session(BUCKET, "opened", step_id=f"{BUCKET}~C0.0")),
-        (REWARDS, 0, reward(BUCKET)),
-        (REWARDS, 0, replace(reward(BUCKET), trajectory_id="other")),
-        (REWARDS, 0, reward(BUCKET, 1.0, 7)),
-        (STEPS, 0, session(BUCKET, "completed", "e", step_id=f"{BUCKET}~C8.0")),
+    w = InMemoryPartition(QUIET).feed(
+        (STEPS, 0, chat_step(0, TASK, said("a"))),
+        (STEPS, 0, session(ANONYMOUS_KEY, "completed")),
+        (STEPS, 0, session(ANONYMOUS_KEY, "opened", step_id=f"{ANONYMOUS_KEY}~C0.0")),
+        (REWARDS, 0, reward(ANONYMOUS_KEY)),
+        (REWARDS, 0, replace(reward(ANONYMOUS_KEY), trajectory_id="other")),
+        (REWARDS, 0, reward(ANONYMOUS_KEY, 1.0, 7)),
+        (STEPS, 0, session(ANONYMOUS_KEY, "completed", "e", step_id=f"{ANONYMOUS_KEY}~C8.0")),
         (STEPS, 501, Tick(partition=0)),
     )
-    assert [(b.source, b.offset, b.reason) for b in w.burials] == [
+    assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
         (STEPS, 1, "invalid"), (STEPS, 2, "invalid"), (REWARDS, 0, "invalid"), (REWARDS, 1, "invalid"),
         (STEPS, 3, "unknown_target"), (REWARDS, 2, "unknown_target"),
     ]  # fmt: skip
@@ -315,56 +333,56 @@ def test_what_names_no_step_of_a_bucket_is_buried() -> None:
 def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_wait_is_over() -> (
     None
 ):
-    w = Worker(replace(QUIET, bucket_inactivity=900)).feed(
-        (STEPS, 0, session(BUCKET, "failed", step_id=f"{BUCKET}~C0.0")),
-        (STEPS, 100, spoken(0, TASK, said("a"))),
+    w = InMemoryPartition(replace(QUIET, bucket_inactivity=900)).feed(
+        (STEPS, 0, session(ANONYMOUS_KEY, "failed", step_id=f"{ANONYMOUS_KEY}~C0.0")),
+        (STEPS, 100, chat_step(0, TASK, said("a"))),
         (STEPS, 501, Tick(partition=0)),
     )
     assert [(t.trajectory_id, t.outcome) for t in w.trajectories.values()] == [
-        (f"{BUCKET}~C0", "failed")
+        (f"{ANONYMOUS_KEY}~C0", "failed")
     ]
 
 
 def test_runs_do_not_meet_in_a_bucket() -> None:
-    other = replace(spoken(1, [*TASK, said("a"), user("u")], said("b")), run_id="q")
-    assert split(fed(spoken(0, TASK, said("a")), other)) == [["C0"], ["C1"]]
+    other = replace(chat_step(1, [*TASK, said("a"), user("u")], said("b")), run_id="q")
+    assert split(fed(chat_step(0, TASK, said("a")), other)) == [["C0"], ["C1"]]
 
 
 def test_what_is_forgotten_leaves_nothing_behind() -> None:
-    w = fed(spoken(0, TASK, said("a"), status="aborted", idempotency_key="i"))
+    w = fed(chat_step(0, TASK, said("a"), status="aborted", idempotency_key="i"))
     w.fold.limits = replace(QUIET, closed_horizon=2000)
     w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
-    assert w.trajectories and w.state.buckets and w.state.closed
-    (bucket,) = w.state.buckets.values()
+    assert w.trajectories and w.state.session_indexes and w.state.closed
+    (bucket,) = w.state.session_indexes.values()
     assert not (
-        bucket.links
+        bucket.reply_index
         or bucket.evidence
-        or bucket.ends.by_length
-        or bucket.ends.lengths
+        or bucket.prefixes.by_length
+        or bucket.prefixes.lengths
         or bucket.opened
         or bucket.failed
     )
     w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
-    assert not (w.state.buckets or w.state.anonymous or w.state.closed)
+    assert not (w.state.session_indexes or w.state.anonymous_open or w.state.closed)
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
     w = fed(
-        *[spoken(i, TASK, called(f"c{i}")) for i in range(3)],
-        spoken(3, TASK, said(""), status="aborted"),
+        *[chat_step(i, TASK, called(f"c{i}")) for i in range(3)],
+        chat_step(3, TASK, said(""), status="aborted"),
     )
-    w.feed((STEPS, 5, session(BUCKET, "completed", step_id=f"{BUCKET}~C1.0")))
-    w.feed((STEPS, 6, spoken(4, [*TASK, called("c0"), user("u")], said("x"))))
-    before = w.state.buckets
+    w.feed((STEPS, 5, session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C1.0")))
+    w.feed((STEPS, 6, chat_step(4, [*TASK, called("c0"), user("u")], said("x"))))
+    before = w.state.session_indexes
     if stored:
         w.snapshot()
     w.decide([])
-    log = StateLog()
+    log = ChangelogReader()
     for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
-    assert log.state.anonymous.keys() == w.state.anonymous.keys()
-    for bucket, again in zip(before.values(), log.state.buckets.values(), strict=True):
+    assert log.state.anonymous_open.keys() == w.state.anonymous_open.keys()
+    for bucket, again in zip(before.values(), log.state.session_indexes.values(), strict=True):
         assert (again.calls, again.failed, again.opened.keys()) == (
             bucket.calls,
             bucket.failed,
@@ -373,11 +391,11 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
         assert {k: sorted(v) for k, v in again.evidence.items()} == {
             k: sorted(v) for k, v in bucket.evidence.items()
         }
-        assert again.links == bucket.links
-        assert (again.messages, again.call_ids) == (bucket.messages, bucket.call_ids)
-        assert (again.ends.by_length, again.ends.lengths) == (
-            bucket.ends.by_length,
-            bucket.ends.lengths,
+        assert again.reply_index == bucket.reply_index
+        assert (again.by_messages, again.by_call_id) == (bucket.by_messages, bucket.by_call_id)
+        assert (again.prefixes.by_length, again.prefixes.lengths) == (
+            bucket.prefixes.by_length,
+            bucket.prefixes.lengths,
         )
 
 
@@ -385,31 +403,33 @@ def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
     """Nobody goes on from these replies, so nothing ever takes the closed ones from the top of a heap. What is chosen stays the same."""
     chosen = []
     for stored in (False, True):
-        w = Worker(replace(QUIET, bucket_inactivity=30, trajectory_timeout=10_000))
-        w.feed(*((STEPS, i, spoken(i, TASK, said("same"))) for i in range(400)))
-        w.feed((STEPS, 400, spoken(400, [*TASK, said("same"), user("u")], said("b"))))
+        w = InMemoryPartition(replace(QUIET, bucket_inactivity=30, trajectory_timeout=10_000))
+        w.feed(*((STEPS, i, chat_step(i, TASK, said("same"))) for i in range(400)))
+        w.feed((STEPS, 400, chat_step(400, [*TASK, said("same"), user("u")], said("b"))))
         if stored:
             w.snapshot()
             w.crash()
-        (bucket,) = w.state.buckets.values()
+        (bucket,) = w.state.session_indexes.values()
         heaps = [
-            h for linked in bucket.links.values() for h in (linked.every, *_places(linked.ends))
+            h
+            for linked in bucket.reply_index.values()
+            for h in (linked.matches, *_places(linked.prefixes))
         ]
-        heaps += _places(bucket.ends)
+        heaps += _places(bucket.prefixes)
         assert len(heaps) == 6 and max(len(h.offsets) for h in heaps) == 30
-        assert all(len(h.fresh) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
+        assert all(len(h.unclaimed) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
         w.feed(
             *(
-                (STEPS, 401, spoken(401 + i, [*TASK, said("same"), user(f"{i}")], said("b")))
+                (STEPS, 401, chat_step(401 + i, [*TASK, said("same"), user(f"{i}")], said("b")))
                 for i in range(10)
             )
         )
-        chosen.append({key: [s.tail for s in t.steps] for key, t in w.state.opened.items()})
+        chosen.append({key: [s.step_suffix for s in t.steps] for key, t in w.state.opened.items()})
     assert chosen[0] == chosen[1]
     assert sum(len(tails) == 2 for tails in chosen[0].values()) == 11
 
 
-def _places(ends: Ends) -> list[Places]:
+def _places(ends: PrefixIndex) -> list[StepMatches]:
     return [places for by_hash in ends.by_length.values() for places in by_hash.values()]
 
 
@@ -417,10 +437,10 @@ def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
     """Functions called for the second turns of rollouts that all have said the same: as many a step for 800 as for 100."""
     calls = {}
     for count in (100, 800):
-        w = Worker(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
-        w.feed(*((STEPS, i, spoken(i, TASK, said("same"))) for i in range(count)))
+        w = InMemoryPartition(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
+        w.feed(*((STEPS, i, chat_step(i, TASK, said("same"))) for i in range(count)))
         seconds = [
-            spoken(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}"))
+            chat_step(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}"))
             for i in range(count)
         ]
         made = 0
@@ -436,7 +456,7 @@ def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
         finally:
             sys.setprofile(None)
         calls[count] = made / count
-        assert [[s.tail for s in t.steps] for t in w.state.opened.values()] == [
+        assert [[s.step_suffix for s in t.steps] for t in w.state.opened.values()] == [
             [f"C{i}.0", f"C{count + i}.0"] for i in range(count)
         ]
     assert calls[800] < 1.1 * calls[100]
@@ -456,7 +476,7 @@ def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step
             more["response_logprobs"] = bytes(8)
         tail = [user("note")] if style == "transient" else []
         steps.append(
-            spoken(100 * number + turn, [*history, *tail], reply, tokens=style != "text", **more)
+            chat_step(100 * number + turn, [*history, *tail], reply, tokens=style != "text", **more)
         )
         history += [reply, user(f"result {turn}")]
     return steps
@@ -490,7 +510,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
     for _ in range(data.draw(st.integers(0, 3))):  # again, later
         at = data.draw(st.integers(0, len(log) - 1))
         log.insert(data.draw(st.integers(at + 1, len(log))), log[at])
-    w, plain = Worker(QUIET), fed(*[s for row in rows for s in row])
+    w, plain = InMemoryPartition(QUIET), fed(*[s for row in rows for s in row])
     for at, event in enumerate(log):
         w.decide([(STEPS, at, at, event)])
         moment = data.draw(st.sampled_from(["go on", "crash", "snapshot"]))

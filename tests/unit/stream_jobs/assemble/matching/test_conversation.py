@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.assemble.matching.conversation import links_of, reply_of, turns_of
+from stream_jobs.assemble.matching.conversation import reply_hashes, reply_of, turns_of
 
 CHAT_CALL = {
     "id": "call_1",
@@ -28,13 +28,13 @@ CODEX_CALL = {
 def linked(request: Any) -> int | None:
     turns = turns_of(orjson.dumps(request))
     assert turns is not None
-    return links_of(turns, None).shown
+    return reply_hashes(turns, None).shown
 
 
 def leads(request: Any, reply: Any) -> int | None:
     turn = reply_of(orjson.dumps(reply))
     assert turn is not None
-    return links_of(turns_of(orjson.dumps(request)), turn).leads
+    return reply_hashes(turns_of(orjson.dumps(request)), turn).reply_hash
 
 
 USER = {"role": "user", "content": "u"}
@@ -88,12 +88,16 @@ def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> 
         [{"role": "assistant", "content": "b"}],
         [CODEX_CALL],
     )
-    shown = [links_of(turns, None).shown for turns in ([a, b], [b, b], [b], [call, a], [a])]
+    shown = [reply_hashes(turns, None).shown for turns in ([a, b], [b, b], [b], [call, a], [a])]
     assert len(set(shown)) == len(shown)
-    assert links_of([a], b) == (links_of([a], None).shown, links_of([a, b], None).shown)
-    by_call = [links_of(turns, None).shown for turns in ([a, call], [b, call], [[*a, CODEX_CALL]])]
-    assert len(set(by_call)) == 1 and links_of(None, call).leads == by_call[0]
-    assert links_of([], None) == links_of(None, a) == links_of(None, None) == (None, None)
+    assert reply_hashes([a], b) == (reply_hashes([a], None).shown, reply_hashes([a, b], None).shown)
+    by_call = [
+        reply_hashes(turns, None).shown for turns in ([a, call], [b, call], [[*a, CODEX_CALL]])
+    ]
+    assert len(set(by_call)) == 1 and reply_hashes(None, call).reply_hash == by_call[0]
+    assert (
+        reply_hashes([], None) == reply_hashes(None, a) == reply_hashes(None, None) == (None, None)
+    )
 
 
 def test_turns_are_what_the_model_said_only() -> None:
@@ -145,7 +149,7 @@ def test_turns_are_what_the_model_said_only() -> None:
 def test_no_shape_is_too_strange(value: Any) -> None:
     packed = orjson.dumps(value)
     turns, reply = turns_of(packed), reply_of(packed)
-    links_of(turns, reply)
+    reply_hashes(turns, reply)
 
 
 @pytest.mark.parametrize("depth", [250, 300, 1000])
@@ -160,4 +164,6 @@ def test_no_shape_is_too_strange(value: Any) -> None:
 def test_arguments_of_any_depth_are_linked(message: str, depth: int) -> None:
     message = message.replace("DEEP", "[" * depth + "]" * depth)
     turns, reply = turns_of(f'{{"messages":[{message}]}}'.encode()), reply_of(message.encode())
-    assert turns and links_of(turns, None).shown == links_of([], reply).leads is not None
+    assert (
+        turns and reply_hashes(turns, None).shown == reply_hashes([], reply).reply_hash is not None
+    )

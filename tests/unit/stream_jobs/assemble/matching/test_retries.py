@@ -13,18 +13,28 @@ from support.examples import examples
 from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
 from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.testing import BUCKET, LIMITS, Worker, content, session, spoken, step
+from stream_jobs.assemble.testing import (
+    ANONYMOUS_KEY,
+    LIMITS,
+    InMemoryPartition,
+    chat_step,
+    content,
+    session,
+    step,
+)
 
 TASK = [{"role": "user", "content": "Fix the bug."}]
 
 
-def closed(*steps: Step) -> Worker:
+def closed(*steps: Step) -> InMemoryPartition:
     key = steps[0].trajectory_key
-    ends = session(key, "completed", step_id=steps[0].step_id if key == BUCKET else None)
-    return Worker().feed(*[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 100, ends))
+    ends = session(key, "completed", step_id=steps[0].step_id if key == ANONYMOUS_KEY else None)
+    return InMemoryPartition().feed(
+        *[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 100, ends)
+    )
 
 
-def marked(w: Worker) -> dict[str, str]:
+def marked(w: InMemoryPartition) -> dict[str, str]:
     """Evidence by number of the call, of the marked steps of the only trajectory."""
     (t,) = w.trajectories.values()
     c = w.last(t.trajectory_id)
@@ -150,17 +160,22 @@ def test_choices_are_retried_one_by_one_and_never_by_each_other() -> None:
 
 def test_a_retried_first_call_begins_no_trajectory_of_its_bucket() -> None:
     a, b = {"content": "a"}, {"content": "b"}
-    w = closed(spoken(0, TASK, a, status="aborted"), spoken(1, TASK, b))
+    w = closed(chat_step(0, TASK, a, status="aborted"), chat_step(1, TASK, b))
     assert marked(w) == {"C0.0": "retried as C1.0: aborted, then asked again"}
-    w = closed(spoken(0, TASK, a, idempotency_key="i"), spoken(1, TASK, a, idempotency_key="i"))
+    w = closed(
+        chat_step(0, TASK, a, idempotency_key="i"), chat_step(1, TASK, a, idempotency_key="i")
+    )
     assert marked(w) == {"C0.0": "retried as C1.0: same idempotency key"}
-    w = closed(spoken(0, TASK, a, status="aborted", tokens=False), spoken(1, TASK, b))
+    w = closed(chat_step(0, TASK, a, status="aborted", tokens=False), chat_step(1, TASK, b))
     assert marked(w).keys() == {"C0.0"}
     w = closed(
-        spoken(0, TASK, a, idempotency_key="i"), spoken(1, [*TASK, *TASK], b, idempotency_key="i")
+        chat_step(0, TASK, a, idempotency_key="i"),
+        chat_step(1, [*TASK, *TASK], b, idempotency_key="i"),
     )
     assert len(w.trajectories) == 1 and marked(w) == {}
-    w = closed(spoken(0, TASK, a), spoken(1, TASK, b, retry_count=1))  # as likely another rollout's
+    w = closed(
+        chat_step(0, TASK, a), chat_step(1, TASK, b, retry_count=1)
+    )  # as likely another rollout's
     assert len(w.trajectories) == 1 and marked(w) == {}
 
 
@@ -192,7 +207,7 @@ def test_duplicates_and_crashes_mark_the_same(data: st.DataObject) -> None:
         )
         for i in range(data.draw(st.integers(1, 7)))
     ]  # fmt: skip
-    plain, w = closed(*log), Worker(replace(LIMITS))
+    plain, w = closed(*log), InMemoryPartition(replace(LIMITS))
     again = list(log)
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(again) - 1))

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from schemas.records import VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
-from stream_jobs.assemble.payload.segment_tree import Sampled, Tree, build, prompt_of
+from stream_jobs.assemble.payload.segment_tree import SampledTokens, Tree, build, prompt_of
 
 
-def sampled(prompt: list[int], response: list[int]) -> Sampled:
+def sampled(prompt: list[int], response: list[int]) -> SampledTokens:
     versions = (VersionSpan(version="r/1.0", start=0, end=len(response)),) if response else ()
-    return Sampled(
+    return SampledTokens(
         pack_ids(prompt), pack_ids(response), pack_logprobs([-1.0 * i for i in response]), versions
     )
 
@@ -148,7 +148,7 @@ fresh = st.tuples(st.lists(token, max_size=4), st.lists(token, max_size=3))
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Sampled | None]:
+def conversations(draw: st.DrawFn) -> list[SampledTokens | None]:
     """Steps that begin anew, go on from an earlier one, go on from a part of one, or have no tokens; in any log order."""
     made: list[tuple[list[int], list[int]]] = []
     for _ in range(draw(st.integers(1, 8))):
@@ -167,7 +167,7 @@ def conversations(draw: st.DrawFn) -> list[Sampled | None]:
 
 
 @given(conversations(), st.sampled_from([0, 1, 2]))
-def test_tree_gives_everything_back(steps: list[Sampled | None], same: int) -> None:
+def test_tree_gives_everything_back(steps: list[SampledTokens | None], same: int) -> None:
     tree = build(steps, lambda step, earlier: (step + earlier) % 3 < same)
     assert sorted(n.index for n in tree.nodes) == list(range(len(steps)))
     for number, segment in enumerate(tree.segments):
@@ -193,7 +193,7 @@ def test_tree_gives_everything_back(steps: list[Sampled | None], same: int) -> N
 
 
 @given(conversations())
-def test_parent_is_the_longest_sampled_prefix(steps: list[Sampled | None]) -> None:
+def test_parent_is_the_longest_sampled_prefix(steps: list[SampledTokens | None]) -> None:
     tree = build(steps)
     at = {n.index: s for n, s in zip(tree.nodes, steps, strict=True)}
     for step, node in zip(steps, tree.nodes, strict=True):
@@ -214,7 +214,7 @@ def test_parent_is_the_longest_sampled_prefix(steps: list[Sampled | None]) -> No
 
 
 @given(conversations())
-def test_environment_segments_are_shared(steps: list[Sampled | None]) -> None:
+def test_environment_segments_are_shared(steps: list[SampledTokens | None]) -> None:
     """Below one segment no two environment segments begin with the same token: a shared prefix is stored once."""
     tree = build(steps)
     begins = [(s.parent, s.token_ids[:4]) for s in tree.segments if s.step_index is None]

@@ -9,7 +9,7 @@ import pytest
 
 from schemas.records import Sampling, Step, TokenSpan
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.payload.trainability import provenance
+from stream_jobs.assemble.payload.trainability import trainability
 
 NAN = float("nan")
 
@@ -38,12 +38,12 @@ def step(logprobs: list[float], *spans: tuple[int, int]) -> Step:
 def test_a_step_with_redacted_tokens(
     logprobs: list[float], spans: list[tuple[int, int]], reason: str | None
 ) -> None:
-    assert provenance(step(logprobs, *spans)).reason == reason
+    assert trainability(step(logprobs, *spans)).reason == reason
 
 
 def test_tokens_of_a_reply_that_could_not_be_read_are_not_trained() -> None:
     unread = replace(step([-1.0, -2.0]), tokens_absent_reason="unread reply: why")
-    assert provenance(unread).reason == "unread reply: why"
+    assert trainability(unread).reason == "unread reply: why"
 
 
 def sampled(**how: Any) -> Step:
@@ -76,7 +76,7 @@ def sampled(**how: Any) -> Step:
 def test_log_probabilities_are_of_a_temperature(
     how: dict[str, Any], temperature: float | None
 ) -> None:
-    found = provenance(sampled(**how))
+    found = trainability(sampled(**how))
     assert (found.reason, found.logprobs_temperature) == (None, temperature)
 
 
@@ -102,13 +102,13 @@ def test_log_probabilities_are_of_a_temperature(
 def test_what_was_not_sampled_from_the_whole_distribution_is_not_trained(
     how: dict[str, Any], reason: str
 ) -> None:
-    assert provenance(sampled(**how)).reason == reason
+    assert trainability(sampled(**how)).reason == reason
 
 
 def test_a_setting_trains_truncated_sampling_too() -> None:
-    assert provenance(sampled(temperature=0.7, top_p=0.9), truncated=True)[-2:] == (None, 0.7)
-    assert provenance(sampled(logprobs_mode="raw_logits"), truncated=True).reason is not None
+    assert trainability(sampled(temperature=0.7, top_p=0.9), truncated=True)[-2:] == (None, 0.7)
+    assert trainability(sampled(logprobs_mode="raw_logits"), truncated=True).reason is not None
 
 
 def test_a_step_that_does_not_say_how_it_was_sampled_has_no_temperature() -> None:
-    assert provenance(step([-1.0]))[-2:] == (None, None)
+    assert trainability(step([-1.0]))[-2:] == (None, None)
