@@ -45,7 +45,7 @@ from gateway.proxy.call_router import ModelCalls
 from gateway.proxy.failed_calls import FailedCalls
 from gateway.proxy.passthrough import PassthroughEndpoint
 from gateway.proxy.paths import how_to_call
-from gateway.redaction.shell import redaction_of
+from gateway.redaction.redactor import redaction_of
 from runtime.blob_store import BlobStore
 from runtime.logs import logger
 from schemas.codec.single_object import Codec

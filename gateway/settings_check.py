@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.attribution.sessions import secret_of
 from gateway.engines.registry import WorkerTable
-from gateway.redaction.shell import redaction_of
+from gateway.redaction.redactor import redaction_of
 from rewards.registry import rule_of
 from runtime.functions.pool import FunctionPool
 from schemas.errors import SettingsError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gateway.durability.delivery import Journal, Receipt
 from gateway.durability.log import Message
-from gateway.redaction.shell import Redaction
+from gateway.redaction.redactor import Redaction
 from schemas.codec.single_object import Codec
 from schemas.records import Curation, Reward, SessionEvent, Step
 from schemas.topics import Topics

@@ -23,7 +23,7 @@ from gateway.clock import Clock
 from gateway.durability.log import Bus, Message
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
-from gateway.redaction.shell import Redaction
+from gateway.redaction.redactor import Redaction
 from runtime.logs import logger
 from schemas.codec.single_object import Codec
 from schemas.errors import InvalidId
@@ -185,7 +185,7 @@ class FailedCalls:
         )
         if self._redaction is not None:
             # Before truncation: no rule finds a truncated secret.
-            record = self._redaction.redacted_at_once(record)
+            record = self._redaction.redact_now(record)
         return replace(record, message=record.message[:MESSAGE_CHARS])
 
     def _send(self, record: FailedCall) -> None:

@@ -1,5 +1,11 @@
-"""Takes secrets and personal data out of what is kept. Engine and client see the original; records, spool and blobs do not.
+"""Removes secrets and personal data from records, spool and blobs.
 
-`rules`: what a secret looks like. `scan`: finds them, and what stands in their place. `body`: JSON. `vocabulary`, `token_edits`: token ids.
-`records`: whole records. `shell`: off the event loop, and what happens when it fails.
+Engine and client see the original data.
+
+- `rules`: patterns of secrets.
+- `scan`: finds and replaces secrets in text.
+- `body`: redacts JSON.
+- `vocabulary`, `token_edits`: redact token ids.
+- `records`: redacts complete records.
+- `redactor`: runs redaction off the event loop and handles its failures.
 """

@@ -1,7 +1,8 @@
-"""JSON bodies without their secrets. Pure.
+"""Redacts JSON bodies. Pure.
 
-Strings with a secret are read and written again, JSON inside of them too (the arguments of a tool call), so a body stays what its
-protocol says. Everything else stays byte for byte as it was. A number that is a secret becomes a string.
+Strings with a secret are decoded, redacted and encoded again, including JSON inside strings (tool
+call arguments), so the body remains valid. All other bytes stay unchanged. A number that is a
+secret becomes a string.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BLANKS = b" \t\r\n"
 
 
 def redacted_body(raw: bytes, scan: Scan) -> bytes:
-    """A JSON text without its secrets; the same object when it has none. What is no JSON is read as text."""
+    """Redact a JSON text; returns `raw` itself without secrets. Other data is redacted as text."""
     anchors = scan.json_anchors(raw)
     if not scan.finders and not anchors:
         return raw
@@ -36,17 +37,17 @@ def _is_json(text: bytes) -> bool:
 
 
 class _Body:
-    """One JSON text. JSON in JSON in JSON is no deeper than the logarithm of its length: each level doubles the backslashes.
+    """Redacts one JSON text.
 
-    Only strings and numbers with an anchor in them, or in the name of their member, are looked at; all of them when there are rules
-    without anchors.
+    Checks only strings and numbers with an anchor in the value or the member name; all of them when
+    there are rules without anchors. The depth of JSON nested in strings is at most the logarithm of
+    the length, because each level doubles the backslashes.
     """
 
     def __init__(self, raw: bytes, scan: Scan, anchors: list[int]) -> None:
         self._raw, self._scan = raw, scan
-        self._quotes = raw.replace(b"\\\\", b"__").replace(
-            b'\\"', b"__"
-        )  # as long as raw, and each quote in it ends or begins a string
+        # As long as raw; each quote in it starts or ends a string.
+        self._quotes = raw.replace(b"\\\\", b"__").replace(b'\\"', b"__")
         if scan.finders:
             begins = [found.end() for found in re.finditer(_QUOTE, self._quotes)][::2]
             anchors = sorted({*anchors, *begins})
@@ -56,7 +57,7 @@ class _Body:
 
     def redacted(self) -> bytes:
         quotes = self._quotes
-        read = 0  # everything before it is done, and it is outside of strings
+        read = 0  # all bytes before it are done; outside of strings
         for at in self._anchors:
             if at < read:
                 continue
@@ -73,7 +74,7 @@ class _Body:
         return b"".join((*self._pieces, self._raw[self._written :])) if self._pieces else self._raw
 
     def _member(self, start: int, end: int, value: int) -> int:
-        """The name between quotes at `start` and `end`, and its value when that is no container. Where the latter ends."""
+        """Redact a member name and its scalar value; return the end of the value."""
         name = _unescaped(self._raw[start + 1 : end])
         self._string(start, end, None)
         if self._raw[value : value + 1] == _QUOTE:
@@ -83,7 +84,7 @@ class _Body:
         return self._number(value, name)
 
     def _name_before(self, start: int) -> bytes | None:
-        """The name of the member whose value begins at `start`; None in a list."""
+        """Return the name of the member whose value starts at `start`; None in a list."""
         colon = start - 1
         while self._raw[colon : colon + 1] in (b" ", b"\t", b"\r", b"\n"):
             colon -= 1
@@ -93,7 +94,7 @@ class _Body:
         return _unescaped(self._raw[self._quotes.rfind(_QUOTE, 0, end) + 1 : end])
 
     def _string(self, start: int, end: int, name: bytes | None) -> None:
-        """The string between quotes at `start` and `end`."""
+        """Redact the string between the quotes at `start` and `end`."""
         value = _unescaped(self._raw[start + 1 : end])
         whole = None if name is None else self._scan.member(name, value, True)
         if whole is None and value.lstrip(_BLANKS)[:1] in (b"{", b"[") and _is_json(value):
@@ -104,7 +105,7 @@ class _Body:
             self._write(start + 1, end, _escaped(new))
 
     def _number(self, at: int, name: bytes | None) -> int:
-        """The number that begins at `at`, if one does. Where it ends."""
+        """Redact the number at `at`, if any; return its end."""
         found = _NUMBER.match(self._raw, at)
         if found is None:
             return at
@@ -121,16 +122,16 @@ class _Body:
 
 
 def _unescaped(literal: bytes) -> bytes:
-    """What a JSON string says. UTF-8; half of a surrogate pair, which JSON allows, in three bytes."""
+    """Decode a JSON string to UTF-8; a lone surrogate becomes three bytes."""
     if b"\\" not in literal:
         return literal
-    said: str = json.loads(b'"' + literal + b'"', strict=False)
-    return said.encode("utf-8", "surrogatepass")
+    decoded: str = json.loads(b'"' + literal + b'"', strict=False)
+    return decoded.encode("utf-8", "surrogatepass")
 
 
 def _escaped(value: bytes) -> bytes:
-    said = value.decode("utf-8", "surrogatepass")
+    text = value.decode("utf-8", "surrogatepass")
     try:
-        return json.dumps(said, ensure_ascii=False)[1:-1].encode()
+        return json.dumps(text, ensure_ascii=False)[1:-1].encode()
     except UnicodeEncodeError:
-        return json.dumps(said)[1:-1].encode()
+        return json.dumps(text)[1:-1].encode()

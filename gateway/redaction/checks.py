@@ -1,4 +1,4 @@
-"""What tells a real number or secret from text of the same shape. Pure; values are UTF-8 bytes."""
+"""Checks that distinguish secrets from similar text. Pure; values are UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gateway.redaction.iban_lengths import IBAN_LENGTHS
 _DOUBLED = (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)
 _PLACEHOLDER = re.compile(
     rb"(?i)(?:x+|\*+|[._-]+|<.*|\$.*|\{.*|%.*|\[redacted.*"
-    rb"|(?:your|my|the|a|an|new|old|some|any|test|fake|dummy|sample|user|client|db|root|admin)?[ _-]?(?:pass|password|passwd|pwd|secret|token"
+    rb"|(?:your|my|the|a|an|new|old|some|any|test|fake|dummy|sample|user|client|db|root|admin)?"
+    rb"[ _-]?"
+    rb"(?:pass|password|passwd|pwd|secret|token"
     rb"|api[_-]?key|key|credentials?)s?[ _-]?(?:here|goes here|value)?[0-9]?"
     rb"|string|str|none|null|nil|true|false|undefined|required|optional|changeme|example.*|placeholder.*|todo"
     rb"|(?:os\.environ|process\.env|getenv|env\.|self\.|config\.|settings\.|args\.|request\.|this\.).*)",
@@ -24,20 +26,23 @@ _LETTER = re.compile(rb"[A-Za-z]")
 _SYMBOL = re.compile(rb"[0-9!@#$%^*?~+|]")
 _BLANK = re.compile(rb"\s")
 TOKEN_BITS = 2.7
-"""Least Shannon entropy of a random token, in bits a character: 12 random hex digits have 2.8 or more nine times out of ten."""
+"""Minimum Shannon entropy of a random token, in bits per character.
+
+Nine out of ten strings of 12 random hex digits have at least 2.8.
+"""
 
 
 _LETTERS_AND_DIGITS = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 
 
 def luhn(digits: bytes) -> bool:
-    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
+    """Verify the Luhn check digit (ISO/IEC 7812-1)."""
     numbers = [d - 48 for d in reversed(digits)]
     return (sum(numbers[::2]) + sum(_DOUBLED[d] for d in numbers[1::2])) % 10 == 0
 
 
 def card(digits: bytes) -> bool:
-    """Whether digits are a payment card number: an issuer's prefix with its length, and the check digit."""
+    """Tell whether digits are a payment card number: issuer prefix, length and check digit."""
     n, two, three, four = len(digits), int(digits[:2]), int(digits[:3]), int(digits[:4])
     issued = (
         (digits[:1] == b"4" and n in (16, 19))
@@ -53,7 +58,10 @@ def card(digits: bytes) -> bool:
 
 
 def iban_end(text: bytes) -> int:
-    """Length of the IBAN that `text` begins with, its blanks and dashes counted; 0: it begins with none (ISO 13616, mod 97)."""
+    """Return the length of the IBAN at the start of `text`, including spaces and dashes.
+
+    Returns 0 when there is none (ISO 13616, mod 97).
+    """
     wanted = IBAN_LENGTHS.get(text[:2].upper().decode("ascii"), 0)
     plain = bytearray()
     for at, char in enumerate(text):
@@ -71,18 +79,18 @@ def iban_end(text: bytes) -> int:
 
 
 def entropy(value: bytes) -> float:
-    """Shannon entropy of the bytes of a value, in bits a byte."""
+    """Return the Shannon entropy of a value, in bits per byte."""
     n = len(value)
     return -sum(c / n * math.log2(c / n) for c in Counter(value).values())
 
 
 def placeholder(value: bytes) -> bool:
-    """Whether a value only stands for a secret: `<token>`, `$TOKEN`, `your_api_key`, `null`, or what we wrote ourselves."""
+    """Tell whether a value is a placeholder: `<token>`, `$TOKEN`, `null`, or a replacement."""
     return _PLACEHOLDER.fullmatch(value) is not None
 
 
 def password(value: bytes, quoted: bool) -> bool:
-    """Whether what was given for a password is one, rather than prose or code about it."""
+    """Tell whether the value of a password field is a password, not prose or code."""
     if quoted:
         likely = len(value) >= 4 and (
             _BLANK.search(value) is None or _DIGIT.search(value) is not None
@@ -94,7 +102,7 @@ def password(value: bytes, quoted: bool) -> bool:
 
 
 def token(value: bytes) -> bool:
-    """Whether what was given for a key or token is one: 12 characters or more, letters and digits, no words."""
+    """Tell whether the value of a key field is a token: random, at least 12 characters."""
     return (
         _DIGIT.search(value) is not None
         and _LETTER.search(value) is not None
@@ -106,7 +114,7 @@ def token(value: bytes) -> bool:
 
 
 def public_ipv4(value: bytes) -> bool:
-    """Whether an address belongs to somebody: not private, loopback, link-local, multicast or without a meaning."""
+    """Tell whether an IPv4 address is public (not private, loopback, link-local, multicast)."""
     parts = [int(p) for p in value.split(b".")]
     if max(parts) > 255 or parts[0] in (0, 10, 127) or parts[0] >= 224:
         return False

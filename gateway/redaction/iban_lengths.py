@@ -1,4 +1,4 @@
-"""How long the IBANs of a country are, in characters without blanks (the SWIFT registry)."""
+"""IBAN length of each country, in characters without spaces (SWIFT IBAN registry)."""
 
 from __future__ import annotations
 

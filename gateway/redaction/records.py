@@ -1,4 +1,4 @@
-"""Whole records without secrets and personal data. Ids and keys of records never change: agents and jobs refer to them."""
+"""Redacts complete records. Ids and keys never change, because agents and jobs refer to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from gateway.redaction.body import redacted_body
 from gateway.redaction.scan import Scan
-from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
+from gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
 from schemas.records import Curation, FailedCall, Reward, SessionEvent, Step, Tag
 
@@ -19,21 +19,27 @@ NOTHING = b"null"
 
 
 class Redactor(Protocol):
-    """Takes out of a record what must not be kept. Pure: what it gives depends on the record alone."""
+    """Redacts a record. Pure: the result depends on the record alone."""
 
     def redact(self, record: R) -> R:
-        """The record without it; the same object when there is none. May raise anything: then `emptied` is kept."""
+        """Return the redacted record, or `record` itself without secrets.
+
+        May raise any exception; the caller then keeps `without_contents(record)`.
+        """
         ...
 
 
 class RuleRedactor:
-    """Redacts by rules. vocabulary: of a model by name, None when there is none; raises TokenizerUnusable."""
+    """Redacts by rules.
+
+    vocabulary: Returns the vocabulary of a model name or None; raises TokenizerUnusable.
+    """
 
     def __init__(self, scan: Scan, vocabulary: Callable[[str], Vocabulary | None]) -> None:
         self._scan, self._vocabulary = scan, vocabulary
 
     def redact(self, record: R) -> R:
-        """Raises whatever a rule of somebody else's does."""
+        """Redact a record. Propagates exceptions of user-defined rules."""
         return cast(R, self._any(record))
 
     def _any(self, record: Record) -> Record:
@@ -52,9 +58,12 @@ class RuleRedactor:
         if isinstance(record, FailedCall):
             error_type, agent = self._text(record.error_type), self._text(record.user_agent)
             return replace(
-                record, message=self._said(record.message), error_type=error_type, user_agent=agent
+                record,
+                message=self._required_text(record.message),
+                error_type=error_type,
+                user_agent=agent,
             )
-        tags = None if record.tags is None else tuple(map(self._said, record.tags))
+        tags = None if record.tags is None else tuple(map(self._required_text, record.tags))
         return replace(record, note=self._text(record.note), tags=tags)
 
     def _step(self, step: Step) -> Step:
@@ -65,7 +74,8 @@ class RuleRedactor:
             "tokens_absent_reason": self._text(step.tokens_absent_reason),
         }
         tags = step.tags and tuple(
-            Tag(name=self._said(t.name), evidence=self._said(t.evidence)) for t in step.tags
+            Tag(name=self._required_text(t.name), evidence=self._required_text(t.evidence))
+            for t in step.tags
         )
         tokens: dict[str, Any] = {}
         if step.prompt_token_ids is not None or step.response_token_ids is not None:
@@ -76,7 +86,7 @@ class RuleRedactor:
         return replace(step, **{**changed, "tags": tags, **tokens})
 
     def _tokens(self, step: Step) -> dict[str, Any]:
-        """What changes in the fields that are about tokens."""
+        """Return the changed token fields."""
         try:
             vocabulary = self._vocabulary(step.model)
             if vocabulary is None:
@@ -90,7 +100,7 @@ class RuleRedactor:
                 step.versions,
             )
             new = redacted_tokens(old, vocabulary, self._scan)
-        except (TokenizerUnusable, UnknownToken, TokensDisagree) as error:
+        except (TokenizerUnusable, UnknownToken, InconsistentTokens) as error:
             return _without_tokens(f"redaction is on and cannot read the tokens: {error}")
         if new is old:
             return {}
@@ -107,20 +117,23 @@ class RuleRedactor:
         return None if body is None else redacted_body(body, self._scan)
 
     def _text(self, text: str | None) -> str | None:
-        return None if text is None else self._said(text)
+        return None if text is None else self._required_text(text)
 
-    def _said(self, text: str) -> str:
+    def _required_text(self, text: str) -> str:
         raw = text.encode("utf-8", "surrogatepass")
         new = self._scan.text(raw)
         return text if new is raw else new.decode("utf-8", "surrogatepass")
 
 
-def emptied(record: R, why: str) -> R:
-    """The record without anything that anybody wrote: that it happened, where and how it ended stays. why: no words of the record's."""
-    return cast(R, _emptied(record, f"redaction failed: {why}"))
+def without_contents(record: R, why: str) -> R:
+    """Remove all user content from a record; keep ids, status and times.
+
+    why: Reason, without content of the record.
+    """
+    return cast(R, _without_contents(record, f"redaction failed: {why}"))
 
 
-def _emptied(record: Record, reason: str) -> Record:
+def _without_contents(record: Record, reason: str) -> Record:
     if isinstance(record, Step):
         return replace(
             record, request_json=NOTHING, response_json=NOTHING, user_agent=None,

@@ -1,8 +1,9 @@
-"""What a secret looks like: one rule a kind. Pure.
+"""Redaction rules, one per type of secret. Pure.
 
-A rule names its anchors, strings of which every secret of its kind has at least one nearby, and what to look for around an anchor.
-Anchors are searched in the text's normal form: ASCII letters small, every digit `0`. All patterns have bounds or possessive
-repeats and start at an anchor, so the work is linear in the text.
+A rule has anchors, strings of which every secret of its type has at least one nearby, and a
+function that searches around an anchor. Anchors are searched in the normal form of the text:
+lower-case ASCII letters, every digit `0`. All patterns start at an anchor and have bounded or
+possessive repeats, so the work is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gateway.redaction import checks
 
 Span = tuple[int, int]
 Find = Callable[[bytes, int], Span | None]
-"""From a text and where an anchor of it begins: where the secret is."""
+"""Maps a text and the position of an anchor to the span of the secret."""
 
 NORMAL = bytes(
     ord("0")
@@ -25,11 +26,14 @@ NORMAL = bytes(
     else b
     for b in range(256)
 )
-"""For bytes.translate: the form in which anchors are searched. It keeps every position."""
+"""Table for bytes.translate: the normal form; positions stay the same."""
 
 
 def _not_behind(characters: bytes) -> bytes:
-    """Pattern of a place that none of the characters is before; those of an escape do not count, for JSON stands in texts."""
+    """Return a pattern for a position not preceded by the characters.
+
+    Characters of a JSON escape do not count, because texts contain JSON.
+    """
     return rb"(?:(?<![" + characters + rb"])|(?<=\\[nrt])|(?<=\\u[0-9A-Fa-f]{4}))"
 
 
@@ -39,10 +43,17 @@ _NOT_DIGITS = bytes(b for b in range(256) if b not in b"0123456789")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """name: in the settings; in capitals, in the replacement. anchors: in normal form. same: values that are the same secret become
-    equal. key: which names of a JSON member make its whole value a secret, given (name, value, whether it is a string). in_json: whether
-    an anchor in a JSON text, with its escapes, may be one of a secret in a string of it; None: it may. It spares nearly all texts with
-    an anchor a second look, so it must err on the side of looking.
+    """A redaction rule.
+
+    Attributes:
+        name: Name in the settings; in capitals, the label of the replacement.
+        anchors: Anchors in normal form.
+        same: Canonical form of a secret, equal for all spellings of one secret.
+        key: Tells from (member name, value, whether it is a string) whether the whole value of a
+            JSON member is a secret.
+        in_json: Tells whether an anchor in escaped JSON may belong to a secret; None means yes. It
+            saves decoding most texts with an anchor. False positives are harmless, false negatives
+            are not.
     """
 
     name: str
@@ -56,7 +67,7 @@ class Rule:
 def _plain(
     name: str, anchors: tuple[bytes, ...], find: Find, same: Callable[[bytes], bytes] = bytes
 ) -> Rule:
-    """A rule whose secrets have no character that JSON writes in another way, but as `\\u00..`, which is an anchor itself."""
+    """Build a rule for secrets that JSON writes unescaped, or as `\\u00..`, an anchor itself."""
     return Rule(name, anchors, find, same, in_json=find)
 
 
@@ -65,7 +76,7 @@ def _maybe(pattern: bytes) -> Callable[[bytes, int], object]:
 
 
 def _at(pattern: bytes, check: Callable[[bytes], bool] | None = None) -> Find:
-    """The pattern begins at the anchor; the secret is its group `v`, or all of it."""
+    """Match a pattern at the anchor; the secret is its group `v`, or the whole match."""
     compiled = re.compile(pattern)
     group = compiled.groupindex.get("v", 0)
 
@@ -101,7 +112,7 @@ def _email(text: bytes, at: int) -> Span | None:
     before = text[max(0, at - 64) : at]
     local = before[len(before.rstrip(_LOCAL)) :]
     start = at - len(local)
-    if text[start - 1 : start] == b"\\" and local[:1] in b"nrt":  # the escape of a JSON text
+    if text[start - 1 : start] == b"\\" and local[:1] in b"nrt":  # a JSON escape
         local = local[1:]
     local = local.lstrip(b"._%+-")
     start = at - len(local)
@@ -120,11 +131,11 @@ _IBAN_BACK, _IBAN_AHEAD = 30, 44
 
 def _iban(text: bytes, at: int) -> Span | None:
     if text[at - 1 : at].isdigit():
-        return None  # an anchor at the beginning of these digits was tried
+        return None  # the anchor at the start of these digits was tried
     first, last = max(0, at - _IBAN_BACK), at + _IBAN_AHEAD
     while found := _IBAN.search(text, first, last):
         end = found.start() + checks.iban_end(text[found.start() : last])
-        if end > at:  # else there is none, or it is one before this anchor's
+        if end > at:  # otherwise none, or one before this anchor
             return found.start(), end
         first = found.start() + 1
     return None
@@ -185,17 +196,23 @@ def _url_login(text: bytes, at: int) -> Span | None:
     )
 
 
-_WORD = rb"(pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|account[_-]?key|auth[_-]?key|credentials?)"
+_WORD = (
+    rb"(pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|private[_-]?key"
+    rb"|account[_-]?key|auth[_-]?key|credentials?)"
+)
 _SUFFIX = (
     rb"(?:[_-]?(?:access|account|api|auth|key|secret|token|value|hash|base64|b64)){0,3}[0-9]{0,2}"
 )
 _ASSIGNED = re.compile(
-    rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\{0,7}[\"'])?[`*\])]{0,3}[ \t]{0,8}(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
-    rb"(?:\\{1,7}\"([^\"\\\n\x00]{1,512})\\{1,7}\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\"|'([^'\\\n\x00]{1,512})'"
+    rb"(?i:" + _WORD + _SUFFIX + rb"(?:\\{0,7}[\"'])?[`*\])]{0,3}[ \t]{0,8}"
+    rb"(?::=|=>|=(?!=)|:(?!:)|is\b|was\b)[`*]{0,3}[ \t]{0,8})"
+    rb"(?:\\{1,7}\"([^\"\\\n\x00]{1,512})\\{1,7}\"|\"((?:[^\"\\\n\x00]|\\[^\n\x00]){1,512})\""
+    rb"|'([^'\\\n\x00]{1,512})'"
     rb"|`([^`\\\n\x00]{1,512})`|([^\s\"'`\\,;&<>(){}\[\]\x00]{6,512}))"
 )  # fmt: skip
 _ASSIGNING = (
-    rb"(?i:" + _WORD + _SUFFIX + rb")(?:\\*+\"\s*+:|(?:\\*+[\"'])?[`*\])]{0,3}(?: |\\*t|\t){0,8}(?i::|=|is\b|was\b))"
+    rb"(?i:" + _WORD + _SUFFIX + rb")(?:\\*+\"\s*+:"
+    rb"|(?:\\*+[\"'])?[`*\])]{0,3}(?: |\\*t|\t){0,8}(?i::|=|is\b|was\b))"
 )  # fmt: skip
 _NAME = re.compile(rb"(?i:" + _WORD + _SUFFIX + rb")\Z")
 _LABEL = re.compile(rb"\[REDACTED:[A-Z_]*\Z")
@@ -204,7 +221,7 @@ _CALLED = (b"(", b"[")
 
 
 def _given(word: bytes, value: bytes, quoted: bool) -> bool:
-    """Whether a value given under a word is a secret."""
+    """Tell whether the value of a field with this word in its name is a secret."""
     word = word.lower()
     if word.startswith((b"pass", b"pwd")) or (
         word == b"secret" and (_has_digit(value) or not quoted)
@@ -242,7 +259,7 @@ _SECRET_ANCHORS = (
     b"accesskey", b"access_key", b"access-key",
     b"privatekey", b"private_key", b"private-key", b"accountkey", b"account_key", b"authkey",
     b"auth_key", b"auth-key", b"credential",
-    *(b"token" + s for s in _SEPARATORS),  # not `tokens`, which every second request has in max_tokens
+    *(b"token" + s for s in _SEPARATORS),  # not `tokens`: most requests have max_tokens
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {
@@ -252,7 +269,8 @@ RULES: dict[str, Rule] = {
         Rule("url_login", (b"://", b":\\"), _url_login,
             in_json=_maybe(rb":\\*+/\\*+/[^\s/?#\"'<>\x00]{1,2000}@")),
         Rule("aws_secret", (b"akia", b"asia", b"abia", b"acca"),
-            _at(_START + _AWS_ID + rb"[^A-Za-z0-9+/\x00]{1,12}(?P<v>[A-Za-z0-9+/]{40})(?![A-Za-z0-9+/=])")),
+            _at(_START + _AWS_ID + rb"[^A-Za-z0-9+/\x00]{1,12}"
+                rb"(?P<v>[A-Za-z0-9+/]{40})(?![A-Za-z0-9+/=])")),
         _plain("aws_key", (b"akia", b"asia", b"abia", b"acca"), _at(_START + _AWS_ID)),
         _plain("api_key", _PREFIX_ANCHORS, _API_KEY),
         _plain("jwt", (b"eyj",), _at(_START + rb"eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?")),
@@ -260,22 +278,25 @@ RULES: dict[str, Rule] = {
             _at(rb"(?i:bearer|basic)[ ]{1,4}(?P<v>[A-Za-z0-9._~+/-]{16,}+=*+)", _has_digit)),
         Rule("secret", _SECRET_ANCHORS, _secret, key=_secret_member, in_json=_maybe(_ASSIGNING)),
         _plain("email", (b"@",), _email, bytes.lower),
-        # Looked at in any case: what is found depends on what stands up to 30 bytes before, where JSON may have escapes.
+        # Without in_json: the match depends on up to 30 bytes before, which may contain escapes.
         Rule("iban", (b"00000000", b"0000 0000", b"0000-0000"), _iban,
             lambda v: v.translate(None, b" -").upper()),
         _plain(
             "card",
             (b"0000 0000 0000", b"0000-0000-0000", b"0000 000000 0", b"0000-000000-0", b"0" * 14),
-            _at(_not_behind(rb"\w.+-") + rb"(?:[2-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5}"
+            _at(_not_behind(rb"\w.+-")
+                + rb"(?:[2-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?"
+                rb"|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5}"
                 rb"|[2-6][0-9]{13,18})(?![\w-]|\.[0-9])", _card),
             _digits,
         ),
         _plain("ssn", (b"000-00-0000",),
-            _at(_not_behind(rb"\w-") + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
+            _at(_not_behind(rb"\w-")
+                + rb"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}(?![\w-])")),
         Rule("phone", (b"+0",),
             _at(_not_behind(rb"\w+/.-") + rb"\+[1-9](?:[ .()/-]{0,2}[0-9]){7,14}(?![0-9A-Za-z])"),
             _digits),
         Rule("ipv4", (b"0.0",), _ipv4),
     )
 }  # fmt: skip
-"""By name; of two that overlap the earlier one gives the label."""
+"""Rules by name; of two overlapping matches, the earlier rule gives the label."""

@@ -1,7 +1,8 @@
-"""Finds the secrets of a text, and what stands in their place. Pure. The only file that imports ahocorasick_rs.
+"""Finds and replaces secrets in text. Pure. The only module that imports ahocorasick_rs.
 
-One pass of an Aho-Corasick automaton over the text's normal form finds the anchors of all rules; around each anchor its rule looks
-closer. A text without an anchor, nearly every one, costs that pass only.
+One pass of an Aho-Corasick automaton over the normal form of the text finds the anchors of all
+rules; each rule then searches around its anchors. A text without anchors, the usual case, costs
+one pass.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from typing import Literal, NamedTuple
 from gateway.redaction.rules import NORMAL, Rule
 
 Finder = Callable[[str], Iterable[tuple[int, int]]]
-"""A rule of somebody else's: from a text to the ranges of its characters that are secret. Pure, and the same for the same text."""
+"""User-defined rule: maps a text to the character ranges of its secrets. Must be pure."""
 Style = Literal["hashed", "plain"]
 
 ESCAPE = b"\\u000"
-"""Normal form of a JSON escape that may hide an ASCII character."""
+"""Normal form of a JSON escape that may encode an ASCII character."""
 _SLICE_BYTES = 1 << 16
 _SUFFIX_BYTES = 4
 
 
 class WrongRange(ValueError):
-    """A rule named a range that its text does not have."""
+    """A rule returned a range outside of its text."""
 
 
-class Found(NamedTuple):
-    """Bytes [start, end) of a text are a secret; rank: place of its kind among the rules, the lower one gives the label."""
+class SecretSpan(NamedTuple):
+    """A secret at bytes [start, end).
+
+    rank: Index of its rule; of overlapping secrets, the lowest rank gives the label.
+    """
 
     start: int
     end: int
@@ -37,24 +41,27 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A rule of somebody else's and its name."""
+class NamedFinder:
+    """A user-defined rule and its name."""
 
     name: str
     find: Finder
 
 
 class Scan:
-    """Rules, ready to use. key: bytes that an attacker does not know; the same key gives the same replacements."""
+    """Compiled rules.
+
+    key: Secret bytes; the same key gives the same replacements.
+    """
 
     def __init__(
         self,
         rules: Sequence[Rule],
         key: bytes,
         style: Style = "hashed",
-        finders: Sequence[Named] = (),
+        finders: Sequence[NamedFinder] = (),
     ) -> None:
-        import ahocorasick_rs  # only who redacts needs it
+        import ahocorasick_rs  # loaded only when redaction is on
 
         self.rules, self.finders = tuple(rules), tuple(finders)
         self._key, self._style = key, style
@@ -73,12 +80,15 @@ class Scan:
         ]
 
     def anchors(self, text: bytes) -> list[int]:
-        """Where anchors begin, ascending. No secret is without one in its range or a few bytes around it, but for those of finders."""
+        """Return the positions of anchors, ascending.
+
+        Every secret of a built-in rule has an anchor within or next to its range.
+        """
         hits = self._hits(text)
         return sorted(at for at, ranks in hits if ranks) if hits else []
 
     def json_anchors(self, raw: bytes) -> list[int]:
-        """Where a JSON text has anchors that may be those of a secret in a string of it, hidden characters among them; ascending."""
+        """Return the positions in JSON of anchors that may belong to a secret, ascending."""
         found = []
         for at, ranks in self._hits(raw):
             if not ranks:
@@ -91,34 +101,38 @@ class Scan:
         found.sort()
         return found
 
-    def find(self, text: bytes, whole: int | None = None) -> list[Found]:
-        """The secrets of a text, apart from each other, ascending. whole: all of it is a secret of the rule of this rank."""
-        found = [] if whole is None else [Found(0, len(text), whole)]
+    def find(self, text: bytes, whole: int | None = None) -> list[SecretSpan]:
+        """Find the secrets of a text, ascending and disjoint.
+
+        whole: Rank of the rule by which the whole text is a secret, if any.
+        """
+        found = [] if whole is None else [SecretSpan(0, len(text), whole)]
         done = [0] * len(self.rules)
         for at, ranks in self._hits(text):
             for rank in ranks:
                 if at >= done[rank] and (span := self.rules[rank].find(text, at)) is not None:
-                    found.append(Found(*span, rank))
+                    found.append(SecretSpan(*span, rank))
                     done[rank] = span[1]
         for rank, finder in enumerate(self.finders, len(self.rules)):
-            found += [Found(*span, rank) for span in _byte_spans(text, finder)]
-        return _apart(found)
+            found += [SecretSpan(*span, rank) for span in _byte_spans(text, finder)]
+        return _merge_overlaps(found)
 
     def member(self, name: bytes, value: bytes, quoted: bool) -> int | None:
-        """The rule by which the value of a JSON member is a secret because of the member's name."""
+        """Return the rank of the rule that makes a JSON member's value secret by its name."""
         return next((rank for rank, key in self._keyed if key(name, value, quoted)), None)
 
-    def replacement(self, text: bytes, found: Found) -> bytes:
-        """What stands for a secret. The same for the same secret, whatever it stood in."""
+    def replacement(self, text: bytes, found: SecretSpan) -> bytes:
+        """Return the replacement of a secret; equal secrets get equal replacements."""
         label = self._labels[found.rank]
         if self._style == "plain":
             return f"[REDACTED:{label}]".encode()
         value = text[found.start : found.end]
         same = self.rules[found.rank].same(value) if found.rank < len(self.rules) else value
-        return f"[REDACTED:{label}:{hmac.digest(self._key, same, hashlib.sha256)[:_SUFFIX_BYTES].hex()}]".encode()
+        suffix = hmac.digest(self._key, same, hashlib.sha256)[:_SUFFIX_BYTES].hex()
+        return f"[REDACTED:{label}:{suffix}]".encode()
 
     def text(self, text: bytes, whole: int | None = None) -> bytes:
-        """The text without its secrets; the same object when it has none."""
+        """Redact a text; returns `text` itself without secrets."""
         found = self.find(text, whole)
         if not found:
             return text
@@ -130,7 +144,7 @@ class Scan:
         return b"".join((*pieces, text[at:]))
 
     def _hits(self, text: bytes) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Anchors and the ranks of their rules, by end."""
+        """Return anchors with the ranks of their rules, ordered by end position."""
         if len(text) > _SLICE_BYTES:
             return self._sliced_hits(text)
         ranks, found = (
@@ -140,7 +154,7 @@ class Scan:
         return [(start, ranks[which]) for which, start, _ in found] if found else ()
 
     def _sliced_hits(self, text: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """A large text in slices: how many anchors it has is up to who wrote it."""
+        """Scan a large text in slices, because its number of anchors is unbounded."""
         for begin in range(0, len(text), _SLICE_BYTES):
             normal = text[begin : begin + _SLICE_BYTES + self._overlap].translate(NORMAL)
             for which, start, _ in self._automaton.find_matches_as_indexes(
@@ -150,8 +164,8 @@ class Scan:
                     yield begin + start, self._ranks[which]
 
 
-def _apart(found: list[Found]) -> list[Found]:
-    """Those that overlap become one: nothing that a rule calls a secret stays, and the text after it is the same in any order."""
+def _merge_overlaps(found: list[SecretSpan]) -> list[SecretSpan]:
+    """Merge overlapping secrets, so that the result does not depend on the order of rules."""
     if len(found) < 2:
         return found
     found.sort()
@@ -159,14 +173,14 @@ def _apart(found: list[Found]) -> list[Found]:
     for one in found[1:]:
         last = out[-1]
         if one.start < last.end:
-            out[-1] = Found(last.start, max(last.end, one.end), min(last.rank, one.rank))
+            out[-1] = SecretSpan(last.start, max(last.end, one.end), min(last.rank, one.rank))
         else:
             out.append(one)
     return out
 
 
-def _byte_spans(text: bytes, finder: Named) -> Iterator[tuple[int, int]]:
-    """What a finder found, in bytes. Raises WrongRange, and whatever it raises."""
+def _byte_spans(text: bytes, finder: NamedFinder) -> Iterator[tuple[int, int]]:
+    """Return the byte spans that a finder found. Raises WrongRange and the finder's errors."""
     characters = text.decode("utf-8", "surrogateescape")
     for start, end in finder.find(characters):
         if not 0 <= start < end <= len(characters):

@@ -1,11 +1,13 @@
-"""Token ids without the secrets that they spell. Pure.
+"""Redacts token ids. Pure.
 
-Prompt and response are one sequence, cut at special tokens; a secret lies between two of them. So what becomes of a turn depends on
-nothing outside of it: when a prompt begins with an earlier step's prompt and response, it still does afterwards. (Not so where a
-template without special tokens lets the next turn go on in the middle of a secret: then the next step begins a branch of its own.)
+Prompt and response form one sequence, split at special tokens; a secret lies between two of them.
+The redaction of a turn therefore depends only on that turn: a prompt that starts with an earlier
+step's prompt and response still does after redaction. (Exception: with a template without special
+tokens, a secret may continue into the next turn. The next step then starts a new branch.)
 
-A token that shows any byte of a secret goes. In place of those that go stands the encoding of the replacement and of what else they
-showed. A secret that reaches from the prompt into the response is replaced in the response.
+Every token with a byte of a secret is removed. The encoding of the replacement, and of the other
+bytes of these tokens, takes their place. A secret that spans prompt and response is replaced in the
+response.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from gateway.redaction.scan import Found, Scan
+from gateway.redaction.scan import Scan, SecretSpan
 from gateway.redaction.vocabulary import Vocabulary
 from schemas.records import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, unpack_ids
 
 WIDTH = 4
 ABSENT = struct.pack("<f", float("nan"))
-"""In place of a log-probability where there is none: not a number, so nothing computed from it passes for one."""
+"""Missing log-probability: NaN, so that no computed value looks valid."""
 
 
-class TokensDisagree(ValueError):
-    """Ids and log-probabilities of a step do not fit together."""
+class InconsistentTokens(ValueError):
+    """Ids and log-probabilities of a step have different lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Tokens [start, end) of a sequence become `ids`."""
+    """Replaces tokens [start, end) of a sequence with `ids`."""
 
     start: int
     end: int
@@ -40,14 +42,14 @@ class Edit:
 
 
 def edits_of(packed: bytes, vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
-    """What has to change in a sequence of packed ids, ascending and apart. Raises UnknownToken."""
+    """Return the edits of packed ids, ascending and disjoint. Raises UnknownToken."""
     pieces, text = vocabulary.spell(packed)
     anchors = scan.anchors(text)
     if not anchors and not scan.finders:
         return []
     ids = unpack_ids(packed)
     ends = list(accumulate(map(len, pieces)))
-    borders = [-1, *_places(ids, vocabulary.special), len(ids)]
+    borders = [-1, *_special_positions(ids, vocabulary.special), len(ids)]
     edits: list[Edit] = []
     for before, after in pairwise(borders):
         first, last = before + 1, after
@@ -61,8 +63,8 @@ def edits_of(packed: bytes, vocabulary: Vocabulary, scan: Scan) -> list[Edit]:
     return edits
 
 
-def _places(ids: Sequence[int], special: frozenset[int]) -> list[int]:
-    """Where special tokens are, ascending."""
+def _special_positions(ids: Sequence[int], special: frozenset[int]) -> list[int]:
+    """Return the positions of special tokens, ascending."""
     places: list[int] = []
     for number in special.intersection(ids):
         at = -1
@@ -75,8 +77,11 @@ def _places(ids: Sequence[int], special: frozenset[int]) -> list[int]:
 def _edits_between(
     first: int, text: bytes, ends: Sequence[int], vocabulary: Vocabulary, scan: Scan
 ) -> Iterable[Edit]:
-    """Edits of the tokens that spell `text`, the first of which has index `first`. ends: where each ends, in bytes."""
-    groups: list[tuple[int, int, list[Found]]] = []
+    """Return the edits of the tokens that spell `text`.
+
+    first: Index of the first token. ends: End of each token in `text`, in bytes.
+    """
+    groups: list[tuple[int, int, list[SecretSpan]]] = []
     for found in scan.find(text):
         start, end = _whole_tokens(
             text, ends, bisect_right(ends, found.start), bisect_left(ends, found.end) + 1
@@ -97,7 +102,7 @@ def _edits_between(
 
 
 def _whole_tokens(text: bytes, ends: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """Tokens [start, end), and those around them as long as a character is cut in two."""
+    """Extend tokens [start, end) until no character is split."""
     while start and _continues(text, ends[start - 1]):
         start -= 1
     while end < len(ends) and _continues(text, ends[end - 1]):
@@ -111,7 +116,7 @@ def _continues(text: bytes, at: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a step, packed as in `Step`; spans in the indexes after redaction."""
+    """The tokens of a step, packed as in `Step`; spans use indexes after redaction."""
 
     prompt: bytes | None
     response: bytes | None
@@ -122,17 +127,20 @@ class Tokens:
 
 
 def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Tokens:
-    """A step's tokens without secrets; the same object when they show none. A redacted token has no log-probability (`ABSENT`).
+    """Redact the tokens of a step; returns `tokens` itself without secrets.
 
-    Raises UnknownToken and TokensDisagree.
+    The log-probability of a redacted token is `ABSENT`.
+
+    Raises:
+        UnknownToken, InconsistentTokens: The tokens cannot be read.
     """
     prompt, response = tokens.prompt or b"", tokens.response or b""
     if len(prompt) % WIDTH or len(response) % WIDTH:
-        raise TokensDisagree(
-            f"{len(prompt)} and {len(response)} bytes of ids are no whole number of ids"
+        raise InconsistentTokens(
+            f"{len(prompt)} and {len(response)} bytes of ids are not a whole number of ids"
         )
     if tokens.logprobs is not None and len(tokens.logprobs) != len(response):
-        raise TokensDisagree(
+        raise InconsistentTokens(
             f"{len(tokens.logprobs)} bytes of log-probabilities for {len(response)} bytes of ids"
         )
     edits = edits_of(prompt + response, vocabulary, scan)
@@ -149,7 +157,7 @@ def redacted_tokens(tokens: Tokens, vocabulary: Vocabulary, scan: Scan) -> Token
         None
         if tokens.logprobs is None
         else _edited(tokens.logprobs, after, [ABSENT * len(e.ids) for e in after]),
-        _moved(tokens.versions, after),
+        _shifted(tokens.versions, after),
         _spans(before),
         _spans(after),
     )
@@ -177,8 +185,11 @@ def _spans(edits: Iterable[Edit]) -> tuple[TokenSpan, ...]:
     return tuple(spans)
 
 
-def _moved(versions: Sequence[VersionSpan], edits: Sequence[Edit]) -> tuple[VersionSpan, ...]:
-    """Version spans in the new indexes. A replacement belongs to the version that sampled the first token it replaces."""
+def _shifted(versions: Sequence[VersionSpan], edits: Sequence[Edit]) -> tuple[VersionSpan, ...]:
+    """Convert version spans to the new indexes.
+
+    A replacement belongs to the version of the first token that it replaces.
+    """
 
     def to(index: int) -> int:
         shift = 0

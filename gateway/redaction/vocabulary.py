@@ -1,5 +1,6 @@
-"""A model's tokenizer, as far as redaction needs it: the bytes of each token id, and the ids of a text. The only file of the gateway's
-redaction that imports tokenizers, and only when a step with token ids comes.
+"""Maps token ids to bytes and text to token ids.
+
+The only module of the redaction that imports tokenizers, on the first step with token ids.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import orjson
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _TRANSPARENT = frozenset(("Fuse", "Strip", "ByteFallback", "Metaspace", "Replace"))
-"""Decoders that change nothing within a text but what `_Pieces` does."""
+"""Decoder steps that `_TokenDecoder` implements or that do not change text."""
 
 
 class TokenizerUnusable(ValueError):
-    """The tokenizer cannot be read, or not in a way that tells the bytes of each token."""
+    """The tokenizer cannot be loaded, or does not define the bytes of each token."""
 
 
 class UnknownToken(ValueError):
-    """A token id that the tokenizer does not have: it is another model's."""
+    """A token id is not in the tokenizer, so it belongs to another model."""
 
 
 class Vocabulary:
-    """pieces: the bytes of each id, None for ids that are none. special: ids that stand for no text, e.g. the end of a turn."""
+    """Vocabulary of a model.
+
+    pieces: Bytes of each id; None for unused ids. special: Ids without text, e.g. end of turn.
+    """
 
     def __init__(
         self, tokenizer: Any, pieces: Sequence[bytes | None], special: frozenset[int]
@@ -37,26 +41,25 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """From a tokenizer.json or the directory that holds one. Takes a second. Raises TokenizerUnusable."""
+        """Load a tokenizer.json file or its directory; takes a second. Raises TokenizerUnusable."""
         from tokenizers import Tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            said = orjson.loads(file.read_bytes())
+            config = orjson.loads(file.read_bytes())
             within = {
-                name: _within_a_text(said.get(name)) for name in ("normalizer", "pre_tokenizer")
+                name: _without_prefix_space(config.get(name))
+                for name in ("normalizer", "pre_tokenizer")
             }
-            tokenizer = Tokenizer.from_buffer(orjson.dumps(said | within))
+            tokenizer = Tokenizer.from_buffer(orjson.dumps(config | within))
         except MemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # the library raises nothing more exact, and the file may be anything
+        except Exception as error:  # the library raises no specific type
             raise TokenizerUnusable(f"{file}: {type(error).__name__}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # what a text says is text, whatever it looks like
-        read = _Pieces(said.get("decoder"), str(file))
+        tokenizer.encode_special_tokens = True  # text that looks like a special token is text
+        read = _TokenDecoder(config.get("decoder"), str(file))
         added = tokenizer.get_added_tokens_decoder()
         vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
@@ -67,10 +70,9 @@ class Vocabulary:
         )
 
     def spell(self, packed: bytes) -> tuple[Sequence[bytes], bytes]:
-        """The bytes of each token, and all of them, from packed ids. Raises UnknownToken."""
-        ids = struct.unpack(
-            f"<{len(packed) // 4}I", packed
-        )  # unsigned: a negative one is out of range too
+        """Return the bytes of each packed id and their concatenation. Raises UnknownToken."""
+        # Unsigned: a negative id is out of range too.
+        ids = struct.unpack(f"<{len(packed) // 4}I", packed)
         try:
             pieces: Any = (
                 itemgetter(*ids)(self._pieces) if len(ids) > 1 else [self._pieces[n] for n in ids]
@@ -82,22 +84,23 @@ class Vocabulary:
             raise UnknownToken(f"token id {wrong} is not in the tokenizer") from error
 
     def encode(self, text: bytes) -> list[int]:
-        """The ids of a text that stands within another one. Bytes that are no UTF-8 become U+FFFD."""
+        """Encode a text inside a larger text; bytes that are not UTF-8 become U+FFFD."""
         ids: list[int] = self._tokenizer.encode(
             text.decode("utf-8", "replace"), add_special_tokens=False
         ).ids
         return ids
 
 
-class _Pieces:
-    """Reads a token of the vocabulary as the tokenizer's decoder would, alone and without losing a byte."""
+class _TokenDecoder:
+    """Decodes single vocabulary entries to bytes, like the tokenizer's decoder."""
 
     def __init__(self, decoder: Any, where: str) -> None:
         steps = list(_flat(decoder))
         kinds = {step["type"] for step in steps}
         if not steps or kinds - _TRANSPARENT - {"ByteLevel"}:
             raise TokenizerUnusable(
-                f"{where}: a decoder of {sorted(kinds) or 'no kind'} does not tell the bytes of a token"
+                f"{where}: unsupported decoder {sorted(kinds) or 'none'}: it does not define the "
+                "bytes of each token"
             )
         self._bytes = _byte_letters() if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
@@ -120,8 +123,8 @@ class _Pieces:
         return token.encode()
 
 
-def _within_a_text(step: Any) -> Any:
-    """A step of encoding without the blank that some tokenizers put before every text."""
+def _without_prefix_space(step: Any) -> Any:
+    """Return an encoding step without the space that some tokenizers prepend."""
     match step:
         case {"type": "Prepend"}:
             return None
@@ -132,7 +135,9 @@ def _within_a_text(step: Any) -> Any:
         case {"type": "Sequence"}:
             steps = next(name for name in step if name != "type")
             return step | {
-                steps: [inner for s in step[steps] if (inner := _within_a_text(s)) is not None]
+                steps: [
+                    inner for s in step[steps] if (inner := _without_prefix_space(s)) is not None
+                ]
             }
     return step
 
@@ -148,7 +153,10 @@ def _flat(decoder: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _byte_letters() -> dict[str, bytes]:
-    """The letter that stands for each byte in a byte-level vocabulary: printable Latin-1 for itself, the others from U+0100 on."""
+    """Return the byte of each letter in a byte-level vocabulary.
+
+    Printable Latin-1 characters represent themselves, other bytes start at U+0100.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (b for b in range(256) if b not in set(printable))
     return {chr(b): bytes([b]) for b in printable} | {

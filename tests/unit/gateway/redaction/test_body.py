@@ -13,7 +13,7 @@ from support.examples import examples
 
 from gateway.redaction.body import redacted_body
 from gateway.redaction.rules import RULES
-from gateway.redaction.scan import Named, Scan
+from gateway.redaction.scan import NamedFinder, Scan
 
 SCAN = Scan(list(RULES.values()), b"key", "plain")
 EMAIL = "[REDACTED:EMAIL]"
@@ -231,7 +231,7 @@ def test_a_rule_of_ones_own_sees_every_string_by_itself() -> None:
         seen.append(text)
         return [(0, 3)] if text.startswith("Joe") else []
 
-    scan = Scan([], b"key", "plain", [Named("names", find)])
+    scan = Scan([], b"key", "plain", [NamedFinder("names", find)])
     raw = b'{"a": ["Joe\\n!", "no Joe"], "Joe": 1, "b": "{\\"c\\": \\"Joe\\"}"}'
     assert json.loads(redacted_body(raw, scan)) == {
         "a": ["[REDACTED:NAMES]\n!", "no Joe"], "[REDACTED:NAMES]": 1,

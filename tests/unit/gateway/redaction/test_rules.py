@@ -12,7 +12,7 @@ from support.examples import examples
 from gateway.redaction import checks
 from gateway.redaction.iban_lengths import IBAN_LENGTHS
 from gateway.redaction.rules import RULES
-from gateway.redaction.scan import Named, Scan, WrongRange
+from gateway.redaction.scan import NamedFinder, Scan, WrongRange
 
 SCAN = Scan(list(RULES.values()), b"key", "plain")
 HASHED = Scan(list(RULES.values()), b"key")
@@ -231,14 +231,16 @@ def test_a_rule_of_ones_own() -> None:
         at = text.find("Müller")
         return [(at, at + 6)] if at >= 0 else []
 
-    scan = Scan([RULES["email"]], b"key", "plain", [Named("names", names)])
+    scan = Scan([RULES["email"]], b"key", "plain", [NamedFinder("names", names)])
     assert (
         scan.text("für Müller, joe@example.com".encode()).decode()
         == "für [REDACTED:NAMES], [REDACTED:EMAIL]"
     )
     assert scan.text("\udcff Müller".encode("utf-8", "surrogateescape")) == b"\xff [REDACTED:NAMES]"
     with pytest.raises(WrongRange, match="beyond"):
-        Scan([], b"key", "plain", [Named("beyond", lambda text: [(0, len(text) + 1)])]).text(b"abc")
+        Scan([], b"key", "plain", [NamedFinder("beyond", lambda text: [(0, len(text) + 1)])]).text(
+            b"abc"
+        )
 
 
 ADVERSARIAL = [

@@ -24,8 +24,8 @@ from tokenizers import (
 )
 
 from gateway.redaction.rules import RULES
-from gateway.redaction.scan import Named, Scan
-from gateway.redaction.token_edits import Tokens, TokensDisagree, redacted_tokens
+from gateway.redaction.scan import NamedFinder, Scan
+from gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
 from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
 from schemas.records import TokenSpan, VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -366,7 +366,7 @@ def test_one_side_alone(folder: Path) -> None:
 def test_ids_and_log_probabilities_that_do_not_fit_are_an_error(
     folder: Path, tokens: Tokens, why: str
 ) -> None:
-    with pytest.raises(TokensDisagree, match=why):
+    with pytest.raises(InconsistentTokens, match=why):
         redacted_tokens(tokens, vocabulary("bytes", folder), SCAN)
 
 
@@ -389,7 +389,10 @@ def test_a_rule_of_ones_own_sees_each_text_between_special_tokens(folder: Path) 
     core.encode_special_tokens = False
     ids = core.encode("<|im_start|>x to<|im_end|>日本 x").ids
     new = redacted(
-        ids, [], vocabulary("bytes", folder), Scan([], b"key", "plain", [Named("places", find)])
+        ids,
+        [],
+        vocabulary("bytes", folder),
+        Scan([], b"key", "plain", [NamedFinder("places", find)]),
     )
     assert seen == ["x to", "日本 x"]
     assert (
@@ -402,7 +405,7 @@ def test_a_rule_of_ones_own_sees_each_text_between_special_tokens(folder: Path) 
 def test_a_tokenizer_that_does_not_tell_bytes_is_unusable(tmp_path: Path, decoder: Any) -> None:
     said = orjson.loads(tokenizer("bytes").to_str()) | {"decoder": decoder}
     (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(said))
-    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json: a decoder of"):
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json: unsupported decoder"):
         Vocabulary.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json: JSONDecodeError"):

@@ -1,6 +1,7 @@
-"""Redaction in the gateway: when it is on, off the event loop when it takes long, and what is kept when it fails.
+"""Runs redaction in the gateway, in a thread for large records.
 
-It fails closed. Whatever a rule raises, the record is still kept, so that no step is lost, but without its contents.
+Redaction fails closed: when a rule raises any exception, the record is kept without its contents,
+so no step is lost.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gateway.errors import RedactionUnusable
-from gateway.redaction.records import R, Redactor, RuleRedactor, emptied
+from gateway.redaction.records import R, Redactor, RuleRedactor, without_contents
 from gateway.redaction.rules import RULES, Rule
-from gateway.redaction.scan import Finder, Named, Scan
+from gateway.redaction.scan import Finder, NamedFinder, Scan
 from gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
 from schemas.records import Reward, SessionEvent, Step
 from schemas.rule_spec import is_own
@@ -23,11 +24,11 @@ from schemas.settings import Settings
 from schemas.user_function import FunctionNotFound, load_function
 
 THREAD_BYTES = 256 * 1024
-"""From this size on a record is redacted in a thread: below it, it takes less than the loop's other work."""
+"""Records larger than this are redacted in a thread."""
 
 
 class Vocabularies:
-    """Tokenizers by model name, `*` for all others, each loaded when it is first needed. Safe to use from several threads."""
+    """Tokenizers by model name (`*` for all others), loaded on first use. Thread-safe."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = dict(paths)
@@ -35,12 +36,12 @@ class Vocabularies:
         self._lock = threading.Lock()
 
     def loaded(self, model: str) -> bool:
-        """Whether `of` gives an answer at once."""
+        """Tell whether `of` returns without loading a tokenizer."""
         path = self._path(model)
         return path is None or path in self._loaded
 
     def of(self, model: str) -> Vocabulary | None:
-        """None: the settings name none. Raises TokenizerUnusable, each time."""
+        """Return the vocabulary of a model; None without a tokenizer. Raises TokenizerUnusable."""
         path = self._path(model)
         if path is None:
             return None
@@ -60,7 +61,7 @@ class Vocabularies:
 
 
 class Redaction:
-    """A redactor in use. failed: called for each record that was kept without its contents."""
+    """Redacts records. failed: Called for each record kept without its contents."""
 
     def __init__(
         self, redactor: Redactor, vocabularies: Vocabularies, failed: Callable[[], None]
@@ -68,20 +69,20 @@ class Redaction:
         self._redactor, self._vocabularies, self._failed = redactor, vocabularies, failed
 
     async def redacted(self, record: R) -> R:
-        """What is kept of a record. Raises nothing but MemoryError, except when it is cancelled."""
+        """Redact a record. Raises only MemoryError or CancelledError."""
         if _size(record) > THREAD_BYTES or (isinstance(record, Step) and self._must_load(record)):
-            return await asyncio.to_thread(self.redacted_at_once, record)
-        return self.redacted_at_once(record)
+            return await asyncio.to_thread(self.redact_now, record)
+        return self.redact_now(record)
 
-    def redacted_at_once(self, record: R) -> R:
-        """The same on the caller's thread: for small records without tokens."""
+    def redact_now(self, record: R) -> R:
+        """Redact a small record without tokens, in the calling thread."""
         try:
             return self._redactor.redact(record)
         except MemoryError:
-            raise  # nothing is kept, and nobody is told that it was
-        except Exception as error:  # noqa: BLE001 - a rule may be anybody's; nothing it saw may be kept, not even its message
+            raise  # the record is not kept
+        except Exception as error:  # noqa: BLE001 - a user's rule may raise anything
             self._failed()
-            return emptied(record, type(error).__name__)
+            return without_contents(record, type(error).__name__)
 
     def _must_load(self, step: Step) -> bool:
         with_ids = step.prompt_token_ids is not None or step.response_token_ids is not None
@@ -89,30 +90,38 @@ class Redaction:
 
 
 def redaction_of(settings: Settings, secret: bytes, failed: Callable[[], None]) -> Redaction | None:
-    """As the settings say; None when it is off. secret: the installation's. Raises RedactionUnusable that names the setting."""
-    said = settings.gateway.redaction
-    if not said.enabled:
+    """Build the redaction of the settings; None when it is off.
+
+    Args:
+        secret: Secret of the installation.
+        failed: Called for each record kept without its contents.
+
+    Raises:
+        RedactionUnusable: Names the invalid setting.
+    """
+    config = settings.gateway.redaction
+    if not config.enabled:
         return None
     rules, finders = [], []
-    for name in said.rules:
+    for name in config.rules:
         rule = _rule(name, settings.functions.folders)
         if isinstance(rule, Rule):
             rules.append(rule)
         else:
-            finders.append(Named(name.rpartition(":")[2], rule))
+            finders.append(NamedFinder(name.rpartition(":")[2], rule))
     order = list(RULES)
     rules.sort(key=lambda rule: order.index(rule.name))
-    paths = dict(said.tokenizers)
+    paths = dict(config.tokenizers)
     if settings.gateway.tokenizer_path is not None:
         paths.setdefault("*", settings.gateway.tokenizer_path)
     for model, path in paths.items():
         if not path.exists():
             raise RedactionUnusable(
-                f"gateway.redaction.tokenizers: {path}, for model {model}, is not there"
+                f"gateway.redaction.tokenizers: {path}, for model {model}, does not exist"
             )
     key = hmac.digest(secret, b"clawstream redaction", hashlib.sha256)
     vocabularies = Vocabularies(paths)
-    scan = Scan(rules, key, said.style, finders)
+    scan = Scan(rules, key, config.style, finders)
     return Redaction(RuleRedactor(scan, vocabularies.of), vocabularies, failed)
 
 
@@ -120,7 +129,8 @@ def _rule(name: str, folders: Sequence[Path]) -> Rule | Finder:
     if not is_own(name):
         if name not in RULES:
             raise RedactionUnusable(
-                f"gateway.redaction.rules: {name!r} is no rule; there are {', '.join(RULES)}, file.py:function and module:function"
+                f"gateway.redaction.rules: {name!r} is not a rule; use {', '.join(RULES)}, "
+                "file.py:function or module:function"
             )
         return RULES[name]
     try:
