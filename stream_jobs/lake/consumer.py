@@ -1,4 +1,4 @@
-"""The Kafka side of the lake: which topics there are, from where each is read, and the rows that are not in the lake yet."""
+"""Read the topics of the lake from Kafka and buffer rows that the tables do not have yet."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ POLL_RECORDS = 500
 POLL_S = 0.1
 FETCH_BYTES = 1 << 20
 FETCH_WAIT_MS = 250
-"""A fetch is answered once so much is there, or after so long. What is read waits for the next flush anyway, and each fetch names all partitions of
-all topics."""
+"""A fetch is answered after this many bytes or milliseconds.
+
+Rows wait for the next flush anyway, and each fetch names all partitions of all topics.
+"""
 MAX_BUFFER_BYTES = 64 * 1024 * 1024
-"""Encoded bytes read before the next flush, whatever the number of rows."""
-_PART_KEPT = 8
-"""Of a record whose table leaves most of it out an eighth is counted: what is kept of a trajectory is far less."""
+"""Encoded bytes that trigger a flush, whatever the number of rows."""
+_OMIT_DIVISOR = 8
+"""Divisor of the bytes of a record whose table omits most of it, as `trajectories` does."""
 
 
 class _Followed(NamedTuple):
@@ -36,11 +38,12 @@ class _Followed(NamedTuple):
 
 
 class LakeConsumer:
-    """Reads its share of every topic that the lake keeps, from what its tables have committed, and buffers rows until `taken`.
+    """Read a share of every topic of the lake and buffer rows until `commit`.
 
-    A topic is followed under the id it had when it was found; `look` tells when that changed, and then this feed must be
-    dropped with all it has buffered: offsets of one topic say nothing of another. Unreadable values are counted and logged
-    where the process that works on the topic makes the dead letter; where there is none (`_is_ours`), the lake makes it.
+    Reading starts at the committed offsets of the tables. A topic is followed by its id. When
+    `refresh_topics` finds that an id changed, drop this consumer with its buffer: the offsets of a
+    recreated topic are unrelated. Unreadable values are counted and logged; the process that owns
+    the topic writes the dead letter, or the lake if no other process does (`_is_owner`).
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class LakeConsumer:
         lake: Lake,
     ) -> None:
         self._cluster, self._codec, self._lake, self._share = cluster, schemas, lake, lake.share
-        self._parse = RowDecoder(schemas, decoder, lake.tables, self._add_columns)
+        self._decode = RowDecoder(schemas, decoder, lake.tables, self._add_columns)
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
@@ -70,44 +73,52 @@ class LakeConsumer:
 
     @property
     def full(self) -> bool:
-        """Whether it is time to flush, however short ago the last flush was."""
+        """Whether a flush is due before the flush interval ends."""
         return self._buffered_rows >= self._flush_rows or self._buffered_bytes >= MAX_BUFFER_BYTES
 
     def refresh_topics(self) -> bool:
-        """Follow topics that are new. False: one of those followed was deleted or made anew. Raises Unavailable, SourceTruncated."""
+        """Follow new topics.
+
+        Returns:
+            False if a followed topic was deleted or recreated.
+
+        Raises:
+            Unavailable: Kafka does not answer.
+            SourceTruncated: a topic lost records that the lake has not read.
+        """
         ids = self._cluster.topic_ids(list(self._followed))
         if any(ids.get(topic) != f.topic_id for topic, f in self._followed.items()):
             return False
-        there = self._cluster.topics()
-        kept = {t: self._share.partitions(n) for t, n in there.items() if self._written(t)}
+        counts = self._cluster.topics()
+        kept = {t: self._share.partitions(n) for t, n in counts.items() if self._intact_tables(t)}
         self._follow({t: own for t, own in kept.items() if own and t not in self._followed})
         return True
 
-    def _written(self, topic: str) -> list[str]:
-        """Tables that a topic feeds, without those that are damaged."""
+    def _intact_tables(self, topic: str) -> list[str]:
+        """Return the tables that a topic feeds, without damaged ones."""
         return [name for name in tables_of(self._topics, topic) if name not in self._lake.damaged]
 
     def _follow(self, new: Mapping[str, range]) -> None:
         ids = self._cluster.topic_ids(list(new))
         ends = {topic: self._cluster.watermarks(topic, new[topic]) for topic in ids}
         if self._cluster.topic_ids(list(ids)) != ids:
-            return  # made anew meanwhile: these may be the ends of another topic; the next look finds it
+            return  # recreated meanwhile: these ends may be another topic's; the next call finds it
         found: dict[str, _Followed] = {}
         start: dict[tuple[str, int], int] = {}
         for topic, topic_id in ids.items():
             followed = found[topic] = _Followed(
                 topic_id, tables_of(self._topics, topic), records_of(self._topics, topic)
             )
-            sources = [(topic_id, p) for p in new[topic]]
-            marks = [
+            partitions = [(topic_id, p) for p in new[topic]]
+            committed = [
                 m
                 for t in followed.tables
-                for m in [self._lake.committed_offsets(t, sources)]
+                for m in [self._lake.committed_offsets(t, partitions)]
                 if t not in self._lake.damaged
             ]
             for p, (low, high) in ends[topic].items():
                 start[topic, p] = first_offset(
-                    topic, p, [m.get((topic_id, p)) for m in marks], low, high
+                    topic, p, [m.get((topic_id, p)) for m in committed], low, high
                 )
             positions = {p: o for (t, p), o in start.items() if t == topic}
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
@@ -116,17 +127,21 @@ class LakeConsumer:
             self._reader.add(start)
 
     def poll(self) -> None:
-        """Read what there is, at most POLL_RECORDS, waiting POLL_S when there is nothing. Raises SourceTruncated."""
+        """Read at most POLL_RECORDS; wait at most POLL_S for the first.
+
+        Raises:
+            SourceTruncated: the next offset of a partition is not on Kafka any more.
+        """
         for record in self._reader.poll(POLL_RECORDS, POLL_S):
             self._take(record)
 
     def _take(self, record: Record) -> None:
         followed = self._followed[record.topic]
         if record.value is None and record.topic == self._topics.schemas:
-            return  # compacted: a key may be taken back
+            return  # a tombstone of the compacted topic
         value = record.value or b""
         try:
-            name, found = self._parse(record, followed.topic_id, followed.tables)
+            name, found = self._decode(record, followed.topic_id, followed.tables)
         except (Undecodable, UnknownSchema) as e:
             self._skip(record, reason_of(e), str(e))
             return
@@ -134,7 +149,7 @@ class LakeConsumer:
             self.skipped += 1
             self._dead_letter(
                 record, "invalid", str(e)
-            )  # on any topic: its owner may have taken it
+            )  # on any topic: its owner may have accepted it
             return
         if name not in followed.records:
             self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")
@@ -147,11 +162,11 @@ class LakeConsumer:
             self.rows[table] += rows
             self._buffered_rows += len(rows)
             self._buffered_bytes += len(value) // (
-                _PART_KEPT if self._lake.tables[table].omit else 1
+                _OMIT_DIVISOR if self._lake.tables[table].omit else 1
             )
 
     def _add_columns(self, wider: Table) -> bool:
-        """Columns for what a newer schema has besides, for the rows that wait as well. False: the lake can't have them."""
+        """Add columns of a newer schema, also to buffered rows. Return False if they do not fit."""
         former = self._lake.tables[wider.name]
         if not self._lake.add_columns(wider):
             return False
@@ -160,7 +175,7 @@ class LakeConsumer:
 
     def _skip(self, record: Record, reason: str, detail: str) -> None:
         self.skipped += 1
-        if self._is_ours(record.topic):
+        if self._is_owner(record.topic):
             self._dead_letter(record, reason, detail)
         else:
             logger().warning(
@@ -171,8 +186,8 @@ class LakeConsumer:
                 reason=detail,
             )
 
-    def _is_ours(self, topic: str) -> bool:
-        """Topics that no other process reads from a position it keeps, so that the lake is who must bury what is wrong there."""
+    def _is_owner(self, topic: str) -> bool:
+        """Whether no other process reads the topic from stored positions and dead-letters for it."""
         run_and_channel = self._topics.parse_ready_batches(topic)
         validation = run_and_channel is not None and run_and_channel[1] == "val"
         return validation or topic in (
@@ -182,7 +197,7 @@ class LakeConsumer:
         )
 
     def positions(self, table: str) -> Positions:
-        """How far the topics of a table were read: all rows below are in `rows`, in the lake, or were none."""
+        """Return the next offset of each partition that feeds a table; `rows` holds all before it."""
         return {
             (self._followed[topic].topic_id, partition): offset
             for (topic, partition), offset in self._reader.positions.items()
@@ -190,32 +205,38 @@ class LakeConsumer:
         }
 
     def reject(self, row: Row, why: str) -> None:
-        """Dead-letter the record of a row that no column can hold. Its owner may have taken it, so the lake must say it."""
+        """Dead-letter a record that no column can hold: its owner may have accepted it."""
         topic_id, partition, offset, _ = row[-4:]
         topic = next(t for t, f in self._followed.items() if f.topic_id == topic_id)
         (record,) = self._cluster.read_range(topic, partition, offset, offset)
         self._dead_letter(record, "invalid", why)
 
     def _dead_letter(self, record: Record, reason: str, detail: str) -> None:
-        """At least once: after a crash the same record may be buried again; the lake keeps one row of it."""
-        letter = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
-        self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
+        """Write a dead letter, at least once: the lake keeps one row of a repeated one."""
+        entry = dead_letter(record, self._followed[record.topic].topic_id, "lake", reason, detail)
+        self._producer.put(self._topics.dead_letters, entry.key, self._codec.encode(entry))
         self._producer.flush()
         logger().warning(
-            "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason,
+            "dead_letter",
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=reason,
             detail=detail,
-        )  # fmt: skip
+        )
 
     def commit(self) -> None:
-        """All of `rows` is in the lake: forget it, and tell Kafka how far the lake is.
+        """Clear `rows` after they are in the lake, and commit the positions to Kafka.
 
-        Of a topic that feeds a damaged table Kafka is told nothing: its lag is what that table lacks.
+        Commits no position of a topic that feeds a damaged table: its lag shows what the table lacks.
         """
         for rows in self.rows.values():
             rows.clear()
         self._buffered_rows = self._buffered_bytes = 0
         self._lake.redelivered.clear()
-        behind = {t for t, f in self._followed.items() if len(self._written(t)) < len(f.tables)}
+        behind = {
+            t for t, f in self._followed.items() if len(self._intact_tables(t)) < len(f.tables)
+        }
         moved = {
             s: o
             for s, o in self._reader.positions.items()
@@ -225,7 +246,11 @@ class LakeConsumer:
         self._committed |= moved
 
     def is_recreated(self, error: SourceTruncated) -> bool:
-        """Whether an offset that can't be read is so because its topic was made anew; raises `error` when it was not."""
+        """Return True if the topic of a truncated source was recreated.
+
+        Raises:
+            SourceTruncated: it was not; this is `error` itself.
+        """
         try:
             if not self.refresh_topics():
                 return True
@@ -234,33 +259,40 @@ class LakeConsumer:
         raise error
 
     def close(self) -> None:
-        """Stop reading; what is buffered is dropped and will be read again."""
+        """Stop reading and drop the buffer, which is read again after the next start."""
         self._reader.close()
         self._producer.close()
 
 
 def records_of(topics: Topics, topic: str) -> frozenset[str]:
-    """Names of what belongs on a topic."""
+    """Return the names of the records that belong on a topic."""
     batches = topics.parse_ready_batches(topic)
     specs = topics.specs(1, -1) if batches is None else (topics.ready_batches_spec(*batches),)
     return frozenset(r.__name__ for spec in specs if spec.name == topic for r in spec.records)
 
 
 def first_offset(
-    topic: str, partition: int, marks: Sequence[int | None], low: int, high: int
+    topic: str, partition: int, committed: Sequence[int | None], low: int, high: int
 ) -> int:
-    """Where to begin, given the marks of the topic's tables: at the lowest, or at the log's start when a table has none.
+    """Return the offset at which to start reading a partition.
 
-    No marks at all: no table takes the topic's rows now.
+    This is the lowest committed offset of the topic's tables, or the start of the log if a table
+    has none; the end of the log if all tables are damaged.
 
-    Raises SourceTruncated when the log ends before a mark or begins after it: something was lost that the lake has never seen.
+    Args:
+        committed: one value per table of the topic; None: no committed offset.
+        low, high: first and next offset of the partition on Kafka.
+
+    Raises:
+        SourceTruncated: an offset is not within the log, so records are lost to the lake.
     """
-    if not marks:
+    if not committed:
         return high
-    known = [m for m in marks if m is not None]
-    for wrong in (m for m in known if not low <= m <= high):
-        side = f"ends at {high}" if wrong > high else f"starts at {low}"
+    known = [m for m in committed if m is not None]
+    for outside in (m for m in known if not low <= m <= high):
+        side = f"ends at {high}" if outside > high else f"starts at {low}"
         raise SourceTruncated(
-            f"source truncated: {topic}-{partition} {side}, position {wrong} (lake); run clawstream doctor"
+            f"source truncated: {topic}-{partition} {side}, position {outside} (lake); "
+            "run clawstream doctor"
         )
-    return min(known) if len(known) == len(marks) else low
+    return min(known) if len(known) == len(committed) else low

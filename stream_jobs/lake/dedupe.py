@@ -1,4 +1,4 @@
-"""Which rows of a batch the lake does not have yet: by offset, and by id within a bounded window. Pure."""
+"""Drop rows that a table has already, by offset and by id within a bounded window. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from stream_jobs.lake.tables.catalog import Row, Table
 
 TopicIdPartition = tuple[str, int]
-"""(topic id, partition): where a position counts."""
+"""(topic id, partition number): a recreated topic has another id, so its offsets are separate."""
 Positions = Mapping[TopicIdPartition, int]
-"""TopicIdPartition to the next offset: everything below was handled."""
+"""The next offset of each partition: all records below it are handled."""
 
 
 class DedupeWindow:
-    """The keys of the newest rows of one table, at most `size`; the oldest goes first."""
+    """The keys of the newest `size` rows of one table; evicts the oldest."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,7 +28,7 @@ class DedupeWindow:
         return len(self._seen)
 
     def add(self, digests: Iterable[bytes]) -> None:
-        """Remember keys, oldest first."""
+        """Add key digests, oldest first."""
         seen, size = self._seen, self._size
         for d in digests:
             seen.pop(d, None)
@@ -38,24 +38,27 @@ class DedupeWindow:
 
 
 def digest(key: Iterable[Any]) -> bytes:
-    """16 bytes that stand for a row's key, given the values of its columns in order."""
+    """Return a 16-byte digest of the values of a row's key columns, given in order."""
     return blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
 
 
 def drop_duplicates(
-    table: Table, rows: Sequence[Row], marks: Positions, window: DedupeWindow
+    table: Table, rows: Sequence[Row], committed: Positions, window: DedupeWindow
 ) -> tuple[list[Row], list[bytes]]:
-    """The rows that the table does not have, and the digests of their keys: offset at or past the mark of their source, key neither in
-    the window nor earlier in `rows`. A table without key columns has no digests.
+    """Return the rows that the table does not have, and the digests of their keys.
 
-    marks: what the table's snapshot says; a source without a mark has nothing in the table.
+    A row is new if its offset is not below the committed offset of its partition and its key is
+    neither in the window nor earlier in `rows`. A table without key columns has no digests.
+
+    Args:
+        committed: offsets of the table's snapshot; a partition without one has no rows in it.
     """
-    new = [row for row in rows if row[-2] >= marks.get(row[-4:-2], 0)]
+    new = [row for row in rows if row[-2] >= committed.get(row[-4:-2], 0)]
     if not table.key:
         return new, []
     found: dict[bytes, Row] = {}
     for row in new:
-        one = digest(table.key_of(row))
-        if one not in found and one not in window:
-            found[one] = row
+        key = digest(table.key_of(row))
+        if key not in found and key not in window:
+            found[key] = row
     return list(found.values()), list(found)

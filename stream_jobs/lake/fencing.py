@@ -1,12 +1,16 @@
-"""Who may write: a writer's share of the lake, and the claims by which newer writers fence older ones. Pure.
+"""Compute the lease by which a writer owns its share of the lake and fences older writers. Pure.
 
-A claim is a rise of app ids in a commit to a table. Commits that raise the same app id on one snapshot collide, those that raise
-different ones do not, so writers of one layout never meet, and whoever is fenced fails in the very commit that came too late:
+A lease raises app ids in a commit to a table. Commits that raise the same app id on one snapshot
+collide, commits that raise different ones do not. So writers of one layout never collide, and a
+fenced writer fails in the commit that came too late:
 
-- each writer has an app id of its own, which all its commits repeat; the next process of its number raises it;
-- the first to claim under another number of writers raises those of all writers of the former layout, whichever app ids theirs are.
+- each writer has an app id of its own, which all its commits repeat; the next process with the same
+  writer number raises it;
+- the first writer of a new layout (another number of writers) raises the app ids of all writers of
+  the former layout.
 
-`steps` is claimed first. What was decided there holds for all tables, so that of two layouts claimed at once one wins everywhere.
+`steps` is leased first and its result holds for all tables, so of two layouts that start at once
+the same one wins in every table.
 """
 
 from __future__ import annotations
@@ -17,29 +21,35 @@ from typing import NamedTuple
 from runtime.kafka import Fenced
 
 LAYOUT = "layout"
-"""App id whose version is 1,000 times how often the number of writers has changed, and that number. None: one writer, never changed."""
+"""App id of the layout: version = 1,000 * changes of the number of writers + that number.
+
+A table without it has one writer and has never changed.
+"""
 _STRIDE = 1_000
 REPAIR = "repair"
-"""App id whose version is how often a table was repaired. A writer that finds another one than it claimed reads its topics again."""
+"""App id whose version counts the repairs of a table.
+
+A writer that finds another version than it leased reads the topics of the table again.
+"""
 
 
 class LakeFenced(Fenced):
-    """A newer lake writer has claimed this lake. This one must end and must not be restarted."""
+    """A newer lake writer has fenced this one, which must end and must not be restarted."""
 
 
 class PartitionShare(NamedTuple):
-    """Writer `writer` of `writers`, from 0: it takes the partitions p of every topic with p % writers == writer."""
+    """Writer number `writer` (from 0) of `writers`: partitions p with p % writers == writer."""
 
     writer: int = 0
     writers: int = 1
 
     @property
     def app_id(self) -> str:
-        """What this writer's commits raise or repeat."""
+        """The app id that the commits of this writer raise or repeat."""
         return writer_id(self.writer)
 
     def partitions(self, count: int) -> range:
-        """Its own of a topic's partitions."""
+        """Return its partitions of a topic that has `count`."""
         return range(self.writer, count, self.writers)
 
     def __str__(self) -> str:
@@ -50,31 +60,42 @@ SINGLE_WRITER = PartitionShare()
 
 
 class Lease(NamedTuple):
-    """What a writer has decided at its first table. epoch: its version of its own app id."""
+    """The result of leasing the first table.
+
+    epoch: version of the app id of the writer. layout: version of app id `layout`.
+    """
 
     epoch: int
     layout: int
 
 
 def writer_id(writer: int) -> str:
-    """The app id of a writer, in every layout."""
+    """Return the app id of a writer, which is the same in every layout."""
     return f"writer:{writer}" if writer else "writer"
 
 
 def acquire_lease(
     share: PartitionShare, lease: Lease | None, version_of: Callable[[str], int | None]
 ) -> tuple[Lease, dict[str, int]]:
-    """What to commit to a table to claim it, on the snapshot that `version_of` asks; and what then holds for the other tables.
+    """Compute the app id versions that a commit must raise to lease a table.
 
-    lease: None for the first table. Raises LakeFenced when a newer writer has claimed the table already.
+    Args:
+        lease: result of the first table; None for the first table itself.
+        version_of: version of an app id in the snapshot that the commit builds on.
+
+    Returns:
+        The lease for the other tables, and app id to version for the commit.
+
+    Raises:
+        LakeFenced: a newer writer has leased the table already.
     """
-    held, layout = version_of(share.app_id) or 0, version_of(LAYOUT) or 1
+    epoch, layout = version_of(share.app_id) or 0, version_of(LAYOUT) or 1
     if lease is None:
         same = layout % _STRIDE == share.writers
         lease = Lease(
-            held + 1, layout if same else (layout // _STRIDE + 1) * _STRIDE + share.writers
+            epoch + 1, layout if same else (layout // _STRIDE + 1) * _STRIDE + share.writers
         )
-    elif held > lease.epoch or layout > lease.layout:
+    elif epoch > lease.epoch or layout > lease.layout:
         raise LakeFenced(
             f"lake: another writer took over from {lease.epoch} ({share}) while it was starting"
         )

@@ -1,4 +1,4 @@
-"""Which keys a table has, whatever their age: for records that come again long after the window of the newest ids has forgotten them."""
+"""Look up keys of any age, for records redelivered after the dedupe window evicted them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-Key = tuple[Any, ...]
+KeyValues = tuple[Any, ...]
 
 
-def existing_keys(rows: Any, names: Sequence[str], keys: Collection[Key]) -> set[Key]:
-    """Those of the keys that are there. rows: a pyarrow dataset; only files whose statistics allow one of the keys are read."""
+def existing_keys(rows: Any, names: Sequence[str], keys: Collection[KeyValues]) -> set[KeyValues]:
+    """Return the keys that the rows contain.
+
+    Args:
+        rows: a pyarrow dataset; files whose statistics exclude all keys are not read.
+        names: the key columns.
+    """
     condition = None
     for at, name in enumerate(names):
         one = pc.field(name).isin(list({key[at] for key in keys}))

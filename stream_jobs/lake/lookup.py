@@ -1,4 +1,4 @@
-"""Which records the lake has already, by their ids: what a late sender must know before it sends a second copy."""
+"""Look up records in the lake by id, so that a late sender does not send a second copy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ from stream_jobs.lake.keys import existing_keys
 from stream_jobs.lake.tables.catalog import Table, catalog, tables_of
 
 TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
-"""What gateways write, by tables whose key says it."""
+"""Tables of the records that gateways write and whose key identifies the record."""
 
 
 class LakeBehind(LakeError):
-    """The lake has not read enough of the log to tell what it will have. Let it catch up, then try again."""
+    """The lake lags too far behind to tell which records it will have. Wait, then try again."""
 
 
 def check_not_behind(settings: Settings, cluster: Cluster, topic: str) -> None:
-    """Raises LakeBehind unless what the lake has yet to read of the topic fits into half of its window: only then does it notice
-    a second copy of a record that it has not read yet.
+    """Check that the unread part of a topic fits into half of the dedupe window.
 
-    Only the lake's own marks say how far it is: another lake on this Kafka may commit to the same group.
+    Only then does the lake drop the second copy of a record that it has not read yet. Uses the
+    committed offsets of the tables: another lake on this Kafka may commit to the same group.
+
+    Raises:
+        LakeBehind: it does not fit.
     """
     topic_id = cluster.topic_id(topic)
     ends = cluster.watermarks(topic)
     behind = 0
     for table in tables_of(settings.kafka.topics, topic):
         stored = read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options)
-        marks = {p: mark for (t, p), mark in stored.items() if t == topic_id}
-        behind = max(behind, sum(end - max(low, marks.get(p, 0)) for p, (low, end) in ends.items()))
+        committed = {p: offset for (t, p), offset in stored.items() if t == topic_id}
+        behind = max(
+            behind, sum(end - max(low, committed.get(p, 0)) for p, (low, end) in ends.items())
+        )
     if behind > settings.lake.dedupe_window // 2:
         raise LakeBehind(
-            f"the lake at {settings.lake_uri} is {behind} records behind on {topic}, more than half of lake.dedupe_window="
-            f"{settings.lake.dedupe_window}: start `clawstream lake`, wait, try again"
+            f"the lake at {settings.lake_uri} is {behind} records behind on {topic}, "
+            f"more than half of lake.dedupe_window={settings.lake.dedupe_window}: "
+            "start `clawstream lake`, wait, try again"
         )
 
 
 def in_lake(settings: Settings, events: Sequence[Any]) -> list[bool]:
-    """For each record whether the lake has it. One that no table keeps by an id is not there."""
+    """Return for each record whether the lake has it; False for records without an id."""
     wanted: dict[str, dict[tuple[Any, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, event in enumerate(events):
         for name in TABLES:

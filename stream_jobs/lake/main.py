@@ -1,26 +1,33 @@
-"""The lake writer: every topic into append-only Delta tables, each record exactly once, whoever is killed and whenever.
+"""Write every topic into append-only Delta tables, each record exactly once.
 
-The protocol:
+The protocol, which holds whichever process is killed at whichever moment:
 
-1. A writer claims the lake: it raises the version of app id `writer` in every table, `steps` first. Each later commit repeats its
-   number, so that of two writers the newer goes on and the older ends as fenced (exit code 78) at its next commit. Of several
-   (`lake.writers`) each claims its share, the partitions p of every topic with p % writers == writer, under an app id of its own, so
-   their commits never collide; another number of writers than before fences all of before (`stream_jobs.lake.fencing`).
-2. A table knows how far each partition is in it by Delta `txn` actions: app id `<table>:<topic id>:<partition>`, version = one past
-   the last offset handled. A topic made anew has another id, so it starts a new position.
-3. Reading starts at the lowest mark of the tables that a topic feeds; none: at the log's start. Whose share it was says nothing.
-4. A flush appends to each table that has rows. On the very snapshot that the commit builds on, rows below the mark of
-   their partition are removed (after a crash the boundaries of batches differ), and rows whose id is in the window of the newest
-   `lake.dedupe_window` (a re-sent output has a new offset, on the same partition: a window holds its writer's share). Rows and marks
-   land in one commit. A conflict: open again, check again, write again.
-5. Then the positions are committed to Kafka, as advice for those who watch the lag. Nothing resumes from them.
+1. A writer acquires its lease: it raises the version of app id `writer` in every table, `steps`
+   first. Each later commit repeats that version, so the newer of two writers goes on and the older
+   one ends as fenced (exit code 78) at its next commit. Each of several writers (`lake.writers`)
+   leases its share, the partitions p of every topic with p % writers == writer, under an app id of
+   its own, so their commits never collide. A writer with another number of writers fences all
+   writers of the former layout (`stream_jobs.lake.fencing`).
+2. A table stores the committed offset of each partition as a Delta `txn` action: app id
+   `<table>:<topic id>:<partition>`, version = one past the last offset handled. A recreated topic
+   has another id, so its offsets start from zero.
+3. Reading starts at the lowest committed offset of the tables that a topic feeds, or at the start
+   of the log if a table has none. The writer that committed it does not matter.
+4. A flush appends to each table that has rows. On the snapshot that the commit builds on, it drops
+   rows below the committed offset of their partition (batch boundaries differ after a crash) and
+   rows whose id is among the newest `lake.dedupe_window` (a re-sent record has a new offset on the
+   same partition, so a window holds the share of its writer). Rows and offsets are one commit. On
+   a conflict the writer reopens the table, checks again and writes again.
+5. Then the positions are committed to Kafka, only so that tools can show the lag. Nothing resumes
+   from them.
 
-A table that is damaged (a file of it can't be read) takes no rows and its marks stay where they are; the others go on. Once
-`stream_jobs.lake.delta.repair` has taken it back to a version that can be read, its topics are read again from the marks of that version:
-each of the other tables drops what is below its own marks.
+A damaged table (one of its files cannot be read) takes no rows and keeps its committed offsets; the
+others go on. Once `stream_jobs.lake.delta.repair` has restored a readable version, its topics are
+read again from the offsets of that version. The other tables drop rows below their own offsets.
 
-A table without new rows is not committed at every flush. Its mark follows by an empty commit when there is none yet, when it is
-COMMIT_AFTER_OFFSETS behind or COMMIT_AFTER_S old, and when the writer is told to stop: so that is the most a restart reads again.
+A table without new rows is not committed at every flush. An empty commit stores its offsets when it
+has none yet, when they are COMMIT_AFTER_OFFSETS behind or COMMIT_AFTER_S old, and at an orderly
+stop. This bounds how much a restart reads again.
 """
 
 from __future__ import annotations
@@ -45,11 +52,11 @@ from stream_jobs.lake.tables.row_decoder import WriterSchemas
 from stream_jobs.lake.writer import Lake
 
 RECOVER_S = 5.0
-"""Between two looks whether a damaged table can be read again."""
-REPAIR_LOOK_S = 30.0
-"""Between two looks whether a table was repaired; a commit to it notices that at once."""
-MAX_WAIT_S = 30.0
-"""Between two looks whether there is room again."""
+"""Interval at which a damaged table is tried again."""
+REPAIR_CHECK_S = 30.0
+"""Interval of the check for repaired tables; a commit to a table notices a repair at once."""
+MAX_RETRY_WAIT_S = 30.0
+"""Longest wait before a write that found no disk space is tried again."""
 
 __all__ = [
     "Lake",
@@ -64,15 +71,18 @@ __all__ = [
 
 
 def main(settings: Settings) -> None:
-    """Write the lake until told to stop. Never returns: exits 0, 78 when a newer writer took over, 79 for a truncated source."""
+    """Write the lake until SIGTERM. Never returns.
+
+    Exits with 0, 78 (fenced by a newer writer) or 79 (truncated source).
+    """
     run_sync("lake", settings, write)
 
 
 def write(settings: Settings, stop: threading.Event) -> None:
-    """Follow all topics until `stop`; begin again, with new positions, whenever one of them was made anew."""
+    """Follow all topics until `stop`; start over with new positions when a topic is recreated."""
     cluster = cluster_of(settings)
     create_topics(cluster, settings)
-    _tell_of_new_topics(cluster, settings)
+    _warn_of_recreated_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
     share = PartitionShare(settings.lake.writer, settings.lake.writers)
     lake = Lake(
@@ -82,7 +92,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
         history,
         share,
     )
-    if not _with_room(lake.acquire, stop):
+    if not _when_space(lake.acquire, stop):
         return
     schemas = WriterSchemas()
     decoder = Decoder(cluster, settings.kafka.topics.schemas, schemas)
@@ -97,14 +107,14 @@ def write(settings: Settings, stop: threading.Event) -> None:
             maintenance.stop()
 
 
-def _tell_of_new_topics(cluster: Cluster, settings: Settings) -> None:
-    """A wiped broker must not look like a quiet one."""
+def _warn_of_recreated_topics(cluster: Cluster, settings: Settings) -> None:
+    """Log topics whose id changed: a wiped broker must not look like an idle one."""
     stored = [p for p in positions(settings, cluster) if p.flaw is None]
     ids = cluster.topic_ids(sorted({p.topic for p in stored if not p.topic.endswith("*")}))
     for topic, former in recreated_topics(stored, ids):
         logger().warning(
             "topic_recreated", topic=topic, topic_id=ids[topic], stored_topic_ids=former,
-            action="read from its start; the rows of the old one stay",
+            action="read from its start; the rows of the former topic stay",
         )  # fmt: skip
 
 
@@ -115,29 +125,29 @@ def _follow(
     interval_s: float,
     stop: threading.Event,
 ) -> None:
-    """Read and flush until `stop`, or until a followed topic is another one."""
+    """Read and flush until `stop`, or until a followed topic was deleted or recreated."""
     flushed_at, recover_at = float("-inf"), time.monotonic() + RECOVER_S
-    look_at = time.monotonic() + REPAIR_LOOK_S
+    check_at = time.monotonic() + REPAIR_CHECK_S
     while not stop.is_set():
-        if time.monotonic() >= look_at:
+        if time.monotonic() >= check_at:
             lake.check_repairs()
-            look_at = time.monotonic() + REPAIR_LOOK_S
+            check_at = time.monotonic() + REPAIR_CHECK_S
         if lake.damaged and time.monotonic() >= recover_at:
             if lake.recover():
-                return  # the topics of these tables are read from their marks again
+                return  # the topics of these tables are read again from their committed offsets
             recover_at = time.monotonic() + RECOVER_S
         if consumer.full or time.monotonic() - flushed_at >= interval_s:
-            same = _topics_same(consumer)
-            if same is False:
+            unchanged = _topics_unchanged(consumer)
+            if unchanged is False:
                 logger().warning(
                     "lake_topics_changed",
                     dropped={n: len(r) for n, r in consumer.rows.items() if r},
                 )
                 return
-            if same is None:
+            if unchanged is None:
                 stop.wait(1.0)
                 continue
-            if not _with_room(lambda: _flush(lake, consumer, marks=False), stop):
+            if not _when_space(lambda: _flush(lake, consumer, commit_offsets=False), stop):
                 return
             flushed_at = time.monotonic()
             maintenance.poll()
@@ -145,42 +155,46 @@ def _follow(
             consumer.poll()
         except (
             LakeFull
-        ) as e:  # no room for new columns: what this feed has read since is read again
-            _tell_full(e)
-            stop.wait(MAX_WAIT_S)
+        ) as e:  # while columns were added: records read since the flush are read again
+            _log_full(e)
+            stop.wait(MAX_RETRY_WAIT_S)
             return
         except SourceTruncated as e:
             if consumer.is_recreated(e):
                 return
-    if _topics_same(consumer):
-        _with_room(lambda: _flush(lake, consumer, marks=True), stop)
+    if _topics_unchanged(consumer):
+        _when_space(lambda: _flush(lake, consumer, commit_offsets=True), stop)
 
 
-def _with_room(write: Callable[[], None], stop: threading.Event) -> bool:
-    """Write, as soon as there is room; what is waiting stays in memory and on Kafka. False: told to stop before that."""
+def _when_space(write: Callable[[], None], stop: threading.Event) -> bool:
+    """Write as soon as the storage has space; pending rows stay in memory and on Kafka.
+
+    Returns:
+        False if `stop` was set first.
+    """
     wait_s = 1.0
     while True:
         try:
             write()
         except LakeFull as e:
-            _tell_full(e)
+            _log_full(e)
             if stop.wait(wait_s):
                 return False
-            wait_s = min(2 * wait_s, MAX_WAIT_S)
+            wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
         else:
             return True
 
 
-def _tell_full(error: LakeFull) -> None:
+def _log_full(error: LakeFull) -> None:
     logger().error(
         "lake_full",
         error=str(error),
-        action="make room: the lake goes on by itself, nothing is lost",
+        action="free disk space; the writer then continues by itself, nothing is lost",
     )
 
 
-def _topics_same(consumer: LakeConsumer) -> bool | None:
-    """None: Kafka can't tell now, so nothing read may be written yet."""
+def _topics_unchanged(consumer: LakeConsumer) -> bool | None:
+    """Return None while Kafka is unavailable: rows may not be written before the check."""
     try:
         return consumer.refresh_topics()
     except Unavailable as e:
@@ -188,13 +202,13 @@ def _topics_same(consumer: LakeConsumer) -> bool | None:
         return None
 
 
-def _flush(lake: Lake, consumer: LakeConsumer, marks: bool) -> None:
+def _flush(lake: Lake, consumer: LakeConsumer, commit_offsets: bool) -> None:
     added = {}
     for name, rows in consumer.rows.items():
         positions = consumer.positions(name)
-        mark = marks or lake.commit_due(name, positions)
-        if rows or mark:
-            added[name] = lake.append(name, rows, positions, consumer.reject, mark)
+        due = commit_offsets or lake.commit_due(name, positions)
+        if rows or due:
+            added[name] = lake.append(name, rows, positions, consumer.reject, due)
     consumer.commit()
     if any(added.values()):
         logger().debug("lake_flushed", rows={n: c for n, c in added.items() if c})

@@ -1,4 +1,4 @@
-"""The lake's stored positions, for `clawstream doctor` and for the writer's start: the marks in the tables' Delta logs."""
+"""Read the committed offsets of all tables, for `clawstream doctor` and the start of the writer."""
 
 from __future__ import annotations
 
@@ -16,36 +16,43 @@ from stream_jobs.lake.tables.catalog import catalog, tables_of
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """How far each table is in each partition it was ever fed from; of a damaged table, why that can't be read."""
+    """Return the committed offset of each table and partition; for a damaged table, its damage."""
     topics = settings.kafka.topics
     there = [t for t in cluster.topics() if tables_of(topics, t)]
     names = {topic_id: topic for topic, topic_id in cluster.topic_ids(there).items()}
     found = []
     for table in catalog():
-        flaw = _flaw(settings, table)
-        if flaw is not None:
+        damage = _damage(settings, table)
+        if damage is not None:
             found.append(
-                StoredPosition("lake", f"table {table}", _former(topics, table), None, 0, 0, flaw)
+                StoredPosition("lake", f"table {table}", _former(topics, table), None, 0, 0, damage)
             )
             continue
-        for (topic_id, partition), mark in sorted(
+        for (topic_id, partition), offset in sorted(
             read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options).items()
         ):
             topic = names.get(topic_id) or _former(topics, table)
-            found.append(StoredPosition("lake", f"table {table}", topic, topic_id, partition, mark))
+            found.append(
+                StoredPosition("lake", f"table {table}", topic, topic_id, partition, offset)
+            )
     return found
 
 
 def offsets_in_lake(settings: Settings, cluster: Cluster) -> dict[tuple[str, int], int]:
-    """Of each partition the offset below which every table that it feeds has all; those that some table knows nothing of are left out."""
-    there = {t: n for t, n in cluster.topics().items() if tables_of(settings.kafka.topics, t)}
-    marks = {name: _committed_offsets(settings, name) for name in catalog()}
+    """Return for each (topic, partition) the offset below which all its tables have every record.
+
+    Omits partitions for which any table has no committed offset.
+    """
+    partitions = {t: n for t, n in cluster.topics().items() if tables_of(settings.kafka.topics, t)}
+    committed = {name: _committed_offsets(settings, name) for name in catalog()}
     found = {}
-    for topic, topic_id in cluster.topic_ids(sorted(there)).items():
+    for topic, topic_id in cluster.topic_ids(sorted(partitions)).items():
         tables = tables_of(settings.kafka.topics, topic)
-        for partition in range(there[topic]):
+        for partition in range(partitions[topic]):
             known = [
-                m for table in tables if (m := marks[table].get((topic_id, partition))) is not None
+                offset
+                for table in tables
+                if (offset := committed[table].get((topic_id, partition))) is not None
             ]
             if len(known) == len(tables):
                 found[topic, partition] = min(known)
@@ -53,27 +60,30 @@ def offsets_in_lake(settings: Settings, cluster: Cluster) -> dict[tuple[str, int
 
 
 def _committed_offsets(settings: Settings, table: str) -> dict[TopicIdPartition, int]:
-    """The marks of a table; none of a damaged one, so that no record is given up that it may have to read again."""
+    """Return the offsets of a table; none for a damaged one, which may reread records."""
     try:
         return read_committed_offsets(settings.lake_uri, table, settings.lake.storage_options)
     except LakeDamaged:
         return {}
 
 
-def _flaw(settings: Settings, table: str) -> str | None:
-    """Why a table can't be read, as far as its log and the sizes of its files tell."""
+def _damage(settings: Settings, table: str) -> str | None:
+    """Return why a table cannot be read, judged by its log and the sizes of its files."""
     options = settings.lake.storage_options
     try:
-        wrong = table_damage(open_table(settings.lake_uri, table, options), options, whole=False)
+        damage = table_damage(open_table(settings.lake_uri, table, options), options, whole=False)
     except LakeDamaged as e:
         return str(e)
     except LakeMissing:
         return None
-    return None if wrong is None else str(LakeDamaged(table, wrong))
+    return None if damage is None else str(LakeDamaged(table, damage))
 
 
 def _former(topics: Topics, table: str) -> str:
-    """Name of a topic of which the lake knows only the id: what feeds the table, with `*` when that is not one topic."""
+    """Return the name, or a pattern with `*`, of the topics that feed a table.
+
+    For positions of a deleted topic, of which the lake has only the id.
+    """
     fixed = [spec.name for spec in topics.specs(1, -1) if table in tables_of(topics, spec.name)]
     batches = table in tables_of(topics, topics.ready_batches("any", "train"))
     if len(fixed) == 1 and not batches:
@@ -84,7 +94,7 @@ def _former(topics: Topics, table: str) -> str:
 def recreated_topics(
     stored: Iterable[StoredPosition], topic_ids: Mapping[str, str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Topics of which the lake has positions, but none of today's topic of that name; with the ids it knows."""
+    """Yield topics with stored positions of former topic ids only, and those ids."""
     known: dict[str, set[str]] = {}
     for p in stored:
         known.setdefault(p.topic, set()).add(p.topic_id or "")

@@ -1,4 +1,7 @@
-"""A writer's hold on its share of the lake's tables: claims, marks, windows, appending what is not there yet. Protocol: `stream_jobs.lake.main`."""
+"""Append rows and committed offsets to a writer's share of the tables.
+
+Protocol: `stream_jobs.lake.main`.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +54,20 @@ COMMIT_AFTER_OFFSETS = 10_000
 COMMIT_AFTER_S = 600.0
 REOPEN_COMMITS = 20
 REOPEN_S = 60.0
-"""A table is opened anew after so many commits, for its log grows in memory, and after so long, for an old log is cleaned up."""
+"""A table is reopened after this many commits or seconds.
+
+Its log grows in memory, and old log files are cleaned up.
+"""
 _ATTEMPTS = 8
 LEASE_TIMEOUT_S = 60.0
-"""How long a claim is tried against writers that commit all the while."""
+"""How long a writer tries to lease a table while other writers commit to it."""
 
 RejectRow = Callable[[Row, str], None]
-"""Gives a row that no column type can hold its destination: (row, why)."""
+"""Dead-letters a row that no column type can hold: (row, reason)."""
 
 
 class LakeBusy(LakeError):
-    """Commits kept colliding with others', which no second writer explains. Start again."""
+    """Commits kept colliding, more often than a second writer explains. Start again."""
 
 
 class _Opened(NamedTuple):
@@ -71,9 +77,11 @@ class _Opened(NamedTuple):
 
 
 class Lake:
-    """One writer's hold on its share of all tables. Every method raises LakeFenced once a newer writer has claimed that.
+    """One writer's share of all tables.
 
-    tables: by name; columns are added to them while the writer runs. Sources given to it are of its share.
+    Every method raises LakeFenced once a newer writer has leased the share.
+
+    tables: by name; columns are added to them while the writer runs.
     """
 
     def __init__(
@@ -88,27 +96,33 @@ class Lake:
         self._uri, self._options, self._window_size = uri, dict(storage_options), window_size
         self._lease: Lease | None = None
         self._lease_versions: dict[str, int] = {}
-        """This writer's app id and its version, as every commit repeats it."""
+        """The app id of this writer and its version, which every commit repeats."""
         self.tables: dict[str, Table] = dict(catalog())
         self.redelivered: set[tuple[str, int, int]] = set()
-        """Places of records that were sent again from dead letters: of any age, so they are looked up in all of a table."""
+        """(topic id, partition, offset) of records re-sent from dead letters.
+
+        They can be of any age, so they are looked up in the whole table.
+        """
         self._windows: dict[str, DedupeWindow] = {}
         self._opened: dict[str, _Opened] = {}
         self._offsets: dict[str, dict[TopicIdPartition, int]] = {name: {} for name in catalog()}
         self._committed_at: dict[str, float] = {}
-        self._asked: dict[str, set[TopicIdPartition]] = {name: set() for name in catalog()}
-        """Sources of which `_marks` says all that the table knows, as long as this writer holds it."""
+        self._known: dict[str, set[TopicIdPartition]] = {name: set() for name in catalog()}
+        """Partitions whose offsets `_offsets` has as long as this writer holds the lease."""
         self.damaged: dict[str, LakeDamaged] = {}
-        """Tables that can't be read now, and why: nothing is written to them, and their marks stay where they are."""
+        """Tables that cannot be read, and why. They take no rows and keep their offsets."""
         self._repairs: dict[str, int | None] = {}
-        """How often each table had been repaired when it was claimed."""
-        self._unsure: set[str] = set()
-        """Tables of which it is not known whether the last commit landed: their windows are read again before the next."""
+        """Number of repairs of each table when it was leased."""
+        self._stale_windows: set[str] = set()
+        """Tables whose last commit may have landed or not: their windows are read again."""
 
     def acquire(self) -> None:
-        """Make the tables that are missing, fence older writers of this share or of another layout, read the windows back.
+        """Create missing tables, lease all tables and fill the dedupe windows.
 
-        A table that is damaged is left out. Raises LakeDamaged when all of them are.
+        This fences older writers of this share or of another layout. Skips damaged tables.
+
+        Raises:
+            LakeDamaged: all tables are damaged.
         """
         before = []
         for name, table in self.tables.items():
@@ -136,15 +150,15 @@ class Lake:
             raise next(iter(self.damaged.values()))
 
     def _acquire_table(self, name: str, highest: Callable[[str], int | None]) -> None:
-        """Claim a table, and read back what its newest rows are."""
+        """Lease a table and fill its dedupe window."""
         self._acquire_lease(name, highest)
         self._windows[name] = self._window(self._latest(name), self.tables[name])
-        self._unsure.discard(name)
+        self._stale_windows.discard(name)
         self._committed_at[name] = time.monotonic()
 
     @contextmanager
     def _skipping_damaged(self, name: str) -> Iterator[None]:
-        """Go on without a table that turns out to be damaged."""
+        """Record a table as damaged instead of raising LakeDamaged."""
         try:
             yield
         except LakeDamaged as e:
@@ -156,12 +170,16 @@ class Lake:
                     action="its topics are read again from its marks",
                 )
             elif str(self.damaged.get(name)) != str(e):
-                action = "the other tables are written; this one's rows stay on Kafka and are read again after the repair"
+                action = "other tables are written; rows of this one wait on Kafka for its repair"
                 logger().error("lake_table_damaged", table=name, error=str(e), action=action)
             self.damaged[name] = e
 
     def recover(self) -> bool:
-        """Claim the damaged tables that can be read again. True: some were; their topics must be read from their marks."""
+        """Lease damaged tables that can be read again.
+
+        Returns:
+            True if there are any: read their topics again from their committed offsets.
+        """
         before = list(self.damaged)
         for name in before:
             with self._skipping_damaged(name):
@@ -175,10 +193,14 @@ class Lake:
         return len(self.damaged) < len(before)
 
     def _acquire_lease(self, name: str, highest: Callable[[str], int | None]) -> None:
-        """highest: version of an app id in any table, for the first of them: it may be one that was deleted and made anew.
+        """Lease a table.
 
-        A claim and the commits of those it fences collide. They read, write files and see to other tables between their commits; this
-        looks and commits at once, again and again: it needs one gap between theirs.
+        A lease collides with the commits of the writers that it fences. Those read and write files
+        between their commits; this loop does not, so it finds a gap between two of them.
+
+        Args:
+            highest: greatest version of an app id in any table, for the first table: a table
+                that was deleted and recreated has lost its versions.
         """
         empty = self.tables[name].arrow([])
         table = self._latest(name)
@@ -197,7 +219,8 @@ class Lake:
                 collided += 1
                 if time.monotonic() > until:
                     raise LakeBusy(
-                        f"table {name} of lake {self._uri}: {self.share} can't claim it: {collided} commits collided in {LEASE_TIMEOUT_S:g} s"
+                        f"table {name} of lake {self._uri}: {self.share} can't lease it: "
+                        f"{collided} commits collided in {LEASE_TIMEOUT_S:g} s"
                     ) from e
                 table = self._latest(name)
         if collided:
@@ -206,7 +229,7 @@ class Lake:
         self._repairs[name] = table.transaction_version(REPAIR)
 
     def _latest(self, name: str) -> Delta:
-        """The table at its newest version. To go on from the last version is cheaper than to open."""
+        """Return a table at its newest version; refreshing is cheaper than opening."""
         opened = self._opened.pop(name, None)
         if (
             opened is None
@@ -220,7 +243,7 @@ class Lake:
         return opened.table
 
     def _leased_snapshot(self, name: str) -> Delta:
-        """The table at its newest version, which must still be this writer's, for a commit."""
+        """Return a table at its newest version for a commit, checking lease and repairs."""
         table = self._latest(name)
         epoch = self._lease_versions.get(self.share.app_id, 0)
         if table.transaction_version(self.share.app_id) != epoch:
@@ -234,10 +257,13 @@ class Lake:
 
     def _check_not_repaired(self, name: str, table: Delta) -> None:
         if table.transaction_version(REPAIR) != self._repairs.get(name):
-            raise LakeRepaired(name, "until now: a repair has taken rows back")
+            raise LakeRepaired(name, "a repair has restored an older version")
 
     def check_repairs(self) -> None:
-        """Set tables aside that were repaired since they were claimed: one without new rows would not be noticed by a commit."""
+        """Mark tables as damaged that were repaired since they were leased.
+
+        A commit notices a repair too, but a table without new rows has no commits.
+        """
         for name in self.tables:
             if name not in self.damaged:
                 with self._skipping_damaged(name):
@@ -251,19 +277,22 @@ class Lake:
                 self._forget(name)
                 logger().warning("lake_commit_collided", table=name, attempt=n, error=str(e))
                 time.sleep(0.02 * 2**n)
-            except BaseException:  # whatever it was, perhaps it was committed
+            except BaseException:  # the commit may have landed
                 self._forget(name)
                 raise
         raise LakeBusy(f"table {name} of lake {self._uri}: {_ATTEMPTS} commits collided")
 
     def _forget(self, name: str) -> None:
-        """What is known of a table may be wrong: look again."""
+        """Drop all cached state of a table."""
         self._opened.pop(name, None)
-        self._asked[name].clear()
-        self._unsure.add(name)
+        self._known[name].clear()
+        self._stale_windows.add(name)
 
     def _window(self, snapshot: Delta, table: Table) -> DedupeWindow:
-        """Keys of this share's newest rows of the table by log timestamp; only files that can hold some are read."""
+        """Read the keys of the share's newest rows by log timestamp into a window.
+
+        Reads only files that can hold some of them.
+        """
         window = DedupeWindow(self._window_size)
         if not table.key or not (self.share.writers == 1 or self._has_offsets(table.name)):
             return window
@@ -275,12 +304,15 @@ class Lake:
         return window
 
     def _has_offsets(self, name: str) -> bool:
-        """Whether the table can have rows of this share."""
-        marks = read_committed_offsets(self._uri, name, self._options)
-        return any(p % self.share.writers == self.share.writer for _, p in marks)
+        """Return whether the table can have rows of this share."""
+        committed = read_committed_offsets(self._uri, name, self._options)
+        return any(p % self.share.writers == self.share.writer for _, p in committed)
 
     def _newest(self, delta: Delta, table: Table) -> pa.Table:
-        """At least the newest rows of this share that the window holds. Others' lie between them: one looks back, further each time."""
+        """Read at least as many of the share's newest rows as the window holds.
+
+        Rows of other shares lie between them, so each round looks further back.
+        """
         files = pa.table(delta.get_add_actions(flatten=True))
         source = dataset(delta, self._options)
         columns = list(dict.fromkeys((*table.key, "kafka_timestamp")))
@@ -296,7 +328,10 @@ class Lake:
             rows, before = 4 * rows, since
 
     def committed_offsets(self, name: str, sources: Iterable[TopicIdPartition]) -> Positions:
-        """How far a table is in each source; sources it knows nothing of are left out, and so are all of a damaged table."""
+        """Return the committed offsets of a table; {} for a damaged one.
+
+        Omits partitions without a committed offset.
+        """
         if name not in self.damaged:
             with self._skipping_damaged(name):
                 return self._read_offsets(self._latest(name), name, list(sources))
@@ -309,26 +344,30 @@ class Lake:
         found = {source: table.transaction_version(app_id(name, source)) for source in asked}
         known = {source: version for source, version in found.items() if version is not None}
         self._offsets[name] |= known
-        self._asked[name] |= set(asked)
+        self._known[name] |= set(asked)
         return known
 
     def _offsets_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
-        """Marks on a snapshot that is this writer's. Nobody else moves them, so they are read once, and again when a commit failed."""
-        if positions.keys() <= self._asked[name]:
+        """Return the committed offsets on a snapshot that this writer leases.
+
+        Nobody else moves them, so they are cached until a commit fails.
+        """
+        if positions.keys() <= self._known[name]:
             return self._offsets[name]
         return self._read_offsets(snapshot, name, positions)
 
     def commit_due(self, name: str, positions: Positions) -> bool:
-        """Whether a table without new rows should get an empty commit, so that a restart does not read too much again."""
+        """Return whether a table without new rows needs a commit of its offsets alone."""
         if name in self.damaged:
             return False
         known = self._offsets[name]
         if any(offset and source not in known for source, offset in positions.items()):
-            return True  # the first mark comes early: without one a restart can't tell what retention has taken since
+            return True  # commit it early: without it a restart can't see what retention deleted
         lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
         behind = max(lags, default=0)
         if sum(lags) > self._window_size // (4 * self.share.writers):
-            return True  # of all writers together: `lake_lookup.check_not_behind` must not take a quiet table for a late one
+            # For all writers together: `lookup.check_not_behind` must not see an idle table as late.
+            return True
         return behind >= COMMIT_AFTER_OFFSETS or (
             behind > 0 and time.monotonic() - self._committed_at[name] >= COMMIT_AFTER_S
         )
@@ -341,10 +380,17 @@ class Lake:
         reject: RejectRow,
         commit_offsets: bool = False,
     ) -> int:
-        """Append the rows that the table does not have and raise its marks to `positions`. Returns how many rows were new.
+        """Append the rows that a table does not have, and commit its offsets.
 
-        A damaged table takes none, and its marks stay: `recover` says when they are to be read again.
-        positions: of every source of the table, past all of `rows`. mark: commit even when no row is new.
+        A damaged table takes no rows; `recover` tells when its topics must be read again.
+
+        Args:
+            positions: next offset of every partition of the table, past all of `rows`.
+            reject: called for each row that no column can hold.
+            commit_offsets: commit even if no row is new.
+
+        Returns:
+            The number of new rows.
         """
         table = self.tables[name]
         added: list[Row] = []
@@ -353,14 +399,16 @@ class Lake:
 
         def attempt() -> bool:
             snapshot = self._leased_snapshot(name)
-            marks = self._offsets_on(snapshot, name, positions)
-            if name in self._unsure:
+            committed = self._offsets_on(snapshot, name, positions)
+            if name in self._stale_windows:
                 self._windows[name] = self._window(snapshot, table)
-                self._unsure.discard(name)
-            moved.clear()  # reading may begin below this table's mark, for another table's sake: marks only ever rise
-            moved.update((s, offset) for s, offset in positions.items() if offset > marks.get(s, 0))
-            added[:], digests[:] = self._unknown(
-                snapshot, table, *drop_duplicates(table, rows, marks, self._windows[name])
+                self._stale_windows.discard(name)
+            moved.clear()  # reading may start below for another table's sake; offsets only rise
+            moved.update(
+                (s, offset) for s, offset in positions.items() if offset > committed.get(s, 0)
+            )
+            added[:], digests[:] = self._drop_redelivered(
+                snapshot, table, *drop_duplicates(table, rows, committed, self._windows[name])
             )
             if not moved or not (added or commit_offsets):
                 added.clear()
@@ -377,40 +425,44 @@ class Lake:
 
         if name in self.damaged:
             return 0
-        committed = False
+        landed = False
         with self._skipping_damaged(name):
-            committed = self._until_committed(name, attempt)
+            landed = self._until_committed(name, attempt)
         if name in self.damaged:
             return 0
-        if committed:
+        if landed:
             self._offsets[name] |= moved
             self._committed_at[name] = time.monotonic()
             self._windows[name].add(digests)
         return len(added)
 
-    def _unknown(
+    def _drop_redelivered(
         self, snapshot: Delta, table: Table, rows: list[Row], digests: list[bytes]
     ) -> tuple[list[Row], list[bytes]]:
-        """Without what was sent again and is in the table, however long ago."""
-        sought = (
+        """Drop redelivered rows whose key the table has, of whatever age."""
+        redelivered = (
             {table.key_of(row) for row in rows if row[-4:-1] in self.redelivered}
             if table.key
             else set()
         )
-        if not sought:
+        if not redelivered:
             return rows, digests
         with reading(snapshot, table.name, self._options):
             there = {
                 digest(key)
-                for key in existing_keys(dataset(snapshot, self._options), table.key, sought)
+                for key in existing_keys(dataset(snapshot, self._options), table.key, redelivered)
             }
-        kept = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
-        return [row for row, _ in kept], [one for _, one in kept]
+        new = [(row, one) for row, one in zip(rows, digests, strict=True) if one not in there]
+        return [row for row, _ in new], [one for _, one in new]
 
     def add_columns(self, wider: Table) -> bool:
-        """Add columns to a table. False when they do not fit those that it has, or it is damaged: all stays as it was.
+        """Add columns to a table.
 
-        Raises TooManyFields.
+        Returns:
+            False if they conflict with its columns or it is damaged; the table is then unchanged.
+
+        Raises:
+            TooManyFields: the table would have too many columns of other releases.
         """
         name = wider.name
 
@@ -444,11 +496,11 @@ class Lake:
 
 
 def storable_rows(table: Table, rows: list[Row], reject: RejectRow) -> pa.Table:
-    """The rows in Arrow; those with a value that no column can hold are buried and taken out of `rows`."""
+    """Convert rows to Arrow; rejects rows that no column can hold and removes them from `rows`."""
     try:
         return table.arrow(rows)
     except MemoryError:
-        raise  # Arrow's is an ArrowException too
+        raise  # Arrow's MemoryError is an ArrowException too
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         good = []
         for row in rows:
@@ -464,7 +516,7 @@ def storable_rows(table: Table, rows: list[Row], reject: RejectRow) -> pa.Table:
 
 
 def rows_of(share: PartitionShare, since: Any, before: Any) -> pc.Expression | None:
-    """Condition of a share's rows with since <= log timestamp < before; None: all rows."""
+    """Return the filter of a share's rows with since <= log timestamp < before; None: all."""
     stamp, partition = pc.field("kafka_timestamp"), pc.field("kafka_partition")
     wanted = [] if since is None else [stamp >= since]
     if before is not None:
@@ -477,10 +529,11 @@ def rows_of(share: PartitionShare, since: Any, before: Any) -> pc.Expression | N
 
 
 def oldest_of_newest(files: pa.Table, rows: int) -> Any:
-    """Log timestamp that the newest `rows` rows are not older than, by the files' statistics; None: any row could be among them."""
-    if (
-        "min.kafka_timestamp" not in files.column_names
-    ):  # a table that was made without statistics of it
+    """Return a log timestamp that none of the newest `rows` rows is older than.
+
+    Uses the statistics of the files. None: any row could be among them.
+    """
+    if "min.kafka_timestamp" not in files.column_names:  # created without its statistics
         return None
     newest = files.select(["num_records", "min.kafka_timestamp", "max.kafka_timestamp"]).sort_by(
         [("max.kafka_timestamp", "descending")]
